@@ -1,0 +1,458 @@
+"""Data preparation, written once: load -> filter -> tokenise -> split -> write -> report.
+
+A dataset's `prepare_data.py` turns its raw rows into plain dicts with TRL's columns and calls `run`; everything else
+happens here. From one stream of rows come whichever files the rows allow and `--stage` asks for:
+
+    finetune    prompt + completion (or chosen), or messages   {prompt_len, input_ids, targets}
+    preference  prompt + chosen + rejected                      {prompt_len, chosen_input_ids, rejected_input_ids}
+    prompts     prompt, with plain columns for a reward         {prompt_len, input_ids, columns}
+    dialogue    messages (or a prompt of messages)              {messages, input_ids, turn_spans}
+
+A row may also carry `split` and `stage` (kept as given), `group` (rows of one group never cross splits or stages; by
+default the prompt, or the first user message), `columns` and `source` (for messages about it).
+
+Ids are int32 tensors, all of one file views of one storage: 160,000 rows then save and load in seconds and take four
+bytes a token. Left out: streaming sets that do not fit in memory, and packing (the trainers do it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from datasets_prep import encoding, report
+from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Place, Row, hash_of
+from datasets_prep.reading import Source
+from lightrlhf.common.args import UsageError, check_at_least, parse, to_dict
+from lightrlhf.common.batch import SPLITS, adds_bos, encode_prompt
+
+CHUNK = 1000  # rows that are tokenised together
+DECIDES_SPLITS = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "validation_percentage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArgs:
+    """What every `prepare_data.py` shares."""
+
+    destination_dir: str
+    """Folder that gets the `.pt` splits, the tokenizer and the report."""
+    tokenizer_name: str
+    """Tokenizer of the model to be trained: hub name or local folder."""
+    dataset_name: str
+    """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    stage: Literal["all", "finetune", "preference", "prompts", "dialogue"] = "all"
+    """Which files to write; `all` writes every one that the rows allow."""
+    split: str | None = None
+    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    max_length: int = 512
+    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    max_prompt_length: int = 256
+    """Longest prompt in tokens; rows with a longer one are dropped."""
+    minimum_response_length: int = 2
+    """Shortest response in characters; rows with a shorter one are dropped."""
+    max_turns: int = 5
+    """Most turns of a dialogue."""
+    turn_prompt_length: str = "128"
+    """Longest user turn of a dialogue in tokens; a list such as 1024,768,512 gives it by number of turns."""
+    turn_response_length: str = "512"
+    """Longest assistant turn of a dialogue in tokens; a list gives it by number of turns."""
+    max_dialogue_length: int = 3200
+    """Longest dialogue in tokens."""
+    remove_same_inputs: bool = True
+    """Keep only the first row of each prompt (of each sequence of user turns for dialogues)."""
+    remove_same_responses: bool = True
+    """Drop pairs whose chosen and rejected responses are the same."""
+    mask_prompt: bool = True
+    """Mark prompt tokens in `targets` as ignored."""
+    chat_template: str | None = None
+    """Jinja chat template or a file with it; plain prompts then become a user message."""
+    num_samples: int | None = None
+    """Read only this many raw rows."""
+    validation_percentage: float = 0.1
+    """Share of prompts in the validation split, unless the source brings one."""
+    test_percentage: float = 0.1
+    """Share of prompts in the test split, unless the source brings one."""
+    shuffle: bool = True
+    """Shuffle the rows of each split."""
+    seed: int = 42
+    """Seed of splits and shuffling."""
+    save_skipped_examples: bool = False
+    """Keep dropped rows with their reason in skipped_{stage}.jsonl."""
+    num_proc: int | None = None
+    """Processes that tokenise; as many as cores when not given."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_prompt_length", "max_turns", "max_dialogue_length"):
+            check_at_least(self, name, 1)
+        for name in ("num_samples", "num_proc"):
+            if getattr(self, name) is not None:
+                check_at_least(self, name, 1)
+        for name in ("minimum_response_length", "validation_percentage", "test_percentage", "seed"):
+            check_at_least(self, name, 0)
+        if self.validation_percentage + self.test_percentage >= 1:
+            raise ValueError(
+                f"--validation_percentage {self.validation_percentage} and --test_percentage {self.test_percentage} "
+                "leave nothing to train on; they are shares such as 0.1"
+            )
+        _shares(self.split)
+        for name in ("turn_prompt_length", "turn_response_length"):
+            if not all(word.strip().isdigit() for word in getattr(self, name).split(",")):
+                raise ValueError(f"--{name} {getattr(self, name)} must be a number or a list such as 1024,768,512")
+
+
+def _shares(split: str | None) -> list[float]:
+    if split is None:
+        return []
+    try:
+        shares = [float(word) for word in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+        raise ValueError(f"--split {split} must be three shares for SFT, reward model and RL, such as 2,4,4")
+    return [share / sum(shares) for share in shares]
+
+
+# ---------------------------------------------------------------------------------------------------------- programs
+def run(args_class: type, to_row: Callable[[dict], Row], argv: list[str] | None = None, **details: Any) -> None:
+    """The main of a dataset script: parse, read raw rows, turn each into a row by `to_row`, prepare.
+
+    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `details` go to `prepare`.
+    Raises: SystemExit 2 for bad arguments, 1 for bad data, each with one line.
+    """
+    args = parse(args_class, argv)
+    try:
+        tokenizer = load_tokenizer(args)
+        source = Source(args.dataset_name)
+        prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
+    except UsageError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
+    """Rows of a source; a raw row that `to_row` refuses comes out as `Dropped`."""
+    for raw in islice(source, num_samples):
+        try:
+            row = to_row(raw.values)
+        except BadRow as bad:
+            yield Dropped(str(bad), raw.source, row=raw.values)
+            continue
+        held_out = raw.split if raw.split != "train" else None  # of train, `Placement` carves what the source lacks
+        yield {"split": held_out, **row, "source": raw.source}
+
+
+def column(raw: dict, name: str, kind: type = str) -> Any:
+    """A column of a raw row. Raises: BadRow when it is missing, null or of another type."""
+    if name not in raw:
+        raise BadRow(f"no_column_{name}")
+    if raw[name] is None:
+        raise BadRow(f"{name}_is_null")
+    if not isinstance(raw[name], kind):
+        raise BadRow(f"{name}_is_{type(raw[name]).__name__}")
+    return raw[name]
+
+
+def load_tokenizer(args: PrepareArgs) -> Any:
+    """The tokenizer of `--tokenizer_name`, with a pad token and a chat template.
+
+    Without a template of its own or `--chat_template` it gets the plain one of the helpful-harmless dialogues.
+    Raises: UsageError, one line.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
+    except Exception as problem:  # the hub client, the network and each tokenizer class raise their own
+        line = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise UsageError(f"--tokenizer_name {args.tokenizer_name}: cannot be loaded ({line})") from None
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"--tokenizer_name {args.tokenizer_name} has no end token (eos), which responses need")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if args.chat_template:
+        tokenizer.chat_template = _template(args.chat_template)
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
+    return tokenizer
+
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}{% endif %}"
+    "{% if message.role == 'user' %}{{ '\n\nHuman: ' + message.content }}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ '\n\nAssistant: ' + message.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
+)
+
+
+def _template(given: str) -> str:
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"--chat_template {given}: neither a Jinja template nor a readable file ({problem})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- prepare
+def prepare(
+    args: PrepareArgs,
+    rows: Iterable[Row | Dropped],
+    *,
+    judge: str | None = None,
+    reward: str | None = None,
+    example_prompt: str | list[dict[str, str]] = "Hello, how are you?",
+    tokenizer: Any = None,
+    given: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    """Write all files of DESIGN's data contract for `rows` into `args.destination_dir`; returns the report.
+
+    `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` names the held-out splits
+    that the source brings, which are then not carved out of train.
+    Raises: UsageError, one line, with the destination left as it was.
+    """
+    tokenizer = load_tokenizer(args) if tokenizer is None else tokenizer
+    destination = Path(args.destination_dir)
+    _check_destination(args, destination)
+    examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, given)))
+    kept = [split for stage in examples for split in examples[stage]]
+    if "train" not in kept:
+        raise UsageError(_nothing_left(args, dropped))
+    summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
+    with replacing(destination) as folder:
+        for stage, splits in examples.items():
+            for split, members in splits.items():
+                save(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
+        tokenizer.save_pretrained(folder / "tokenizer")
+        ids = encode_prompt(tokenizer, example_prompt)
+        text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
+        save(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
+        if args.save_skipped_examples:
+            _write_skipped(folder / f"skipped_{args.stage}.jsonl", dropped)
+        report.write(folder, summary)
+        stored = to_dict(args) | {"judge": judge, "reward": reward, "versions": report.versions()}
+        (folder / "args.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    report.show(summary, destination)
+    return summary
+
+
+class Placement:
+    """Which split and which stages a row belongs to, from a hash of its group and the seed alone.
+
+    So neither the order of rows, nor `num_samples`, nor a later run for another stage moves a prompt.
+    """
+
+    def __init__(self, args: PrepareArgs, given: frozenset[str]) -> None:
+        self.seed = args.seed
+        self.asked = frozenset(STAGES if args.stage == "all" else [args.stage])
+        self.shares = _shares(args.split)
+        self.test = 0.0 if "test" in given else args.test_percentage
+        self.validation = 0.0 if "validation" in given else args.validation_percentage
+        self.wraps_prompts = bool(args.chat_template)
+
+    def __call__(self, row: Row) -> Place:
+        group = self._group(row)
+        stages = self._possible(row) & self.asked
+        if row.get("stage"):
+            stages &= {row["stage"]}
+        elif self.shares:
+            position = self._fraction("stage", group)
+            sft, rm, _ = self.shares
+            stages &= {"finetune"} if position < sft else {"preference"} if position < sft + rm else {"prompts", "dialogue"}
+        split = row.get("split")
+        if split is None:
+            position = self._fraction("split", group)
+            split = "test" if position < self.test else "validation" if position < self.test + self.validation else "train"
+        return Place(hash_of(group.encode("utf-8", "surrogatepass")), split, stages)
+
+    def _group(self, row: Row) -> str:
+        value = row.get("group")
+        if value is None:
+            value = row.get("messages", row.get("prompt"))
+        if isinstance(value, str):
+            return value
+        if encoding.is_messages(value):
+            return next((str(message["content"]) for message in value if message["role"] == "user"), "")
+        raise BadRow("no_prompt" if value is None else f"prompt_is_{type(value).__name__}")
+
+    def _possible(self, row: Row) -> frozenset[str]:
+        if "messages" in row:
+            ends = bool(row["messages"]) and row["messages"][-1]["role"] == "assistant"
+            return frozenset({"finetune", "prompts", "dialogue"} if ends else {"prompts"})
+        stages = {"prompts"}
+        if "chosen" in row or "completion" in row:
+            stages |= {"finetune"} | ({"dialogue"} if self.wraps_prompts or not isinstance(row["prompt"], str) else set())
+        if "chosen" in row and "rejected" in row:
+            stages |= {"preference"}
+        return frozenset(stages)
+
+    def _fraction(self, what: str, group: str) -> float:
+        return hash_of(f"{self.seed}/{what}/{group}".encode("utf-8", "surrogatepass")) / 2**64
+
+
+# ------------------------------------------------------------------------------------------------------------ collect
+def collect(
+    args: PrepareArgs, rows: Iterable[Row | Dropped], encoder: Encoder
+) -> tuple[dict[str, dict[str, list[Example]]], list[Dropped]]:
+    """Examples by stage and split, and what was dropped; the same whatever `num_proc` is."""
+    dropped: list[Dropped] = []
+    seen: set[tuple[str, int]] = set()
+    found: list[Example] = []
+    for examples, refused in _encoded(_usable(rows, dropped), encoder, args.num_proc or os.cpu_count() or 1):
+        dropped += refused
+        for example in examples:
+            again = (example.stage, example.key) in seen
+            if again and (args.remove_same_inputs or example.stage == "dialogue"):
+                reason = "same_dialogue" if example.stage == "dialogue" else "same_input"
+                dropped.append(Dropped(reason, "", example.stage))
+                continue
+            seen.add((example.stage, example.key))
+            found.append(example)
+    held_out: dict[int, str] = {}
+    for split in ("validation", "test"):  # test wins over validation, both over train
+        held_out |= {example.place.group: split for example in found if example.place.split == split}
+    result: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
+    for example in found:
+        belongs = held_out.get(example.place.group, "train")
+        if belongs != example.place.split:
+            dropped.append(Dropped(f"prompt_also_in_{belongs}", "", example.stage))
+        else:
+            result[example.stage][example.place.split].append(example)
+    ordered = {stage: {split: result[stage][split] for split in SPLITS if result[stage][split]} for stage in STAGES}
+    ordered = {stage: splits for stage, splits in ordered.items() if splits}
+    if args.shuffle:
+        for stage, splits in ordered.items():
+            for split, members in splits.items():
+                random.Random(f"{args.seed}/{stage}/{split}").shuffle(members)
+    return ordered, dropped
+
+
+def _usable(rows: Iterable[Row | Dropped], dropped: list[Dropped]) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Dropped):
+            dropped.append(row)
+        else:
+            yield row
+
+
+def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Example], list[Dropped]]]:
+    """Chunks of rows through the encoder, in order; in this process when there is one chunk only."""
+    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
+    first = list(islice(chunks, 2))
+    if num_proc == 1 or len(first) < 2:
+        yield from map(encoder, first)
+        yield from map(encoder, chunks)
+        return
+    with ProcessPoolExecutor(num_proc, initializer=encoding.start_worker, initargs=(encoder,)) as pool:
+        waiting = deque(pool.submit(encoding.work, chunk) for chunk in first)
+        for chunk in chunks:  # only a few chunks wait at a time, so memory does not grow with the file
+            waiting.append(pool.submit(encoding.work, chunk))
+            if len(waiting) > 3 * num_proc:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+# -------------------------------------------------------------------------------------------------------------- write
+def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[str, Any]]:
+    """Rows of one `.pt` file, as plain dicts whose ids are int32 views of one tensor."""
+    ids = _views([part for example in examples for part in example.ids])
+    if stage == "finetune":
+        targets = _views([encoding.targets_of(example, mask_prompt) for example in examples])
+        return [
+            {"prompt_len": e.prompt_len, "input_ids": i, "targets": t} for e, i, t in zip(examples, ids, targets)
+        ]
+    if stage == "preference":
+        return [
+            {"prompt_len": e.prompt_len, "chosen_input_ids": chosen, "rejected_input_ids": rejected}
+            for e, chosen, rejected in zip(examples, ids[0::2], ids[1::2])
+        ]
+    if stage == "prompts":
+        return [{"prompt_len": e.prompt_len, "input_ids": i, "columns": e.extra} for e, i in zip(examples, ids)]
+    return [{"messages": e.extra, "input_ids": i, "turn_spans": e.spans} for e, i in zip(examples, ids)]
+
+
+def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
+    whole = torch.from_numpy(np.concatenate(arrays))  # (sum of lengths,) int32
+    return whole.split([len(array) for array in arrays])
+
+
+def save(path: Path, value: Any) -> None:
+    """`torch.save` of plain values and tensors."""
+    torch.save(value, path)
+
+
+@contextmanager
+def replacing(destination: Path) -> Iterator[Path]:
+    """A fresh folder beside the files of `destination`; on success its files replace theirs, on an error it vanishes.
+
+    Each file is flushed to disk before any is renamed, so `destination` never holds half a file.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
+    try:
+        yield folder
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        for file in files:
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        for file in files:
+            target = destination / file.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(file, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_destination(args: PrepareArgs, destination: Path) -> None:
+    """Two stages may be prepared one after the other, but only from the same data with the same tokenizer and splits."""
+    before = _stored(destination / "args.json")
+    if args.stage == "all" or not before:
+        return
+    now = to_dict(args)
+    for name in DECIDES_SPLITS:
+        if before.get(name) != now[name]:
+            raise UsageError(
+                f"--destination_dir {destination} holds data prepared with --{name} {before.get(name)}, not {now[name]}; "
+                "use the same or another folder"
+            )
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
+
+
+def _nothing_left(args: PrepareArgs, dropped: list[Dropped]) -> str:
+    if not dropped:
+        return f"--dataset_name {args.dataset_name} holds no rows for --stage {args.stage}"
+    reasons = Counter(row.reason for row in dropped).most_common(3)
+    first = next((row.source for row in dropped if row.reason == reasons[0][0]), "")
+    told = ", ".join(f"{count} x {reason}" for reason, count in reasons)
+    return f"--dataset_name {args.dataset_name}: no row is left to train on ({told}; first {first})"
+
+
+def _write_skipped(path: Path, dropped: list[Dropped]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in dropped:
+            file.write(json.dumps(dataclasses.asdict(row), default=str) + "\n")

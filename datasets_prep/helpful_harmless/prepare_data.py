@@ -1,0 +1,73 @@
+"""Helpful and harmless dialogues: pairs of whole conversations that differ in the assistant's last answer.
+
+Reads every published form of the set: Anthropic/hh-rlhf (`chosen`, `rejected` as text), Dahoas/full-hh-rlhf and
+static-hh (`prompt, response, chosen, rejected` as text) and trl-internal-testing/hh-rlhf-trl-style (`chosen` and
+`rejected` as messages). All become messages; a tokenizer without a chat template writes them as they were published,
+`\n\nHuman: …\n\nAssistant: …`.
+
+    python -m datasets_prep.helpful_harmless.prepare_data --destination_dir=data/hh --tokenizer_name=facebook/opt-350m
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from datasets_prep.common import BadRow, PrepareArgs, column, run
+from datasets_prep.encoding import is_messages
+
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelpfulHarmlessArgs(PrepareArgs):
+    """Prepare Anthropic's helpful and harmless dialogues."""
+
+    dataset_name: str = "Anthropic/hh-rlhf"
+    """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    split: str | None = "2,4,4"
+    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+
+
+def to_row(raw: dict[str, Any]) -> dict[str, Any]:
+    """`{prompt: messages, chosen, rejected}` of any published form. Raises: BadRow."""
+    if "response" in raw:  # Dahoas: the prompt is apart, the answers are bare
+        prompt = read_dialogue(column(raw, "prompt"))
+        chosen, rejected = column(raw, "chosen"), column(raw, "rejected")
+    else:
+        chosen_dialogue, rejected_dialogue = (read_either(raw, name) for name in ("chosen", "rejected"))
+        prompt, chosen, rejected = chosen_dialogue[:-1], chosen_dialogue[-1]["content"], rejected_dialogue[-1]["content"]
+        if prompt != rejected_dialogue[:-1]:
+            raise BadRow("prompts_differ")
+    return {"prompt": prompt, "chosen": chosen.strip(), "rejected": rejected.strip()}
+
+
+def read_either(raw: dict[str, Any], name: str) -> list[dict[str, str]]:
+    """The messages of a column that holds text or messages, ending with the assistant. Raises: BadRow."""
+    dialogue = raw.get(name)
+    dialogue = dialogue if is_messages(dialogue) else read_dialogue(column(raw, name))
+    if len(dialogue) < 2 or dialogue[-1]["role"] != "assistant" or not isinstance(dialogue[-1]["content"], str):
+        raise BadRow("no_final_answer")
+    return dialogue
+
+
+def read_dialogue(text: str) -> list[dict[str, str]]:
+    """Messages of `\\n\\nHuman: …\\n\\nAssistant: …`; an `Assistant:` that waits for its answer is left out."""
+    parts = TURN.split(text)
+    if parts[0].strip() or len(parts) < 3:
+        raise BadRow("no_dialogue")
+    messages = [
+        {"role": ROLES[name], "content": content.strip()} for name, content in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepare the set from the command line."""
+    run(HelpfulHarmlessArgs, to_row, argv, example_prompt=[{"role": "user", "content": "How does the computer work?"}])
+
+
+if __name__ == "__main__":
+    main()

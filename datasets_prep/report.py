@@ -1,0 +1,164 @@
+"""What was prepared, for people (`report.md`, a histogram) and for programs (`report.json`).
+
+The content hash of a file covers its ids, masks and columns, so two runs of the same arguments have the same hashes,
+whatever torch, the clock or `num_proc` do to the bytes on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datasets_prep.encoding import Dropped, Example
+from lightrlhf.common.args import to_dict
+
+Splits = dict[str, dict[str, list[Example]]]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the files' content."""
+    from importlib.metadata import version
+
+    names = ("lightrlhf", "torch", "transformers", "tokenizers", "datasets")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except ModuleNotFoundError:  # run from a checkout that is not installed
+            found[name] = "not installed"
+    return found
+
+
+def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any, earlier: dict) -> dict[str, Any]:
+    """Counts, drop reasons, lengths, special tokens, hashes and a sample of each file.
+
+    `earlier` is the report of a run for another stage in the same folder; its files stay listed.
+    """
+    files = {
+        f"{stage}_{split}": _describe(stage, members, tokenizer)
+        for stage, splits in examples.items()
+        for split, members in splits.items()
+    }
+    if args.stage != "all":
+        kept = {name: file for name, file in earlier.get("files", {}).items() if name.split("_")[0] != args.stage}
+        files = kept | files
+    where: dict[str, str] = {}
+    for row in dropped:
+        where.setdefault(row.reason, row.source)
+    counts = Counter(row.reason for row in dropped)
+    reasons = {reason: {"rows": count, "first": where[reason]} for reason, count in sorted(counts.items())}
+    return {"arguments": to_dict(args), "versions": versions(), "files": files, "dropped": reasons}
+
+
+def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, Any]:
+    lengths = np.array([len(ids) for example in examples for ids in example.ids])
+    prompts = np.array([example.prompt_len for example in examples])
+    every = np.concatenate([ids for example in examples for ids in example.ids])
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
+    edges = np.unique(np.linspace(0, max(int(lengths.max()), 1), 21).astype(int))
+    return {
+        "rows": len(examples),
+        "tokens": int(lengths.sum()),
+        "prompt_length": _spread(prompts),
+        "length": _spread(lengths),
+        "histogram": {"edges": edges.tolist(), "counts": np.histogram(lengths, edges)[0].tolist()},
+        "cut_by_max_length": sum(example.cut for example in examples),
+        "special_tokens": {name: int((every == i).sum()) for name, i in special.items() if i is not None},
+        "sha256": _content_hash(examples),
+        "sample": marked(stage, examples[0], tokenizer),
+    }
+
+
+def _spread(lengths: np.ndarray) -> dict[str, float]:
+    low, middle, high = np.percentile(lengths, [5, 50, 95]).tolist()
+    return {"mean": round(float(lengths.mean()), 1), "p5": low, "median": middle, "p95": high, "max": int(lengths.max())}
+
+
+def _content_hash(examples: list[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps([example.prompt_len, example.spans, example.extra], sort_keys=True).encode())
+        for ids in example.ids:
+            digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def marked(stage: str, example: Example, tokenizer: Any) -> str:
+    """The decoded row with ⟦ and ⟧ around what is trained; both sides of a pair."""
+
+    def text(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+
+    if stage == "prompts":
+        return text(example.ids[0])
+    sides = []
+    for ids in example.ids:
+        spans = example.spans or [(example.prompt_len, len(ids))]
+        parts, at = [], 0
+        for start, end in spans:
+            parts += [text(ids[at:start]), "⟦", text(ids[start:end]), "⟧"]
+            at = end
+        sides.append("".join([*parts, text(ids[at:])]))
+    return "\n--- rejected ---\n".join(sides)
+
+
+def write(folder: Path, summary: dict[str, Any]) -> None:
+    """report.json, report.md and lengths.png into `folder`."""
+    (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(_markdown(summary), encoding="utf-8", errors="replace")
+    _draw_lengths(folder / "lengths.png", summary["files"])
+
+
+def _markdown(summary: dict[str, Any]) -> str:
+    args = summary["arguments"]
+    shared = "no prompt crosses stages" if args["split"] else "every stage uses all prompts"
+    lines = [f"# Data report: {args['dataset_name']}", "", f"Splits are by prompt; {shared}.", "", "## Files", ""]
+    lines += ["| file | rows | tokens | prompt p50 / max | length p50 / p95 / max | cut | bos / eos / unk |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, file in summary["files"].items():
+        prompt, length, special = file["prompt_length"], file["length"], file["special_tokens"]
+        lines.append(
+            f"| {name} | {file['rows']} | {file['tokens']} | {prompt['median']:.0f} / {prompt['max']} "
+            f"| {length['median']:.0f} / {length['p95']:.0f} / {length['max']} | {file['cut_by_max_length']} "
+            f"| {' / '.join(str(special.get(token, '-')) for token in ('bos', 'eos', 'unk'))} |"
+        )
+    lines += ["", "Cut rows were longer than `--max_length`; no end token was invented for them.", ""]
+    lines += ["![lengths](lengths.png)", "", "## Dropped rows", "", "| reason | rows | first |", "|---|---|---|"]
+    lines += [f"| {why} | {told['rows']} | {told['first']} |" for why, told in summary["dropped"].items()] or ["| none | 0 | |"]
+    lines += ["", "## One row of each file", "", "⟦ and ⟧ stand around what is trained."]
+    for name, file in summary["files"].items():
+        lines += ["", f"### {name}", "", *(f"    {line}" for line in file["sample"].splitlines())]
+    lines += ["", "## Content hashes", ""]
+    lines += [f"- {name}: `{file['sha256']}`" for name, file in summary["files"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _draw_lengths(path: Path, files: dict[str, dict]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, file in files.items():
+        if name.endswith("_train"):
+            axes.stairs(file["histogram"]["counts"], file["histogram"]["edges"], label=name)
+    axes.set(xlabel="tokens in a row", ylabel="rows", title="Lengths of the training splits")
+    axes.legend()
+    figure.savefig(path, metadata={"Software": None})
+
+
+def show(summary: dict[str, Any], destination: Path) -> None:
+    """The short form, on the terminal."""
+    print(f"{destination}:")
+    for name, file in summary["files"].items():
+        print(f"  {name + '.pt':28s} {file['rows']:8d} rows  {file['tokens']:10d} tokens")
+    for reason, told in summary["dropped"].items():
+        print(f"  dropped {reason:20s} {told['rows']:8d} rows  first {told['first']}")
+    print(f"  details: {destination / 'report.md'}")
