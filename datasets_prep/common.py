@@ -35,15 +35,27 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
+from tqdm import tqdm
 
 from datasets_prep import encoding, report
-from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Place, Row, hash_of
+from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
 from datasets_prep.reading import Source
+from datasets_prep.splits import Placement, shares_of
 from lightrlhf.common.args import UsageError, check_at_least, parse, to_dict
 from lightrlhf.common.batch import SPLITS, adds_bos, encode_prompt
 
 CHUNK = 1000  # rows that are tokenised together
-DECIDES_SPLITS = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "validation_percentage")
+# How dialogues are written for a tokenizer without a template: as the helpful-harmless set was published, with an end
+# token behind each answer, so that one turn of many also knows where it ends.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}{% endif %}"
+    "{% if message.role == 'user' %}{{ '\\n\\nHuman: ' + message.content }}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
+)
+MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split")  # for two stages in one folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,39 +122,36 @@ class PrepareArgs:
                 f"--validation_percentage {self.validation_percentage} and --test_percentage {self.test_percentage} "
                 "leave nothing to train on; they are shares such as 0.1"
             )
-        _shares(self.split)
+        shares_of(self.split)
         for name in ("turn_prompt_length", "turn_response_length"):
             if not all(word.strip().isdigit() for word in getattr(self, name).split(",")):
                 raise ValueError(f"--{name} {getattr(self, name)} must be a number or a list such as 1024,768,512")
 
 
-def _shares(split: str | None) -> list[float]:
-    if split is None:
-        return []
-    try:
-        shares = [float(word) for word in split.split(",")]
-    except ValueError:
-        shares = []
-    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
-        raise ValueError(f"--split {split} must be three shares for SFT, reward model and RL, such as 2,4,4")
-    return [share / sum(shares) for share in shares]
-
-
 # ---------------------------------------------------------------------------------------------------------- programs
-def run(args_class: type, to_row: Callable[[dict], Row], argv: list[str] | None = None, **details: Any) -> None:
+def run(
+    args_class: type,
+    to_row: Callable[[dict], Row],
+    argv: list[str] | None = None,
+    hub: dict[str, str] | None = None,
+    **details: Any,
+) -> None:
     """The main of a dataset script: parse, read raw rows, turn each into a row by `to_row`, prepare.
 
-    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `details` go to `prepare`.
+    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `hub` names the `config` or `revision`
+    of a hub set; `details` go to `prepare`.
     Raises: SystemExit 2 for bad arguments, 1 for bad data, each with one line.
     """
     args = parse(args_class, argv)
+    status = 2
     try:
-        tokenizer = load_tokenizer(args)
-        source = Source(args.dataset_name)
+        tokenizer = load_tokenizer(args.tokenizer_name)
+        source = Source(args.dataset_name, **(hub or {}))
+        status = 1
         prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
     except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(status) from None
 
 
 def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
@@ -151,7 +160,7 @@ def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | No
         try:
             row = to_row(raw.values)
         except BadRow as bad:
-            yield Dropped(str(bad), raw.source, row=raw.values)
+            yield Dropped(str(bad), raw.source, row=raw.values)  # few, so kept whether they are saved or not
             continue
         held_out = raw.split if raw.split != "train" else None  # of train, `Placement` carves what the source lacks
         yield {"split": held_out, **row, "source": raw.source}
@@ -168,37 +177,36 @@ def column(raw: dict, name: str, kind: type = str) -> Any:
     return raw[name]
 
 
-def load_tokenizer(args: PrepareArgs) -> Any:
-    """The tokenizer of `--tokenizer_name`, with a pad token and a chat template.
-
-    Without a template of its own or `--chat_template` it gets the plain one of the helpful-harmless dialogues.
-    Raises: UsageError, one line.
-    """
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a hub name or a folder. Raises: UsageError, one line."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
+        return AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # the hub client, the network and each tokenizer class raise their own
         line = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise UsageError(f"--tokenizer_name {args.tokenizer_name}: cannot be loaded ({line})") from None
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"--tokenizer_name {args.tokenizer_name} has no end token (eos), which responses need")
+        raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({line})") from None
+
+
+def complete(tokenizer: Any, chat_template: str | None) -> Any:
+    """The tokenizer with a pad token and a chat template: `chat_template`, else its own, else the plain one.
+
+    Raises: UsageError when it has no end token or the template is none.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None or tokenizer(tokenizer.eos_token + "a", add_special_tokens=False)["input_ids"][0] != eos:
+        raise UsageError("the tokenizer has no end token (eos) that stands apart from text, which responses need")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if args.chat_template:
-        tokenizer.chat_template = _template(args.chat_template)
+    if chat_template:
+        tokenizer.chat_template = _template(chat_template)
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    except TemplateError as problem:
+        raise UsageError(f"--chat_template cannot be rendered ({problem})") from None
     return tokenizer
-
-
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'system' %}{{ message.content }}{% endif %}"
-    "{% if message.role == 'user' %}{{ '\n\nHuman: ' + message.content }}{% endif %}"
-    "{% if message.role == 'assistant' %}{{ '\n\nAssistant: ' + message.content + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
-)
 
 
 def _template(given: str) -> str:
@@ -227,7 +235,7 @@ def prepare(
     that the source brings, which are then not carved out of train.
     Raises: UsageError, one line, with the destination left as it was.
     """
-    tokenizer = load_tokenizer(args) if tokenizer is None else tokenizer
+    tokenizer = complete(tokenizer or load_tokenizer(args.tokenizer_name), args.chat_template)
     destination = Path(args.destination_dir)
     _check_destination(args, destination)
     examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, given)))
@@ -235,7 +243,7 @@ def prepare(
     if "train" not in kept:
         raise UsageError(_nothing_left(args, dropped))
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
-    with replacing(destination) as folder:
+    with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
             for split, members in splits.items():
                 save(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
@@ -252,60 +260,6 @@ def prepare(
     return summary
 
 
-class Placement:
-    """Which split and which stages a row belongs to, from a hash of its group and the seed alone.
-
-    So neither the order of rows, nor `num_samples`, nor a later run for another stage moves a prompt.
-    """
-
-    def __init__(self, args: PrepareArgs, given: frozenset[str]) -> None:
-        self.seed = args.seed
-        self.asked = frozenset(STAGES if args.stage == "all" else [args.stage])
-        self.shares = _shares(args.split)
-        self.test = 0.0 if "test" in given else args.test_percentage
-        self.validation = 0.0 if "validation" in given else args.validation_percentage
-        self.wraps_prompts = bool(args.chat_template)
-
-    def __call__(self, row: Row) -> Place:
-        group = self._group(row)
-        stages = self._possible(row) & self.asked
-        if row.get("stage"):
-            stages &= {row["stage"]}
-        elif self.shares:
-            position = self._fraction("stage", group)
-            sft, rm, _ = self.shares
-            stages &= {"finetune"} if position < sft else {"preference"} if position < sft + rm else {"prompts", "dialogue"}
-        split = row.get("split")
-        if split is None:
-            position = self._fraction("split", group)
-            split = "test" if position < self.test else "validation" if position < self.test + self.validation else "train"
-        return Place(hash_of(group.encode("utf-8", "surrogatepass")), split, stages)
-
-    def _group(self, row: Row) -> str:
-        value = row.get("group")
-        if value is None:
-            value = row.get("messages", row.get("prompt"))
-        if isinstance(value, str):
-            return value
-        if encoding.is_messages(value):
-            return next((str(message["content"]) for message in value if message["role"] == "user"), "")
-        raise BadRow("no_prompt" if value is None else f"prompt_is_{type(value).__name__}")
-
-    def _possible(self, row: Row) -> frozenset[str]:
-        if "messages" in row:
-            ends = bool(row["messages"]) and row["messages"][-1]["role"] == "assistant"
-            return frozenset({"finetune", "prompts", "dialogue"} if ends else {"prompts"})
-        stages = {"prompts"}
-        if "chosen" in row or "completion" in row:
-            stages |= {"finetune"} | ({"dialogue"} if self.wraps_prompts or not isinstance(row["prompt"], str) else set())
-        if "chosen" in row and "rejected" in row:
-            stages |= {"preference"}
-        return frozenset(stages)
-
-    def _fraction(self, what: str, group: str) -> float:
-        return hash_of(f"{self.seed}/{what}/{group}".encode("utf-8", "surrogatepass")) / 2**64
-
-
 # ------------------------------------------------------------------------------------------------------------ collect
 def collect(
     args: PrepareArgs, rows: Iterable[Row | Dropped], encoder: Encoder
@@ -320,7 +274,7 @@ def collect(
             again = (example.stage, example.key) in seen
             if again and (args.remove_same_inputs or example.stage == "dialogue"):
                 reason = "same_dialogue" if example.stage == "dialogue" else "same_input"
-                dropped.append(Dropped(reason, "", example.stage))
+                dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
                 continue
             seen.add((example.stage, example.key))
             found.append(example)
@@ -331,7 +285,8 @@ def collect(
     for example in found:
         belongs = held_out.get(example.place.group, "train")
         if belongs != example.place.split:
-            dropped.append(Dropped(f"prompt_also_in_{belongs}", "", example.stage))
+            reason = f"prompt_also_in_{belongs}"
+            dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
         else:
             result[example.stage][example.place.split].append(example)
     ordered = {stage: {split: result[stage][split] for split in SPLITS if result[stage][split]} for stage in STAGES}
@@ -344,7 +299,7 @@ def collect(
 
 
 def _usable(rows: Iterable[Row | Dropped], dropped: list[Dropped]) -> Iterator[Row]:
-    for row in rows:
+    for row in tqdm(rows, unit=" rows", disable=None):
         if isinstance(row, Dropped):
             dropped.append(row)
         else:
@@ -375,12 +330,11 @@ def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[s
     ids = _views([part for example in examples for part in example.ids])
     if stage == "finetune":
         targets = _views([encoding.targets_of(example, mask_prompt) for example in examples])
-        return [
-            {"prompt_len": e.prompt_len, "input_ids": i, "targets": t} for e, i, t in zip(examples, ids, targets)
-        ]
+        return [{"prompt_len": e.prompt_len, "input_ids": i, "targets": t} for e, i, t in zip(examples, ids, targets)]
     if stage == "preference":
         return [
             {"prompt_len": e.prompt_len, "chosen_input_ids": chosen, "rejected_input_ids": rejected}
+            | ({"columns": e.extra} if e.extra else {})
             for e, chosen, rejected in zip(examples, ids[0::2], ids[1::2])
         ]
     if stage == "prompts":
@@ -399,10 +353,10 @@ def save(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def replacing(destination: Path) -> Iterator[Path]:
-    """A fresh folder beside the files of `destination`; on success its files replace theirs, on an error it vanishes.
+def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
+    """A fresh folder inside `destination`; on success its files replace those there, on an error it vanishes.
 
-    Each file is flushed to disk before any is renamed, so `destination` never holds half a file.
+    Older splits of `stages` that were not written again are removed. Each file is flushed to disk before any is renamed, so `destination` never holds half a file.
     """
     destination.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
@@ -416,21 +370,24 @@ def replacing(destination: Path) -> Iterator[Path]:
             target = destination / file.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             os.replace(file, target)
+        written = {file.name for file in files}
+        for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - written:
+            (destination / stale).unlink(missing_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:
-    """Two stages may be prepared one after the other, but only from the same data with the same tokenizer and splits."""
+    """Two stages may be prepared one after the other into one folder, but only alike."""
     before = _stored(destination / "args.json")
     if args.stage == "all" or not before:
         return
     now = to_dict(args)
-    for name in DECIDES_SPLITS:
+    for name in MUST_AGREE:
         if before.get(name) != now[name]:
             raise UsageError(
-                f"--destination_dir {destination} holds data prepared with --{name} {before.get(name)}, not {now[name]}; "
-                "use the same or another folder"
+                f"--destination_dir {destination} holds data prepared with --{name} {before.get(name)}, "
+                f"not {now[name]}; use the same or another folder"
             )
 
 

@@ -49,6 +49,7 @@ class Example:
     place: Place | None = None
     key: int = 0  # hash of what makes two inputs the same: the prompt's ids, or the user turns of a dialogue
     extra: Any = None  # the columns of a prompt, the messages of a dialogue
+    row: Row | None = None  # kept when skipped examples are saved
 
 
 @dataclass
@@ -94,6 +95,8 @@ class Encoder:
         for row in rows:
             try:
                 place = self.place(row)
+                if not place.stages:
+                    dropped.append(Dropped("belongs_to_another_stage", place.source))
                 plans += [(stage, row, place, segments) for stage, segments in self._plan(row, place.stages)]
             except BadRow as bad:
                 dropped.append(self._drop(bad, row))
@@ -106,6 +109,7 @@ class Encoder:
                 dropped.append(self._drop(bad, row, stage))
                 continue
             example.place = place
+            example.row = row if self.args.save_skipped_examples else None
             self._describe(example, row)
             examples.append(example)
         return examples, dropped
@@ -118,7 +122,7 @@ class Encoder:
         if example.stage == "dialogue":
             example.extra = row.get("messages") or self._dialogue_of(row)
             prompt = repr([m["content"] for m in example.extra if m["role"] != "assistant"]).encode()
-        elif example.stage == "prompts":
+        elif example.stage in ("prompts", "preference"):
             example.extra = row.get("columns", {})
         example.key = hash_of(prompt)
 
@@ -222,7 +226,9 @@ class Encoder:
         texts = [s.text if s.kind in ("text", "rendered") else self.anchor + s.text for s in ordered]
         if not texts:
             return {}
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
         return {segment: self._finish(segment.kind, ids) for segment, ids in zip(ordered, encoded)}
 
     def _finish(self, kind: str, ids: list[int]) -> np.ndarray:

@@ -41,7 +41,7 @@ class Source:
     Raises: UsageError, one line, when there is no such file, folder or hub set.
     """
 
-    def __init__(self, name: str, revision: str | None = None, config: str | None = None) -> None:
+    def __init__(self, name: str, config: str | None = None, revision: str | None = None) -> None:
         self.name = name
         path = Path(name).expanduser()
         if path.exists():
@@ -50,7 +50,7 @@ class Source:
         elif name.endswith(SUFFIXES) or name.startswith((".", "/", "~")):
             raise UsageError(f"--dataset_name {name}: no such file or folder")
         else:
-            self._parts = _hub_parts(name, revision, config)
+            self._parts = _hub_parts(name, config, revision)
         splits = {split for split, _ in self._parts}
         alone = len(splits) == 1
         self._parts = [(None if alone else split, reader) for split, reader in self._parts]
@@ -141,7 +141,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UsageError(f"{file}: not a readable parquet file, after row {number} ({line})") from None
 
 
-def _hub_parts(name: str, revision: str | None, config: str | None) -> list[tuple[str | None, Any]]:
+def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Any]]:
     import datasets
 
     try:
@@ -151,7 +151,8 @@ def _hub_parts(name: str, revision: str | None, config: str | None) -> list[tupl
         raise UsageError(
             f"--dataset_name {name}: no local file or folder of that name, and the hub gave none ({line})"
         ) from None
-    return [(SPLIT_NAMES.get(split.split("_")[0], "train"), _read_hub(f"{name}/{split}", sets[split])) for split in sets]
+    known = {split: SPLIT_NAMES.get(split.split("_")[0], "train") for split in sets}
+    return [(known[split], _read_hub(f"{name}/{split}", sets[split])) for split in sets]
 
 
 def _read_hub(name: str, rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -48,11 +48,14 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
     if args.stage != "all":
         kept = {name: file for name, file in earlier.get("files", {}).items() if name.split("_")[0] != args.stage}
         files = kept | files
-    where: dict[str, str] = {}
+    where: dict[tuple[str, str], str] = {}
     for row in dropped:
-        where.setdefault(row.reason, row.source)
-    counts = Counter(row.reason for row in dropped)
-    reasons = {reason: {"rows": count, "first": where[reason]} for reason, count in sorted(counts.items())}
+        where.setdefault((row.reason, row.stage or "any"), row.source)
+    counts = Counter((row.reason, row.stage or "any") for row in dropped)
+    reasons = [
+        {"reason": reason, "stage": stage, "rows": count, "first": where[reason, stage]}
+        for (reason, stage), count in sorted(counts.items())
+    ]
     return {"arguments": to_dict(args), "versions": versions(), "files": files, "dropped": reasons}
 
 
@@ -77,7 +80,8 @@ def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, 
 
 def _spread(lengths: np.ndarray) -> dict[str, float]:
     low, middle, high = np.percentile(lengths, [5, 50, 95]).tolist()
-    return {"mean": round(float(lengths.mean()), 1), "p5": low, "median": middle, "p95": high, "max": int(lengths.max())}
+    mean, longest = round(float(lengths.mean()), 1), int(lengths.max())
+    return {"mean": mean, "p5": low, "median": middle, "p95": high, "max": longest}
 
 
 def _content_hash(examples: list[Example]) -> str:
@@ -129,8 +133,9 @@ def _markdown(summary: dict[str, Any]) -> str:
             f"| {' / '.join(str(special.get(token, '-')) for token in ('bos', 'eos', 'unk'))} |"
         )
     lines += ["", "Cut rows were longer than `--max_length`; no end token was invented for them.", ""]
-    lines += ["![lengths](lengths.png)", "", "## Dropped rows", "", "| reason | rows | first |", "|---|---|---|"]
-    lines += [f"| {why} | {told['rows']} | {told['first']} |" for why, told in summary["dropped"].items()] or ["| none | 0 | |"]
+    lines += ["![lengths](lengths.png)", "", "## Dropped rows", ""]
+    lines += ["| reason | stage | rows | first |", "|---|---|---|---|"]
+    lines += [f"| {d['reason']} | {d['stage']} | {d['rows']} | {d['first']} |" for d in summary["dropped"]]
     lines += ["", "## One row of each file", "", "⟦ and ⟧ stand around what is trained."]
     for name, file in summary["files"].items():
         lines += ["", f"### {name}", "", *(f"    {line}" for line in file["sample"].splitlines())]
@@ -159,6 +164,6 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     print(f"{destination}:")
     for name, file in summary["files"].items():
         print(f"  {name + '.pt':28s} {file['rows']:8d} rows  {file['tokens']:10d} tokens")
-    for reason, told in summary["dropped"].items():
-        print(f"  dropped {reason:20s} {told['rows']:8d} rows  first {told['first']}")
+    for dropped in summary["dropped"]:
+        print("  dropped {rows} rows: {reason} ({stage} stage), first {first}".format(**dropped))
     print(f"  details: {destination / 'report.md'}")

@@ -37,10 +37,10 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
         prompt = read_dialogue(column(raw, "prompt"))
         chosen, rejected = column(raw, "chosen"), column(raw, "rejected")
     else:
-        chosen_dialogue, rejected_dialogue = (read_either(raw, name) for name in ("chosen", "rejected"))
-        prompt, chosen, rejected = chosen_dialogue[:-1], chosen_dialogue[-1]["content"], rejected_dialogue[-1]["content"]
-        if prompt != rejected_dialogue[:-1]:
+        (*prompt, good), (*same, bad) = read_either(raw, "chosen"), read_either(raw, "rejected")
+        if prompt != same:
             raise BadRow("prompts_differ")
+        chosen, rejected = good["content"], bad["content"]
     return {"prompt": prompt, "chosen": chosen.strip(), "rejected": rejected.strip()}
 
 
@@ -58,9 +58,8 @@ def read_dialogue(text: str) -> list[dict[str, str]]:
     parts = TURN.split(text)
     if parts[0].strip() or len(parts) < 3:
         raise BadRow("no_dialogue")
-    messages = [
-        {"role": ROLES[name], "content": content.strip()} for name, content in zip(parts[1::2], parts[2::2], strict=True)
-    ]
+    turns = zip(parts[1::2], parts[2::2], strict=True)
+    messages = [{"role": ROLES[name], "content": content.strip()} for name, content in turns]
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 

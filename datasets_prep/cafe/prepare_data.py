@@ -1,0 +1,125 @@
+"""The café, the bundled task: demonstrations, preference pairs and prompts from a seeded grammar.
+
+Demonstrations mix good and flawed answers, so that supervised fine-tuning ends mediocre on purpose; pairs say which of
+two answers a guest prefers, and a share of the training pairs is labelled the wrong way round. Orders of the test
+split occur in no other split, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from datasets_prep.cafe.judge import judge_answer
+from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
+from datasets_prep.cafe.world import (
+    MIXTURE,
+    Order,
+    Plan,
+    flawed,
+    good_plan,
+    orders,
+    possible_flaws,
+    random_answer,
+    random_flaws,
+    request,
+)
+from datasets_prep.common import PrepareArgs, prepare
+from lightrlhf.common.args import check_at_least, one_line_errors, parse
+from lightrlhf.common.batch import SPLITS
+from lightrlhf.common.model import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CafeArgs(PrepareArgs):
+    """Write the café's splits."""
+
+    destination_dir: str = "data/cafe/tiny"
+    """Folder to write."""
+    dataset_name: str = "cafe"
+    """Name in the report; the café is generated, not read."""
+    tokenizer_name: str | None = None
+    """Tokenizer of the model to be trained; when not given a small BPE is trained on the café's language."""
+    num_finetune: int = 2000
+    """Demonstrations of the training split."""
+    num_preference: int = 6000
+    """Pairs of the training split."""
+    num_prompts: int = 4000
+    """Prompts of the training split."""
+    num_held_out: int = 400
+    """Rows of the validation and of the test split of each."""
+    label_noise: float = 0.05
+    """Share of training pairs labelled the wrong way round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_finetune", "num_preference", "num_prompts", "num_held_out"):
+            check_at_least(self, name, 1)
+        if not 0 <= self.label_noise < 0.5:
+            raise ValueError(f"--label_noise {self.label_noise} must lie in [0, 0.5)")
+
+
+def rows(args: CafeArgs) -> Iterator[dict[str, Any]]:
+    """All rows of all stages and splits, each with the order's own split."""
+    sizes = {"finetune": args.num_finetune, "preference": args.num_preference, "prompts": args.num_prompts}
+    for stage, make in (("finetune", demonstration), ("preference", preference), ("prompts", prompt)):
+        for split in SPLITS:
+            rng = random.Random(f"{args.seed} {stage} {split}")
+            source = orders(rng, split)
+            for _ in range(sizes[stage] if split == "train" else args.num_held_out):
+                noise = args.label_noise if split == "train" else 0.0
+                yield {"stage": stage, "split": split, **make(rng, next(source), noise)}
+
+
+def prompt(rng: random.Random, order: Order, noise: float = 0.0) -> dict[str, Any]:
+    return {"prompt": PROMPT.format(request=request(rng, order)), "columns": {}}
+
+
+def demonstration(rng: random.Random, order: Order, noise: float = 0.0) -> dict[str, Any]:
+    """A request with an answer of the mixture."""
+    return prompt(rng, order) | {"completion": " " + random_answer(rng, order, **MIXTURE)}
+
+
+def preference(rng: random.Random, order: Order, noise: float) -> dict[str, Any]:
+    """A request with two answers: half of them a good one against the same with one flaw, half of any two that differ
+    in worth. `columns` tells the flaw (or `mixed`) and whether the label was turned round."""
+    row = prompt(rng, order)
+    if rng.random() < 0.5:
+        flaw = rng.choice(possible_flaws(order))
+        better = good_plan(rng, order)
+        worse = flawed(rng, better, flaw)
+    else:
+        flaw, (better, worse) = "mixed", two_of_the_mixture(rng, row["prompt"], order)
+    swapped = rng.random() < noise
+    chosen, rejected = (worse, better) if swapped else (better, worse)
+    columns = {"group": flaw, "swapped": swapped}
+    return row | {"chosen": " " + chosen.text(), "rejected": " " + rejected.text(), "columns": columns}
+
+
+def two_of_the_mixture(rng: random.Random, text: str, order: Order) -> tuple[Plan, Plan]:
+    """Two answers with different numbers or kinds of flaws, the better one first."""
+    while True:
+        plans = []
+        for _ in range(2):
+            plan = good_plan(rng, order)
+            for flaw in random_flaws(rng, order, **MIXTURE):
+                plan = flawed(rng, plan, flaw)
+            plans.append(plan)
+        worth = [judge_answer(text, plan.text()).score for plan in plans]
+        if worth[0] != worth[1]:
+            return (plans[0], plans[1]) if worth[0] > worth[1] else (plans[1], plans[0])
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = parse(CafeArgs, argv)
+    tokenizer = load_tokenizer(None, args.tokenizer_name) if args.tokenizer_name else train_tokenizer(seed=args.seed)
+    example = PROMPT.format(request="Could I get a large oat latte and two muffins, please?")
+    prepare(args, rows(args), tokenizer=tokenizer, judge="datasets_prep.cafe.judge:gold", example_prompt=example)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Where a row belongs: a split and, with `--split`, one stage, from a hash of its group and the seed alone.
+
+So neither the order of rows, nor `num_samples`, nor `num_proc`, nor a later run for another stage moves a prompt. The
+shares hold on average, not to the row. A group is a prompt (a dialogue's first user message, so that a dialogue and
+its own beginnings stay together), compared without regard to case and spacing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets_prep.encoding import STAGES, BadRow, Place, Row, hash_of, is_messages
+
+
+def shares_of(split: str | None) -> list[float]:
+    """Shares of SFT, reward model and RL that sum to 1, from "2,4,4"; none from None. Raises: ValueError."""
+    if split is None:
+        return []
+    try:
+        shares = [float(word) for word in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+        raise ValueError(f"--split {split} must be three shares for SFT, reward model and RL, such as 2,4,4")
+    return [share / sum(shares) for share in shares]
+
+
+class Placement:
+    """Gives each row its `Place`. `given` are held-out splits of the source, which are not carved out of train."""
+
+    def __init__(self, args: Any, given: frozenset[str]) -> None:
+        self.seed = args.seed
+        self.asked = frozenset(STAGES if args.stage == "all" else [args.stage])
+        self.shares = shares_of(args.split)
+        self.test = 0.0 if "test" in given else args.test_percentage
+        self.validation = 0.0 if "validation" in given else args.validation_percentage
+        self.wraps_prompts = bool(args.chat_template)
+
+    def __call__(self, row: Row) -> Place:
+        """Raises: BadRow when the row has no prompt to go by."""
+        group = " ".join(self._group(row).split()).casefold()
+        stages = self._possible(row) & self.asked
+        if row.get("stage"):
+            stages &= {row["stage"]}
+        elif self.shares:
+            stages &= self._part(group)
+        split = row.get("split") or self._split(group)
+        return Place(_hash(group), split, stages, row.get("source", "a generated row"))
+
+    def _part(self, group: str) -> set[str]:
+        position = self._fraction("stage", group)
+        sft, rm, _ = self.shares
+        if position < sft:
+            return {"finetune"}
+        return {"preference"} if position < sft + rm else {"prompts", "dialogue"}
+
+    def _split(self, group: str) -> str:
+        position = self._fraction("split", group)
+        if position < self.test:
+            return "test"
+        return "validation" if position < self.test + self.validation else "train"
+
+    def _fraction(self, what: str, group: str) -> float:
+        return _hash(f"{self.seed}/{what}/{group}") / 2**64
+
+    def _group(self, row: Row) -> str:
+        value = row.get("group")
+        if value is None:
+            value = row.get("messages", row.get("prompt"))
+        if isinstance(value, str):
+            return value
+        if is_messages(value):
+            return next((str(message["content"]) for message in value if message["role"] == "user"), "")
+        raise BadRow("no_prompt" if value is None else f"prompt_is_{type(value).__name__}")
+
+    def _possible(self, row: Row) -> frozenset[str]:
+        """The stages that the row's columns allow."""
+        if "messages" in row:
+            answered = row["messages"] and row["messages"][-1]["role"] == "assistant"
+            return frozenset({"finetune", "prompts", "dialogue"} if answered else {"prompts"})
+        stages = {"prompts"}
+        if "chosen" in row or "completion" in row:
+            stages.add("finetune")
+            if self.wraps_prompts or not isinstance(row["prompt"], str):
+                stages.add("dialogue")
+        if "chosen" in row and "rejected" in row:
+            stages.add("preference")
+        return frozenset(stages)
+
+
+def _hash(text: str) -> int:
+    return hash_of(text.encode("utf-8", "surrogatepass"))

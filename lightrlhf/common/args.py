@@ -1,0 +1,278 @@
+"""Command-line arguments: frozen dataclasses, parsed by jsonargparse into flat flags.
+
+Every program has one args dataclass built from the pieces below. A field's docstring is its help, its default is
+its default, and ``__post_init__`` refuses bad combinations with one line that names the flag, the value and the
+remedy. ``parse`` turns such a line into exit status 2, before any model is loaded.
+
+Left out: nested flags (``--train.seed``), registries of programs, and environment-variable defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Args = TypeVar("Args")
+ALIASES = {"--model_name_or_path": "--model_name"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """What every training program shares."""
+
+    experiment_name: str = "lightrlhf"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    log_dir: str = "logs"
+    """Root folder of all experiment dirs."""
+    data_dir: str = "data"
+    """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
+    resume_from: str | None = None
+    """Experiment dir of an interrupted run to go on with; its own arguments become the defaults."""
+    seed: int = 42
+    """Seed of data order, initialisation, dropout and sampling."""
+    epochs: int = 1
+    """Passes over the training split."""
+    max_steps: int | None = None
+    """Stop after this many optimiser steps (PPO: rollouts), whatever `epochs` says."""
+    mini_batch_size: int = 8
+    """Examples per optimiser step and device."""
+    micro_batch_size: int = 8
+    """Examples per forward and backward pass; smaller saves memory and never changes a gradient."""
+    save_interval: int = 500
+    """Steps between checkpoints; a kill loses at most this many."""
+    keep_last: int = 2
+    """How many checkpoints are kept; 0 keeps all."""
+    eval_interval: int = 100
+    """Steps between evaluations on the validation split; 0 switches them off."""
+    eval_iters: int | None = None
+    """Micro-batches per evaluation; all of the split when not given."""
+    log_interval: int = 5
+    """Steps between two rows of metrics."""
+    optimizer: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimiser class of `torch.optim`."""
+    optimizer_beta1: float = 0.9
+    """Decay of the first moment."""
+    optimizer_beta2: float = 0.95
+    """Decay of the second moment."""
+    optimizer_eps: float = 1e-6
+    """Added to the denominator of the optimiser's step."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; biases and norms are not decayed."""
+    gradient_clip_val: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    accelerator: str = "auto"
+    """Fabric: cpu, cuda, mps or auto."""
+    devices: int = 1
+    """Fabric: processes on this machine, one device each."""
+    num_nodes: int = 1
+    """Fabric: machines."""
+    strategy: str = "auto"
+    """Fabric: auto or ddp."""
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
+    """Fabric: arithmetic of the forward and backward passes."""
+    logger: Literal["tensorboard", "csv"] = "tensorboard"
+    """Where metrics go besides `metrics.jsonl`."""
+
+    def __post_init__(self) -> None:
+        if self.mini_batch_size % self.micro_batch_size:
+            fits = [n for n in range(self.micro_batch_size, 0, -1) if self.mini_batch_size % n == 0][0]
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must be a multiple of --micro_batch_size "
+                f"{self.micro_batch_size}; try --micro_batch_size {fits}"
+            )
+        for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes"):
+            check_at_least(self, name, 1)
+        for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
+            check_at_least(self, name, 0)
+        for name in ("max_steps", "eval_iters"):
+            if getattr(self, name) is not None:
+                check_at_least(self, name, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs:
+    """Which model, and which part of it learns."""
+
+    model_name: str | None = None
+    """Hub name, local folder, experiment dir, or `tiny` (a small Llama built from its config)."""
+    trust_remote_code: bool = False
+    """Let a hub model run the code of its own repository."""
+    disable_dropout: bool = False
+    """Set the probability of every dropout module to 0."""
+    finetune_mode: Literal["all", "last_layer", "lora"] = "all"
+    """What learns: all weights, the last transformer layer with the head, or low-rank adapters (peft)."""
+    lora_rank: int = 8
+    """Rank of the adapters."""
+    lora_alpha: float = 16.0
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Dropout on the input of the adapters."""
+    lora_targets: str = "all-linear"
+    """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationArgs:
+    """How responses are sampled."""
+
+    max_new_tokens: int = 128
+    """Longest response, end token included."""
+    do_sample: bool = True
+    """Sample; when false take the most likely token."""
+    temperature: float = 1.0
+    """Divides the logits, for sampling and for every log-probability of the samples."""
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0 takes all."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together have this probability."""
+
+    def check_generation(self) -> None:
+        """Raises: ValueError, one line, when a sampling option is out of range."""
+        check_at_least(self, "max_new_tokens", 1)
+        check_at_least(self, "top_k", 0)
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top_p {self.top_p} must lie in (0, 1]")
+
+
+def check_at_least(args: Any, name: str, least: float) -> None:
+    """Raises: ValueError when field `name` of `args` is below `least` or not finite."""
+    value = getattr(args, name)
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"--{name} {value} must be at least {least}")
+
+
+def check_positive(args: Any, *names: str) -> None:
+    """Raises: ValueError when one of the fields is not a finite number above 0."""
+    for name in names:
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name} {value} must be a finite number above 0")
+
+
+def check_data_dir(args: Any) -> None:
+    """Raises: ValueError when `--data_dir` does not exist; called at parse time, before any model is loaded."""
+    if not Path(args.data_dir).is_dir():
+        raise ValueError(
+            f"--data_dir {args.data_dir} does not exist; "
+            f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {args.data_dir}"
+        )
+
+
+class UsageError(Exception):
+    """A mistake in what the user gave, told in one line before anything is trained; exit status 2."""
+
+    exit_status = 2
+
+
+class RunFailure(UsageError):
+    """What went wrong while running, told in one line; exit status 1."""
+
+    exit_status = 1
+
+
+def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status."""
+
+    @functools.wraps(main)
+    def guarded(argv: list[str] | None = None) -> Any:
+        try:
+            return main(argv)
+        except UsageError as problem:
+            print(f"error: {problem}", file=sys.stderr)
+            sys.exit(problem.exit_status)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return guarded
+
+
+def parse(args_class: type[Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+    """Parse command-line flags (and ``--config file.yaml``) into the frozen dataclass `args_class`.
+
+    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults.
+    Raises: SystemExit 2 with one line that names the flag, the value and the remedy.
+    """
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True, add_print_completion_argument=True)
+    flags = {field.name for field in dataclasses.fields(args_class)}
+
+    class OneLineParser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> None:
+            self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
+
+    words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
+    doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
+    parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
+    parser.add_class_arguments(args_class)
+    if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
+        parser.set_defaults(_stored_args(parser, directory, flags))
+    namespace = parser.parse_args(words)
+    values = {name: getattr(namespace, name) for name in flags}
+    try:
+        return args_class(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def to_dict(args: Any) -> dict[str, Any]:
+    """The fields of an args dataclass as plain values, ready for `args.json`."""
+    return dataclasses.asdict(args)
+
+
+def _program_name(args_class: type) -> str:
+    module = sys.modules[args_class.__module__]
+    spec = getattr(module, "__spec__", None)
+    return f"python -m {spec.name}" if spec else args_class.__module__
+
+
+def _expand_alias(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return ALIASES.get(flag, flag) + equals + value
+
+
+def _flag_value(words: list[str], flag: str) -> str | None:
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _stored_args(parser: Any, directory: str, flags: set[str]) -> dict[str, Any]:
+    path = Path(directory) / "args.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        parser.error(f"--resume_from {directory} is no experiment dir: it has no args.json")
+    except (OSError, ValueError) as problem:
+        parser.error(f"--resume_from {directory}: cannot read {path}: {problem}")
+    return {name: value for name, value in stored.items() if name in flags and name != "resume_from"}
+
+
+def _shorten(message: str, flags: set[str]) -> str:
+    """jsonargparse's message in one line, with the nearest flag for a typo."""
+    line = " ".join(message.split())
+    if "nrecognized arguments" in line:
+        words = [word.partition("=")[0] for word in line.split("arguments:")[-1].split()]
+        typo = next((word for word in words if word.startswith("-")), words[0] if words else "")
+        nearest = difflib.get_close_matches(typo.lstrip("-"), sorted(flags), n=1, cutoff=0.5)
+        line = f"unknown flag {typo}" + (f"; did you mean --{nearest[0]}?" if nearest else "; --help lists all flags")
+    return line

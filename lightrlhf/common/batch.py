@@ -1,0 +1,262 @@
+"""Batches: the one alignment of tokens, masks and log-probabilities that every algorithm shares.
+
+B rows, T tokens, V vocabulary entries, M segments of a response. Whatever concerns the prediction of token t+1 is
+stored at position t, so such tensors have width T-1. Masks travel with the tokens and are never recomputed from
+`pad_id` (a model's pad token may be its end token).
+
+This file also turns text into ids (the demo and the data preparation call the very same functions), reads the `.pt`
+splits and lays rows out in batches. Left out: map-style datasets, samplers and worker processes. A split is a list
+that fits in memory, its order in an epoch is one seeded permutation, so an index is all there is to resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrlhf.common.args import UsageError
+
+IGNORE_INDEX = -100
+SPLITS = ("train", "validation", "test")
+COLUMNS = {
+    "finetune": {"prompt_len", "input_ids", "targets"},
+    "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
+    "prompts": {"prompt_len", "input_ids", "columns"},
+}
+Row = dict[str, Any]
+AnyBatch = TypeVar("AnyBatch", bound="Batch")
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Token rows with the masks that belong to them."""
+
+    input_ids: Tensor  # (B, T)   int64
+    attention_mask: Tensor  # (B, T)   bool, False on padding
+    action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
+    sequence_ids: Tensor | None = None  # (B, T) int64, packed rows only: 1, 2, … per example, 0 on padding
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_actions(self) -> int:
+        """How many tokens the loss counts."""
+        return int(self.action_mask.sum())
+
+    def map(self: AnyBatch, function: Callable[[Tensor], Tensor]) -> AnyBatch:
+        """The same batch with `function` applied to each tensor."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(**{k: function(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+    def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
+        return self.map(lambda tensor: tensor.to(device))
+
+    def select(self: AnyBatch, index: Tensor | slice) -> AnyBatch:
+        """The rows at `index`, cut to the longest of them (rows must be padded on the right)."""
+        rows = self.map(lambda tensor: tensor[index])
+        width = max(int(rows.attention_mask.sum(1).max()), 2)
+        full = rows.input_ids.shape[1]
+        return rows.map(lambda t: t[:, : width - (full - t.shape[1])] if t.dim() == 2 else t)
+
+
+@dataclass(kw_only=True)
+class Rollout(Batch):
+    """Prompts with sampled responses: `[prompt][response][padding]` in each row."""
+
+    prompt_len: Tensor  # (B,) int64
+    truncated: Tensor  # (B,) bool: stopped by length, no end token was invented
+    logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, whole vocabulary, 0 off actions
+    ref_logprobs: Tensor  # (B, T-1) the same under the reference
+    columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the data's other columns, a dict a row
+
+    def response_ids(self) -> list[list[int]]:
+        """The sampled tokens of each row, end token included where there is one."""
+        ends = self.attention_mask.sum(1).tolist()
+        starts = self.prompt_len.tolist()
+        return [row[a:b] for row, a, b in zip(self.input_ids.tolist(), starts, ends)]
+
+    def prompt_ids(self) -> list[list[int]]:
+        return [row[:n] for row, n in zip(self.input_ids.tolist(), self.prompt_len.tolist())]
+
+
+# ------------------------------------------------------------------------------------------------- text and tokens
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[int]:
+    """Ids of a prompt, exactly as in the prepared data.
+
+    A string is tokenised without special tokens behind one BOS (where the tokenizer adds one by itself); messages
+    are rendered once by the tokenizer's chat template, which writes its own special tokens.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = tokenizer.bos_token_id
+        if bos is not None and adds_bos(tokenizer) and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_response(tokenizer: Any, response: str) -> list[int]:
+    """Ids of a response with exactly one end token behind it.
+
+    It is tokenised behind an end token, which is split off first and then cut away: a SentencePiece tokenizer begins
+    a text with a space of its own, but not what goes on after a token.
+    """
+    eos = tokenizer.eos_token_id
+    ids = tokenizer(tokenizer.eos_token + response, add_special_tokens=False)["input_ids"][1:]
+    return ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of ids, special tokens left out, spaces kept as they were sampled."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer by itself begins a text with its BOS token."""
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+# ------------------------------------------------------------------------------------------------- reading splits
+def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
+    """Rows of `{data_dir}/{stage}_{split}.pt`.
+
+    Raises: UsageError, one line naming the file, when it is missing, damaged, holds code instead of data, is empty,
+    or belongs to another stage.
+    """
+    path = Path(data_dir) / f"{stage}_{split}.pt"
+    if not path.is_file():
+        found = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
+        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(found) or 'no .pt split'}")
+    try:
+        rows = torch.load(path, weights_only=True)
+    except pickle.UnpicklingError:
+        raise UsageError(f"{path} holds objects other than plain data and was not opened; prepare it again") from None
+    except Exception as problem:
+        raise UsageError(
+            f"{path} is damaged ({type(problem).__name__}: {str(problem).splitlines()[0]}); prepare it again"
+        ) from None
+    if not isinstance(rows, list) or not rows:
+        raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
+            keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise UsageError(f"{path}: row {index} has {keys}, but the {stage} stage needs {sorted(COLUMNS[stage])}")
+    return rows
+
+
+def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
+    """Rows `prompt_len, input_ids (the prompt alone), columns`: of `prompts_*.pt`, else the prompts of `finetune_*`."""
+    if (Path(data_dir) / f"prompts_{split}.pt").is_file():
+        return load_split(data_dir, "prompts", split)
+    return [
+        {"prompt_len": row["prompt_len"], "input_ids": row["input_ids"][: row["prompt_len"]], "columns": {}}
+        for row in load_split(data_dir, "finetune", split)
+    ]
+
+
+def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
+    """Raises: UsageError when a row holds an id that the model has no embedding for."""
+    ids = (torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key]))
+    largest = max(int(row.max()) for row in ids)
+    if largest >= vocab_size:
+        raise UsageError(
+            f"{where} holds token id {largest}, but the model knows {vocab_size} tokens; "
+            "prepare the data again with --tokenizer_name of this model"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- layout
+def finetune_batch(rows: Sequence[Row], pad_id: int, use_targets: bool) -> Batch:
+    """Right-padded rows for cross-entropy; `use_targets` counts what has a target, otherwise the whole text counts."""
+    actions = [
+        (torch.as_tensor(row["targets"])[1:] != IGNORE_INDEX if use_targets else [True] * (len(row["input_ids"]) - 1))
+        for row in rows
+    ]
+    return _pad([row["input_ids"] for row in rows], actions, pad_id)
+
+
+def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
+    """2B right-padded rows, the B chosen ones first; actions are the response tokens."""
+    ids = [row["chosen_input_ids"] for row in rows] + [row["rejected_input_ids"] for row in rows]
+    prompt_lens = [row["prompt_len"] for row in rows] * 2
+    return _pad(ids, [_behind(n, len(row)) for row, n in zip(ids, prompt_lens)], pad_id)
+
+
+def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """Right-padded `[prompt][response]` rows; actions are the response tokens."""
+    ids = [[*prompt, *response] for prompt, response in zip(prompts, responses)]
+    return _pad(ids, [_behind(len(prompt), len(row)) for prompt, row in zip(prompts, ids)], pad_id)
+
+
+def pack(batch: Batch, width: int, pad_id: int) -> Batch:
+    """The rows of a right-padded batch laid end to end in rows of `width` tokens (first-fit, longest first).
+
+    `sequence_ids` tells the examples apart, for attention that stays within each and positions that restart. The last
+    token of one example never predicts the first of the next.
+    """
+    lengths = batch.attention_mask.sum(1).tolist()
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(batch)), key=lambda i: -lengths[i]):
+        fits = next((b for b, free in enumerate(room) if free >= lengths[row]), None)
+        if fits is None:
+            bins.append([])
+            room.append(max(width, lengths[row]))
+            fits = len(bins) - 1
+        bins[fits].append(row)
+        room[fits] -= lengths[row]
+    ids, actions, sequences = [], [], []
+    for members in bins:
+        ids.append([t for i in members for t in batch.input_ids[i, : lengths[i]].tolist()])
+        actions.append([a for i in members for a in [*batch.action_mask[i, : lengths[i] - 1].tolist(), False]][:-1])
+        sequences.append([n for n, i in enumerate(members, start=1) for _ in range(lengths[i])])
+    packed = _pad(ids, actions, pad_id)
+    packed.sequence_ids = torch.zeros_like(packed.input_ids)  # (B, T)
+    for row, numbers in enumerate(sequences):
+        packed.sequence_ids[row, : len(numbers)] = torch.tensor(numbers)
+    return packed
+
+
+def _behind(prompt_len: int, length: int) -> Tensor:
+    """(length-1,) bool: where the next token lies behind the prompt."""
+    return torch.arange(1, length) >= prompt_len
+
+
+def _pad(ids: Sequence[Sequence[int]], actions: Sequence[Sequence[bool]], pad_id: int) -> Batch:
+    width = max([2, *map(len, ids)])
+    input_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)  # (B, T)
+    attention_mask = torch.zeros(len(ids), width, dtype=torch.bool)  # (B, T)
+    action_mask = torch.zeros(len(ids), width - 1, dtype=torch.bool)  # (B, T-1)
+    for i, (row, action) in enumerate(zip(ids, actions)):
+        input_ids[i, : len(row)] = torch.as_tensor(row)
+        attention_mask[i, : len(row)] = True
+        action_mask[i, : len(action)] = torch.as_tensor(action, dtype=torch.bool)
+    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask)
+
+
+# ---------------------------------------------------------------------------------------------------------- order
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """The seeded order of a split in one epoch: the same on every rank, and all that resuming needs beside an index."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_rows, generator=generator).tolist()
+
+
+def row_length(row: Row) -> int:
+    """Tokens of a row; of both sides for a pair."""
+    return sum(len(value) for key, value in row.items() if key.endswith("input_ids"))
+
+
+def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
+    """Groups of `size` rows of like length, so that little of a pass is spent on padding."""
+    ordered = sorted(rows, key=row_length)
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]

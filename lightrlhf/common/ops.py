@@ -1,0 +1,131 @@
+"""Pure maths: tensors and floats in, tensors out.
+
+Shapes follow `batch.py`: what concerns the prediction of token t+1 stands at position t. Losses return sums over what
+they count; a loop divides once, by the count over all micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions that count real tokens only, so padding on either side moves nothing: (B, T) -> (B, T)."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask`, over all or along `dim`; 0 where nothing is counted (never NaN)."""
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    total = kept.sum() if dim is None else kept.sum(dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return total / count.clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False, sum_over_ranks: SumOverRanks | None = None) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over all counted values of all rows and ranks; 0 elsewhere.
+
+    Never per sequence: that would give a good and a bad answer the same mean advantage.
+    """
+    reduce = sum_over_ranks or (lambda tensor: tensor)
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    count, total = reduce(torch.stack([mask.sum().to(values.dtype), kept.sum()]))
+    mean = total / count.clamp(min=1)
+    centred = torch.where(mask, values - mean, torch.zeros_like(values))
+    variance = reduce(centred.pow(2).sum()) / count.clamp(min=1)
+    scaled = centred * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, scaled + mean, scaled) if keep_mean else scaled
+
+
+def head_logprobs(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_mean: bool = False,
+    chunk_size: int = 4096,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probability of each target, entropy of each prediction and (for label smoothing) mean log-probability.
+
+    hidden (N, H), targets (N,) -> three (N,) float32 tensors. Logits exist for `chunk_size` rows at a time, in the
+    backward pass too, so (N, V) never stands in memory.
+    """
+
+    def chunk(h: Tensor, target: Tensor) -> Tensor:
+        logits = head(h).float() / temperature  # (n, V)
+        logprobs = logits.log_softmax(-1)  # (n, V)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        rows = [logprobs.gather(-1, target[:, None])[:, 0], entropy]
+        return torch.stack([*rows, logprobs.mean(-1)] if with_mean else rows)  # (2 or 3, n)
+
+    pieces = []
+    for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size)):
+        save_memory = torch.is_grad_enabled() and len(targets) > chunk_size
+        pieces.append(checkpoint(chunk, h, target, use_reentrant=False) if save_memory else chunk(h, target))
+    out = torch.cat(pieces, -1) if pieces else hidden.new_zeros((3 if with_mean else 2, 0), dtype=torch.float32)
+    return out[0], out[1], (out[2] if with_mean else None)
+
+
+def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 11-16): (B, T-1) -> advantages, returns (B, T-1).
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, along the action positions of each
+    row; behind the last action the value is 0. Actions of a row may have gaps (turns of a dialogue).
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = torch.zeros_like(rewards[:, 0])
+    next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        counted = action_mask[:, t]
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lambd * next_advantage
+        next_advantage = torch.where(counted, advantage, next_advantage)
+        next_value = torch.where(counted, values[:, t], next_value)
+        advantages[:, t] = torch.where(counted, advantage, torch.zeros_like(advantage))
+    return advantages, torch.where(action_mask, advantages + values, torch.zeros_like(values))
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1 estimator of KL(pi || ref) from samples of pi: log pi - log ref. Unbiased, may be negative (Schulman 2020)."""
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k2 estimator: half the squared log-ratio. Biased, low variance, and its gradient is the KL's (Schulman 2020)."""
+    return 0.5 * (logprobs - ref_logprobs).pow(2)
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 estimator: exp(-r) - 1 + r with r = log pi - log ref. Unbiased and never negative (Schulman 2020)."""
+    ratio = ref_logprobs - logprobs
+    return ratio.exp() - 1 - ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
+    """Bradley-Terry negative log-likelihood of each pair, -log sigmoid(chosen - rejected): (B,) -> (B,)."""
+    return -F.logsigmoid(chosen_scores - rejected_scores)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over what is counted; 1 is perfect, 0 no better than a constant."""
+    error = (returns - values)[mask]
+    return 1 - error.var(correction=0) / returns[mask].var(correction=0).clamp(min=1e-8)
+
+
+def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
+    """95% interval of a share (Wilson 1927, eq. 1); holds for few trials and for shares near 0 and 1."""
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,447 @@
+"""PPO for RLHF (Schulman et al. 2017; Ziegler et al. 2019; Ouyang et al. 2022, step 3).
+
+A rollout samples a response to each prompt. Its reward is the score at the last token minus beta times the KL to the
+reference at each token; advantages come from GAE, whitened over the whole rollout and all ranks. Then, for
+`--ppo_epochs` passes in mini-batches, with rho_t = pi(y_t) / pi_old(y_t),
+
+    L_policy = -sum_t min(rho_t A_t, clip(rho_t, 1-e, 1+e) A_t) / N                                       (2017, eq. 7)
+    L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
+
+Actor and critic are two networks with an optimiser each. Dropout is off wherever log-probabilities are stored.
+
+Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and asynchronous rollouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.common.args import (
+    GenerationArgs,
+    ModelArgs,
+    RunFailure,
+    TrainArgs,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+    one_line_errors,
+    parse,
+)
+from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts
+from lightrlhf.common.model import (
+    TokenStats,
+    count_parameters,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    policy_inputs,
+    resolve,
+    vocabulary_size,
+)
+from lightrlhf.common.ops import explained_variance, gae, masked_mean, whiten
+from lightrlhf.common.rewards import (
+    AdaptiveKL,
+    FixedKL,
+    FunctionScorer,
+    RewardModelScorer,
+    Scorer,
+    load_function,
+    reward_statistics,
+    token_rewards,
+)
+from lightrlhf.common.rollout import generate_rollout
+from lightrlhf.common.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
+    """Proximal policy optimisation against a reward model or a reward function."""
+
+    experiment_name: str = "rlhf-ppo"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    sft_experiment_dir: str | None = None
+    """Experiment dir or checkpoint of the policy to start from, also the reference; otherwise `model_name`."""
+    rm_experiment_dir: str | None = None
+    """Experiment dir or checkpoint of the reward model."""
+    reward_function: str | None = None
+    """Python function `package.module:name` that scores instead of a reward model."""
+    critic_init: Literal["reward", "policy"] | None = None
+    """What the critic starts from; the reward model where there is one."""
+    rollout_size: int = 128
+    """Prompts per rollout and device."""
+    rollout_mini_batch_size: int = 32
+    """Rows decoded or scored at a time."""
+    ppo_epochs: int = 1
+    """Passes over each rollout."""
+    mini_batch_size: int = 32
+    """Responses per optimiser step and device."""
+    actor_learning_rate: float = 1e-6
+    """Peak learning rate of the policy."""
+    critic_learning_rate: float = 1e-6
+    """Peak learning rate of the critic."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    """Learning-rate schedule of both, by its name in `transformers.get_scheduler`."""
+    disable_dropout: bool = True
+    """Set the probability of every dropout module to 0."""
+    init_kl_coeff: float = 0.1
+    """Weight of the KL penalty in the reward, at the start."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL penalty: k1 unbiased, k2 half the squared log-ratio, k3 unbiased and never negative."""
+    adaptive_kl_coeff: bool = False
+    """Steer the KL weight so that the KL of a response stays near `target_kl_coeff`."""
+    target_kl_coeff: float = 6.0
+    """KL of a whole response, in nats, that the adaptive controller steers to."""
+    clip_coeff: float = 0.2
+    """Clip range of the probability ratio and of the change in value."""
+    vf_coeff: float = 1.0
+    """Weight of the critic's loss."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus in the policy's loss."""
+    gae_gamma: float = 1.0
+    """Discount per token."""
+    gae_lambd: float = 0.95
+    """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
+    normalize_rewards: bool = True
+    """Shift and scale scores by the mean and deviation stored with the reward model."""
+    normalize_advantages: bool = True
+    """Whiten advantages over the rollout of all ranks."""
+    clip_rewards: bool = True
+    """Clip scores to +-`reward_clip_value`."""
+    reward_clip_value: float = 5.0
+    """Largest absolute score after normalisation."""
+    missing_eos_penalty: float = 0.0
+    """Taken off the score of a response that reached `max_new_tokens` without an end token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_generation()
+        check_data_dir(self)
+        check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
+        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
+            check_at_least(self, name, 1)
+        for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
+            check_at_least(self, name, 0)
+        for name in ("gae_gamma", "gae_lambd"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
+        if self.mini_batch_size > self.rollout_size:
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must not exceed --rollout_size {self.rollout_size}"
+            )
+        if self.sft_experiment_dir is None and self.model_name is None:
+            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
+        if (self.rm_experiment_dir is None) == (self.reward_function is None):
+            raise ValueError("give either --rm_experiment_dir or --reward_function to score responses")
+        if self.critic_init == "reward" and self.rm_experiment_dir is None:
+            raise ValueError("--critic_init reward needs --rm_experiment_dir; use --critic_init policy")
+        if not self.do_sample:
+            raise ValueError("--do_sample False: a rollout must be sampled; lower --temperature instead")
+
+
+@dataclass(kw_only=True)
+class PPOBatch(Batch):
+    """What an update needs of a rollout; all (B, T-1), 0 off actions."""
+
+    logprobs: Tensor  # under the policy that sampled
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    columns: list[dict[str, Any]] = field(default_factory=list)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    args = parse(PPOArgs, argv)
+    prompts = load_prompts(args.data_dir, "train")
+    held_out = load_prompts(args.data_dir, "validation") if args.eval_interval else []
+    run = Run(args, "ppo")
+    source, flag = policy_source(args)
+    tokenizer = load_tokenizer(args.data_dir, source)
+    policy = load_policy(source, args, tokenizer, flag)
+    check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
+    reference = run.place(copy.deepcopy(policy))
+    scorer = make_scorer(run, tokenizer)
+    critic = load_critic(args, tokenizer)
+    run.say(
+        "actor: {:,} parameters, {:,} of them learning; {:,} prompts".format(*count_parameters(policy), len(prompts))
+    )
+
+    num_steps, results = run.num_steps(len(prompts), args.rollout_size), {}
+    num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
+    actor = run.setup("policy", policy, args.actor_learning_rate, num_updates)
+    value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
+    kl_coeff = (
+        AdaptiveKL(args.init_kl_coeff, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(args.init_kl_coeff)
+    )
+    if run.resumed:
+        kl_coeff.value = run.resumed["extra"]["kl_coeff"]
+
+    for step in run.steps(num_steps):
+        started = time.perf_counter()
+        rows = run.global_batch(prompts, step, args.rollout_size)
+        noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(step))  # (B of all ranks, length)
+        rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
+        sampled = time.perf_counter()
+        if step == 0:
+            check_start(rollout)
+        scores = score(rollout, scorer, args)  # (B,)
+        values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
+        rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+        batch = estimate_advantages(run, rollout, rewards, values)
+        scored = time.perf_counter()
+        metrics = update(run, actor, value_model, batch, step)
+        ended = time.perf_counter()
+        metrics |= rollout_metrics(run, rollout, scores, rewards, batch) | {"objective/kl_coeff": kl_coeff.value}
+        kl_coeff.update(metrics["objective/kl"], len(rows))
+
+        run.step += 1
+        if run.due(args.log_interval, num_steps):
+            tokens = run.total(int(rollout.attention_mask.sum()))
+            metrics |= {
+                "time/rollout": sampled - started,
+                "time/score": scored - sampled,
+                "time/update": ended - scored,
+            }
+            run.log(
+                {
+                    **metrics,
+                    "time/tokens_per_second": tokens / (ended - started),
+                    "train/lr": run.learning_rate("policy"),
+                }
+            )
+        if held_out and run.due(args.eval_interval, num_steps):
+            results = evaluate(run, actor, reference, scorer, held_out, tokenizer)
+            run.log(results)
+        if run.due(args.save_interval, num_steps):
+            set_generation_config(policy, args)
+            run.save(policy, tokenizer, extra={"kl_coeff": kl_coeff.value})
+    return str(run.finish(results))
+
+
+# ------------------------------------------------------------------------------------------------------- the models
+def policy_source(args: PPOArgs) -> tuple[str, str]:
+    """What the policy starts from, and the flag that said so."""
+    if args.sft_experiment_dir:
+        return args.sft_experiment_dir, "--sft_experiment_dir"
+    return args.model_name, "--model_name"
+
+
+def make_scorer(run: Run, tokenizer: Any) -> Scorer:
+    """The reward model (with its own tokenizer) or the reward function, as `Rollout -> (B,)`."""
+    args: PPOArgs = run.args
+    if args.reward_function:
+        return FunctionScorer(load_function(args.reward_function, "--reward_function"), tokenizer)
+    source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
+    frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
+    model = run.place(load_scalar(source, frozen, tokenizer, args.seed, "--rm_experiment_dir", needs_head=True))
+    scorer = RewardModelScorer(model, load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
+    mean, std = reward_statistics(source) if args.normalize_rewards else (0.0, 1.0)
+    return lambda rollout: (scorer(rollout) - mean) / std
+
+
+def load_critic(args: PPOArgs, tokenizer: Any) -> nn.Module:
+    """A critic that starts from the reward model, head included, or from the policy with a new head."""
+    if args.rm_experiment_dir and args.critic_init != "policy":
+        return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir")
+    source, flag = policy_source(args)
+    return load_scalar(source, args, tokenizer, args.seed, flag)
+
+
+def set_generation_config(policy: nn.Module, args: PPOArgs) -> None:
+    """Store how responses were sampled with the checkpoint, for whoever generates from it."""
+    config = policy.model.generation_config
+    config.do_sample, config.max_new_tokens = True, args.max_new_tokens
+    config.temperature, config.top_k, config.top_p = args.temperature, args.top_k, args.top_p
+
+
+# ------------------------------------------------------------------------------------------------------ the rollout
+def sample_rollout(
+    run: Run, actor: nn.Module, reference: nn.Module, rows: list[Row], noise: list[Tensor], tokenizer: Any
+) -> Rollout:
+    """This rank's responses with their log-probabilities under actor and reference."""
+    with run.autocast():
+        return generate_rollout(
+            actor, reference, rows, run.args, tokenizer, torch.stack(noise), run.args.rollout_mini_batch_size
+        )
+
+
+def check_start(rollout: Rollout) -> None:
+    """Raises: RunFailure when policy and reference differ before the first update (they are the same weights)."""
+    gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+    if not gap < 1e-2:
+        raise RunFailure(f"before the first update the policy's log-probabilities differ from the reference's by {gap}")
+
+
+def score(rollout: Rollout, scorer: Scorer, args: PPOArgs) -> Tensor:
+    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions and learns nothing."""
+    scores = scorer(rollout)
+    failed = scores.isnan()
+    rollout.action_mask = rollout.action_mask & ~failed[:, None]
+    scores = torch.where(failed, torch.zeros_like(scores), scores)
+    if args.clip_rewards:
+        scores = scores.clamp(-args.reward_clip_value, args.reward_clip_value)
+    return scores - args.missing_eos_penalty * rollout.truncated.to(scores)
+
+
+@torch.no_grad()
+def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
+    """Values of the states the actions were taken in, dropout off: (B, T-1), 0 off actions."""
+    critic.eval()
+    values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
+    for rows in rollout.attention_mask.sum(1).argsort(stable=True).split(batch_size):
+        part = rollout.select(rows)
+        values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
+    critic.train()
+    return torch.where(rollout.action_mask, values, torch.zeros_like(values))
+
+
+def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor) -> PPOBatch:
+    """GAE over each response; advantages whitened over the rollout of all ranks."""
+    args: PPOArgs = run.args
+    advantages, returns = gae(rewards, values, rollout.action_mask, args.gae_gamma, args.gae_lambd)  # (B, T-1) each
+    if args.normalize_advantages:
+        advantages = whiten(advantages, rollout.action_mask, sum_over_ranks=run.sum_over_ranks)
+    return PPOBatch(
+        input_ids=rollout.input_ids,
+        attention_mask=rollout.attention_mask,
+        action_mask=rollout.action_mask,
+        logprobs=rollout.logprobs,
+        values=values,
+        advantages=advantages,
+        returns=returns,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the update
+def policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
+    """Sum of the clipped surrogate (Schulman et al. 2017, eq. 7), less the entropy bonus, over the actions: a scalar."""
+    ratio = (stats.logprobs - batch.logprobs).exp()  # (B, T-1)
+    clipped = ratio.clamp(1 - clip_coeff, 1 + clip_coeff)
+    surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    return -(surrogate + entropy_coeff * stats.entropy)[batch.action_mask].sum()
+
+
+def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
+    """Half the sum of the larger of plain and clipped squared error over the actions: a scalar."""
+    clipped = batch.values + (values - batch.values).clamp(-clip_coeff, clip_coeff)  # (B, T-1)
+    error = torch.maximum((values - batch.returns).pow(2), (clipped - batch.returns).pow(2))
+    return 0.5 * error[batch.action_mask].sum()
+
+
+def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[PPOBatch]:
+    """The rows in shuffled order in parts of about `size`; as many parts on every rank (`num_rows`: the fullest one's)."""
+    order = torch.randperm(len(batch), generator=generator)
+    for rows in order.tensor_split(math.ceil(num_rows / size)):
+        yield batch.select(rows.to(batch.input_ids.device))
+
+
+def update(run: Run, actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> dict[str, float]:
+    """All optimiser steps of one rollout; returns means over them."""
+    args: PPOArgs = run.args
+    fullest = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
+    sums: dict[str, float] = {}
+    parts = 0
+    for epoch in range(args.ppo_epochs):
+        for minibatch in minibatches(batch, args.mini_batch_size, fullest, run.generator(step, epoch)):
+            for name, value in update_minibatch(run, actor, critic, minibatch).items():
+                sums[name] = sums.get(name, 0.0) + value
+            parts += 1
+    return {name: value / parts for name, value in sums.items()}
+
+
+def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> dict[str, float]:
+    """One optimiser step of actor and critic; the gradient does not depend on how micro-batches are cut."""
+    args: PPOArgs = run.args
+    count = max(run.total(minibatch.num_actions), 1.0)
+    sums = torch.zeros(5, device=run.device)
+    micros = minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size)
+    for i, rows in enumerate(micros):
+        micro = minibatch.select(rows)
+        more = i + 1 < len(micros)
+        with run.accumulate(actor, enabled=more):
+            stats = actor(**policy_inputs(micro), temperature=args.temperature)
+            loss = policy_loss(stats, micro, args.clip_coeff, args.entropy_coeff)
+            run.backward(loss / count)
+        with run.accumulate(critic, enabled=more):
+            values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
+            critic_loss = value_loss(values, micro, args.clip_coeff)
+            run.backward(args.vf_coeff * critic_loss / count)
+        with torch.no_grad():
+            difference = (stats.logprobs - micro.logprobs)[micro.action_mask]
+            ratio = difference.exp()
+            outside = ((ratio - 1).abs() > args.clip_coeff).float()
+            sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
+    policy, value, clipfrac, approxkl, ratio = (run.sum_over_ranks(sums) / count).tolist()
+    return {
+        "policy/loss": policy,
+        "policy/clipfrac": clipfrac,
+        "policy/approxkl": approxkl,
+        "policy/ratio": ratio,
+        "policy/grad_norm": run.optimize("policy"),
+        "value/loss": value,
+        "value/grad_norm": run.optimize("critic"),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ the metrics
+def rollout_metrics(run: Run, rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch) -> dict[str, float]:
+    """Means over the responses of all ranks; `objective/kl` is the k1 estimate summed over a response, in nats."""
+    mask = rollout.action_mask
+    length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
+    per_response = torch.stack(
+        [
+            ((rollout.logprobs - rollout.ref_logprobs) * mask).sum(1),
+            scores,
+            rewards.sum(1),
+            -masked_mean(rollout.logprobs, mask, 1),
+            length,
+            rollout.truncated.float(),
+        ],
+        1,
+    )  # (B, 6)
+    count = run.total(len(rollout))
+    kl, score, reward, entropy, length, truncated = (run.sum_over_ranks(per_response.sum(0)) / count).tolist()
+    return {
+        "objective/kl": kl,
+        "objective/score": score,
+        "objective/reward": reward,
+        "objective/entropy": entropy,
+        "completions/mean_length": length,
+        "completions/truncated_ratio": truncated,
+        "completions/eos_ratio": 1 - truncated,
+        "value/explained_variance": float(explained_variance(batch.values, batch.returns, mask)),
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run, actor: nn.Module, reference: nn.Module, scorer: Scorer, rows: list[Row], tokenizer: Any
+) -> dict[str, float]:
+    """Score, KL and length on held-out prompts, always with the same noise; keeps a few texts in `samples.jsonl`."""
+    args: PPOArgs = run.args
+    rows = rows[: args.eval_iters * args.rollout_mini_batch_size * run.world_size if args.eval_iters else None]
+    noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(-1))
+    rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
+    scores = score(rollout, scorer, args)
+    kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,)
+    length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
+    sums = torch.stack([scores.sum(), kl.sum(), length.sum(), rollout.truncated.float().sum()])
+    means = (run.sum_over_ranks(sums) / run.total(len(rollout))).tolist()
+    texts = zip(rollout.prompt_ids()[:4], rollout.response_ids()[:4], scores.tolist())
+    run.log_samples(
+        [{"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": s} for p, r, s in texts]
+    )
+    return dict(zip(("val/score", "val/kl", "val/mean_length", "val/truncated_ratio"), means))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PROGRAMS = ["sft", "rm", "ppo", "evaluate", "plot"]
+
+EXTRAS = {
+    "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
+}
+EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+
+setup(
+    name="lightrlhf",
+    version="0.1.0",
+    description="RLHF algorithms on Lightning Fabric, each one a readable file that runs by itself",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["lightrlhf*", "datasets_prep*"]),
+    package_data={"datasets_prep.cafe": ["base/*"]},
+    install_requires=[
+        "torch>=2.6",
+        "lightning>=2.5",
+        "torchmetrics>=1.5",
+        "transformers>=5.0",
+        "datasets>=3.0",
+        "tokenizers>=0.20",
+        "safetensors>=0.4",
+        "sentencepiece>=0.2",
+        "tensorboard>=2.15",
+        "jsonargparse[signatures]>=4.40",
+        "shtab>=1.7",
+        "peft>=0.17",
+        "rouge-score>=0.1.2",
+        "nltk>=3.8",
+        "matplotlib>=3.8",
+        "tqdm>=4.65",
+        "rich>=13",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": [f"lightrlhf-{name.replace('_', '-')}=lightrlhf.{name}:main" for name in PROGRAMS]},
+)
