@@ -282,7 +282,7 @@ def check_start(rollout: Rollout) -> None:
 
 
 def score(rollout: Rollout, scorer: Scorer, args: PPOArgs) -> Tensor:
-    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions and learns nothing."""
+    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions: nothing learns."""
     scores = scorer(rollout)
     failed = scores.isnan()
     rollout.action_mask = rollout.action_mask & ~failed[:, None]
@@ -323,7 +323,7 @@ def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Ten
 
 # ------------------------------------------------------------------------------------------------------- the update
 def policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
-    """Sum of the clipped surrogate (Schulman et al. 2017, eq. 7), less the entropy bonus, over the actions: a scalar."""
+    """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus."""
     ratio = (stats.logprobs - batch.logprobs).exp()  # (B, T-1)
     clipped = ratio.clamp(1 - clip_coeff, 1 + clip_coeff)
     surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
@@ -338,7 +338,7 @@ def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
 
 
 def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[PPOBatch]:
-    """The rows in shuffled order in parts of about `size`; as many parts on every rank (`num_rows`: the fullest one's)."""
+    """The rows in shuffled order in parts of about `size`; `num_rows`, the fullest rank's, sets how many on all."""
     order = torch.randperm(len(batch), generator=generator)
     for rows in order.tensor_split(math.ceil(num_rows / size)):
         yield batch.select(rows.to(batch.input_ids.device))

@@ -217,6 +217,9 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
             self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
 
     words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = _join_lists(
+        words, {f"--{f.name}" for f in dataclasses.fields(args_class) if str(f.type).startswith("list")}
+    )
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
@@ -245,6 +248,24 @@ def _program_name(args_class: type) -> str:
 def _expand_alias(word: str) -> str:
     flag, equals, value = word.partition("=")
     return ALIASES.get(flag, flag) + equals + value
+
+
+def _join_lists(words: list[str], list_flags: set[str]) -> list[str]:
+    """`--experiment_dir A B` as the one word jsonargparse takes for a list."""
+    joined: list[str] = []
+    values: list[str] | None = None
+    for word in [*words, "--"]:
+        if values is not None and not word.startswith("--"):
+            values.append(word)
+            continue
+        if values is not None:
+            joined[-1] += "=" + json.dumps(values)
+            values = None
+        flag, equals, value = word.partition("=")
+        joined.append(flag if flag in list_flags else word)
+        if flag in list_flags:
+            values = [value] if equals else []
+    return joined[:-1]
 
 
 def _flag_value(words: list[str], flag: str) -> str | None:

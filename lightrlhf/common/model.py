@@ -316,7 +316,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def merged_model(module: Policy | ScalarModel) -> nn.Module:
-    """The Hugging Face model with adapters merged into its weights: a copy when there are any, else the model itself."""
+    """The Hugging Face model, adapters merged into its weights: a copy when there are any, else the model itself."""
     if not any("lora_" in name for name, _ in module.named_parameters()):
         return module.model
     import copy
