@@ -68,6 +68,10 @@ class PrepareArgs:
     """Tokenizer of the model to be trained: hub name or local folder."""
     dataset_name: str
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    dataset_config: str | None = None
+    """Configuration of a hub set that has several."""
+    dataset_revision: str | None = None
+    """Branch, tag or commit of a hub set."""
     stage: Literal["all", "finetune", "preference", "prompts", "dialogue"] = "all"
     """Which files to write; `all` writes every one that the rows allow."""
     split: str | None = None
@@ -133,20 +137,18 @@ def run(
     args_class: type,
     to_row: Callable[[dict], Row],
     argv: list[str] | None = None,
-    hub: dict[str, str] | None = None,
     **details: Any,
 ) -> None:
     """The main of a dataset script: parse, read raw rows, turn each into a row by `to_row`, prepare.
 
-    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `hub` names the `config` or `revision`
-    of a hub set; `details` go to `prepare`.
+    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `details` go to `prepare`.
     Raises: SystemExit 2 for bad arguments, 1 for bad data, each with one line.
     """
     args = parse(args_class, argv)
     status = 2
     try:
         tokenizer = load_tokenizer(args.tokenizer_name)
-        source = Source(args.dataset_name, **(hub or {}))
+        source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
         status = 1
         prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
     except UsageError as problem:
@@ -166,7 +168,7 @@ def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | No
         yield {"split": held_out, **row, "source": raw.source}
 
 
-def column(raw: dict, name: str, kind: type = str) -> Any:
+def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
     """A column of a raw row. Raises: BadRow when it is missing, null or of another type."""
     if name not in raw:
         raise BadRow(f"no_column_{name}")
@@ -356,7 +358,8 @@ def save(path: Path, value: Any) -> None:
 def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
     """A fresh folder inside `destination`; on success its files replace those there, on an error it vanishes.
 
-    Older splits of `stages` that were not written again are removed. Each file is flushed to disk before any is renamed, so `destination` never holds half a file.
+    Older splits of `stages` that were not written again are removed. Each file is flushed to disk before any is
+    renamed, so `destination` never holds half a file.
     """
     destination.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))

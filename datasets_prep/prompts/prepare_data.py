@@ -1,0 +1,61 @@
+"""Prompt collections and SFT sets in messages, as online preference learning uses them.
+
+Reads RLHFlow's prompt collections (`context_messages`) and SFT sets (`messages` or `conversations`), with `{role,
+content}` or `{from, value}` messages. A prompt collection gives prompts only; an SFT set gives finetune rows that
+train every assistant turn, and prompts.
+
+    python -m datasets_prep.prompts.prepare_data --destination_dir=data/prompts \\
+        --dataset_name=RLHFlow/iterative-prompt-v1-iter1-20K --tokenizer_name=meta-llama/Meta-Llama-3-8B-Instruct
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets_prep.common import BadRow, PrepareArgs, column, run
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsArgs(PrepareArgs):
+    """Prepare a prompt collection or an SFT set of messages."""
+
+    dataset_name: str = "RLHFlow/iterative-prompt-v1-iter1-20K"
+    """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    max_length: int = 2048
+    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    max_prompt_length: int = 1024
+    """Longest prompt in tokens; rows with a longer one are dropped."""
+
+
+def to_row(raw: dict[str, Any]) -> dict[str, Any]:
+    """`{prompt: messages}` of a prompt collection, `{messages}` of an SFT set. Raises: BadRow."""
+    if "context_messages" in raw:
+        return {"prompt": as_messages(column(raw, "context_messages", list)), "stage": "prompts"}
+    name = "messages" if "messages" in raw else "conversations"
+    return {"messages": as_messages(column(raw, name, list))}
+
+
+def as_messages(turns: list[Any]) -> list[dict[str, str]]:
+    """`{role, content}` messages of turns written that way or as `{from, value}`. Raises: BadRow."""
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise BadRow(f"message_is_{type(turn).__name__}")
+        role = turn.get("role", turn.get("from"))
+        if role not in ROLES:
+            raise BadRow("unknown_role")
+        messages.append({"role": ROLES[role], "content": turn.get("content", turn.get("value"))})
+    return messages
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepare the set from the command line."""
+    question = "Explain to a child why the moon does not fall down."
+    run(PromptsArgs, to_row, argv, example_prompt=[{"role": "user", "content": question}])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Questions with two researched answers that people scored against each other (WebGPT).
+
+Reads openai/webgpt_comparisons (`question, answer_0, answer_1, score_0, score_1`). Equal scores say nothing about
+which is better, so ties are dropped and counted. Citation marks such as [1] or [2, 3] are taken out of the answers,
+and only those: other brackets are part of the text. 95% of the questions train, 5% validate.
+
+    python -m datasets_prep.webgpt.prepare_data --destination_dir=data/webgpt --tokenizer_name=facebook/opt-350m
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from datasets_prep.common import BadRow, PrepareArgs, column, run
+
+CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebGPTArgs(PrepareArgs):
+    """Prepare WebGPT's comparisons of researched answers."""
+
+    dataset_name: str = "openai/webgpt_comparisons"
+    """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    split: str | None = "2,4,4"
+    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    validation_percentage: float = 0.05
+    """Share of prompts in the validation split, unless the source brings one."""
+    test_percentage: float = 0.0
+    """Share of prompts in the test split, unless the source brings one."""
+    remove_same_inputs: bool = False
+    """Keep only the first row of each prompt; a question has several pairs of answers."""
+
+
+def to_row(raw: dict[str, Any]) -> dict[str, Any]:
+    """`{prompt: messages, chosen, rejected}`. Raises: BadRow, for ties too."""
+    question = column(column(raw, "question", dict), "full_text").strip()
+    answers = [CITATION.sub("", column(raw, f"answer_{side}")).strip() for side in (0, 1)]
+    first, second = (float(column(raw, f"score_{side}", (int, float))) for side in (0, 1))
+    if first == second:
+        raise BadRow("tie")
+    if not (first > second or second > first):
+        raise BadRow("score_is_nan")
+    chosen, rejected = answers if first > second else reversed(answers)
+    return {"prompt": [{"role": "user", "content": question}], "chosen": chosen, "rejected": rejected}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepare the set from the command line."""
+    run(WebGPTArgs, to_row, argv, example_prompt=[{"role": "user", "content": "Why is the sky blue at noon?"}])
+
+
+if __name__ == "__main__":
+    main()
