@@ -68,6 +68,7 @@ class Place(NamedTuple):
     group: int  # rows of one group never cross splits or stages
     split: str
     stages: frozenset[str]
+    source: str  # file:line, for messages
 
 
 def is_messages(value: Any) -> bool:
