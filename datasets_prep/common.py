@@ -22,7 +22,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +41,7 @@ from datasets_prep import encoding, report
 from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
-from lightrlhf.common.args import UsageError, check_at_least, parse, to_dict
+from lightrlhf.common.args import RunFailure, UsageError, check_at_least, parse, to_dict
 from lightrlhf.common.batch import SPLITS, adds_bos, encode_prompt
 
 CHUNK = 1000  # rows that are tokenised together
@@ -142,18 +141,12 @@ def run(
     """The main of a dataset script: parse, read raw rows, turn each into a row by `to_row`, prepare.
 
     `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `details` go to `prepare`.
-    Raises: SystemExit 2 for bad arguments, 1 for bad data, each with one line.
+    Raises: UsageError for bad arguments, RunFailure for bad data, each one line.
     """
     args = parse(args_class, argv)
-    status = 2
-    try:
-        tokenizer = load_tokenizer(args.tokenizer_name)
-        source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
-        status = 1
-        prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
-    except UsageError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(status) from None
+    tokenizer = load_tokenizer(args.tokenizer_name)
+    source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
+    prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
 
 
 def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
@@ -230,20 +223,23 @@ def prepare(
     example_prompt: str | list[dict[str, str]] = "Hello, how are you?",
     tokenizer: Any = None,
     given: frozenset[str] = frozenset(),
+    stages: tuple[str, ...] = STAGES,
 ) -> dict[str, Any]:
     """Write all files of DESIGN's data contract for `rows` into `args.destination_dir`; returns the report.
 
     `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` names the held-out splits
-    that the source brings, which are then not carved out of train.
+    that the source brings, which are then not carved out of train; `stages` are those that make sense for the set.
     Raises: UsageError, one line, with the destination left as it was.
     """
     tokenizer = complete(tokenizer or load_tokenizer(args.tokenizer_name), args.chat_template)
     destination = Path(args.destination_dir)
     _check_destination(args, destination)
-    examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, given)))
+    if args.stage not in ("all", *stages):
+        raise UsageError(f"--stage {args.stage}: this set is prepared for {', '.join(stages)}")
+    examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, stages, given)))
     kept = [split for stage in examples for split in examples[stage]]
     if "train" not in kept:
-        raise UsageError(_nothing_left(args, dropped))
+        raise RunFailure(_nothing_left(args, dropped))
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():

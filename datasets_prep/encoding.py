@@ -48,7 +48,7 @@ class Example:
     cut: bool = False  # whether max_length cut it, so that it has no end token
     place: Place | None = None
     key: int = 0  # hash of what makes two inputs the same: the prompt's ids, or the user turns of a dialogue
-    extra: Any = None  # the columns of a prompt, the messages of a dialogue
+    extra: Any = None  # the columns of a prompt or a pair, the messages of a dialogue
     row: Row | None = None  # kept when skipped examples are saved
 
 

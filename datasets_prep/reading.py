@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.common.args import RunFailure, UsageError
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
@@ -95,11 +95,11 @@ def _read_json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not line.isspace():
                     yield f"{file}:{number}", _parse(line)
     except _BadLine as problem:
-        raise UsageError(f"{file}:{number}: {problem}") from None
+        raise RunFailure(f"{file}:{number}: {problem}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise UsageError(f"{file}:{number + 1}: the gzip stream is damaged or ends early ({problem})") from None
+        raise RunFailure(f"{file}:{number + 1}: the gzip stream is damaged or ends early ({problem})") from None
     except OSError as problem:
-        raise UsageError(f"{file}: cannot be read ({problem.strerror or problem})") from None
+        raise RunFailure(f"{file}: cannot be read ({problem.strerror or problem})") from None
 
 
 class _BadLine(Exception):
@@ -138,7 +138,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{file}:{number}", values
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
         line = str(problem).splitlines()[0]
-        raise UsageError(f"{file}: not a readable parquet file, after row {number} ({line})") from None
+        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({line})") from None
 
 
 def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Any]]:

@@ -26,11 +26,14 @@ def shares_of(split: str | None) -> list[float]:
 
 
 class Placement:
-    """Gives each row its `Place`. `given` are held-out splits of the source, which are not carved out of train."""
+    """Gives each row its `Place`.
 
-    def __init__(self, args: Any, given: frozenset[str]) -> None:
+    `stages` are those the set is for, `given` the held-out splits of its source, which are not carved out of train.
+    """
+
+    def __init__(self, args: Any, stages: tuple[str, ...] = STAGES, given: frozenset[str] = frozenset()) -> None:
         self.seed = args.seed
-        self.asked = frozenset(STAGES if args.stage == "all" else [args.stage])
+        self.asked = frozenset(stages if args.stage == "all" else [args.stage])
         self.shares = shares_of(args.split)
         self.test = 0.0 if "test" in given else args.test_percentage
         self.validation = 0.0 if "validation" in given else args.validation_percentage

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
+from lightrlhf.common.args import one_line_errors
 
+STAGES = ("finetune", "prompts")
 PROMPT = "QUESTION:\n{question}\n{starter}{how}\nANSWER:\n"
 READS = "Use Standard Input format: read the input with input() and print the answer."
 CALLED = "Use Call-Based format: the function is called with the arguments and returns the answer."
@@ -83,9 +85,12 @@ def load_json(text: str, kind: type, name: str) -> Any:
     return value
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
-    run(AppsArgs, to_row, argv, reward="datasets_prep.apps.reward:adaptive_score", example_prompt=EXAMPLE)
+    run(
+        AppsArgs, to_row, argv, stages=STAGES, reward="datasets_prep.apps.reward:adaptive_score", example_prompt=EXAMPLE
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.encoding import is_messages
+from lightrlhf.common.args import one_line_errors
 
 OURS = ("prompt", "completion", "chosen", "rejected", "messages")
 
@@ -83,6 +84,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
     run(GenericArgs, to_row, argv)

@@ -15,7 +15,9 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.gsm8k.reward import final_number
+from lightrlhf.common.args import one_line_errors
 
+STAGES = ("finetune", "prompts")
 CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -42,11 +44,12 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "completion": worked, "columns": {"answer": str(number)}}
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
     question = "A baker sells 12 rolls at 2 dollars each and 3 cakes at 15 dollars each. How much does she earn?"
     reward = "datasets_prep.gsm8k.reward:exact_answer"
-    run(Gsm8kArgs, to_row, argv, reward=reward, example_prompt=[{"role": "user", "content": question}])
+    run(Gsm8kArgs, to_row, argv, stages=STAGES, reward=reward, example_prompt=[{"role": "user", "content": question}])
 
 
 if __name__ == "__main__":

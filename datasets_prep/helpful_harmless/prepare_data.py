@@ -16,6 +16,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.encoding import is_messages
+from lightrlhf.common.args import one_line_errors
 
 TURN = re.compile(r"\n\n(Human|Assistant):")
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -63,6 +64,7 @@ def read_dialogue(text: str) -> list[dict[str, str]]:
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
     run(HelpfulHarmlessArgs, to_row, argv, example_prompt=[{"role": "user", "content": "How does the computer work?"}])

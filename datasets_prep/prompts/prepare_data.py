@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
+from lightrlhf.common.args import one_line_errors
 
+STAGES = ("finetune", "prompts")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -51,10 +53,11 @@ def as_messages(turns: list[Any]) -> list[dict[str, str]]:
     return messages
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
     question = "Explain to a child why the moon does not fall down."
-    run(PromptsArgs, to_row, argv, example_prompt=[{"role": "user", "content": question}])
+    run(PromptsArgs, to_row, argv, stages=STAGES, example_prompt=[{"role": "user", "content": question}])
 
 
 if __name__ == "__main__":

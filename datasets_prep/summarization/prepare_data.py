@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
+from lightrlhf.common.args import one_line_errors
 
+STAGES = ("finetune", "preference", "prompts")
 MARK = "TL;DR:"
 FIELD = re.compile(r"^(SUBREDDIT|TITLE): *(.*)$", re.MULTILINE)
 EXAMPLE = """SUBREDDIT: r/cooking
@@ -68,9 +70,10 @@ def row_of(prompt: str, chosen: str, rejected: str, columns: dict[str, str]) -> 
     return {"prompt": f"{prompt}\n{MARK}", "chosen": f" {chosen}", "rejected": f" {rejected}", "columns": columns}
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
-    run(SummarizationArgs, to_row, argv, example_prompt=EXAMPLE)
+    run(SummarizationArgs, to_row, argv, stages=STAGES, example_prompt=EXAMPLE)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.prompts.prepare_data import as_messages
+from lightrlhf.common.args import one_line_errors
+
+STAGES = ("dialogue",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +33,19 @@ class UltraInteractArgs(PrepareArgs):
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """`{messages, stage}`. Raises: BadRow."""
+    """`{messages}`. Raises: BadRow."""
     messages = as_messages(column(raw, "trajectory", list))
     if not messages or messages[-1]["role"] != "user":
         raise BadRow("trajectory_ends_with_no_user_turn")
     answer = {"role": "assistant", "content": column(raw, "chosen")}
-    return {"messages": [*messages, answer], "stage": "dialogue"}
+    return {"messages": [*messages, answer]}
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
     question = "A train goes 60 km in 40 minutes. How far does it go in an hour?"
-    run(UltraInteractArgs, to_row, argv, example_prompt=[{"role": "user", "content": question}])
+    run(UltraInteractArgs, to_row, argv, stages=STAGES, example_prompt=[{"role": "user", "content": question}])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
+from lightrlhf.common.args import one_line_errors
 
+STAGES = ("finetune", "preference", "prompts")
 CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
 
 
@@ -47,9 +49,16 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": question}], "chosen": chosen, "rejected": rejected}
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Prepare the set from the command line."""
-    run(WebGPTArgs, to_row, argv, example_prompt=[{"role": "user", "content": "Why is the sky blue at noon?"}])
+    run(
+        WebGPTArgs,
+        to_row,
+        argv,
+        stages=STAGES,
+        example_prompt=[{"role": "user", "content": "Why is the sky blue at noon?"}],
+    )
 
 
 if __name__ == "__main__":
