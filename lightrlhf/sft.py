@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> str:
     policy = load_policy(args.model_name, args, tokenizer)
     check_vocabulary(train, vocabulary_size(policy), args.data_dir)
     if args.packing:
-        check_packing(policy, args.model_name)
+        check_packing(policy, args.model_name, longest=max(len(row["input_ids"]) for row in train + validation))
     run.say("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))
 
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}

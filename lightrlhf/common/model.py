@@ -107,8 +107,18 @@ def model_inputs(
 
 
 @torch.no_grad()
-def check_packing(policy: Policy, name: str) -> None:
-    """Raises: UsageError when two packed examples do not score as they do alone on this architecture."""
+def check_packing(policy: Policy, name: str, longest: int = 0) -> None:
+    """Raises: UsageError when two packed examples do not score as they do alone on this architecture.
+
+    longest: tokens of the longest example. Our mask of packed rows knows no sliding window, so none may be shorter.
+    """
+    kind = policy.model.config.model_type
+    window = getattr(policy.model.config, "sliding_window", None)
+    if window and longest > window:
+        raise UsageError(
+            f"--packing True: {name} ({kind}) looks back {window} tokens and the longest row has {longest}; "
+            "use --packing False"
+        )
     was_training = policy.training
     policy.eval()
     device = next(policy.parameters()).device
@@ -116,11 +126,16 @@ def check_packing(policy: Policy, name: str) -> None:
     alone = torch.cat([policy(part, part >= 0, part[:, 1:] >= 0).logprobs for part in ids.split([7, 5], 1)], 1)
     sequence_ids = torch.tensor([[1] * 7 + [2] * 5], device=device)
     action_mask = torch.ones(1, 11, dtype=torch.bool, device=device)
-    packed = policy(ids, ids >= 0, action_mask, sequence_ids).logprobs[:, [*range(6), *range(7, 11)]]
+    try:
+        packed = policy(ids, ids >= 0, action_mask, sequence_ids).logprobs[:, [*range(6), *range(7, 11)]]
+    except (ValueError, RuntimeError) as problem:  # positions by ALiBi are made from a plain mask
+        raise UsageError(
+            f"--packing True: {name} ({kind}) takes no mask of packed rows ({_first_line(problem)}); use --packing False"
+        ) from None
     policy.train(was_training)
     if not torch.allclose(alone, packed, atol=0.02 if policy.model.dtype != torch.float32 else 1e-3):
         raise UsageError(
-            f"--packing True: {name} ({policy.model.config.model_type}) lets packed examples see each other "
+            f"--packing True: {name} ({kind}) lets packed examples see each other "
             f"(log-probabilities differ by {(alone - packed).abs().max():.3f}); use --packing False"
         )
 
@@ -265,12 +280,12 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 def _prepare(model: nn.Module, args: ModelArgs) -> None:
     model.float()
     if args.disable_dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            for name in ("dropout", "attention_dropout"):  # architectures that keep a plain number beside modules
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        for owner in (*model.modules(), model.config):  # some read a plain number of the module, Falcon of the config
+            if isinstance(owner, nn.Dropout):
+                owner.p = 0.0
+            for name in ("dropout", "attention_dropout", "hidden_dropout"):
+                if isinstance(getattr(owner, name, None), float):
+                    setattr(owner, name, 0.0)
     if args.finetune_mode == "last_layer":
         _train_last_layer(model)
     elif args.finetune_mode == "lora":
