@@ -1,0 +1,67 @@
+"""One tiny café, and one tiny experiment of each stage, made once for all tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from helpers import CAFE_SIZES, CPU, save_model  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def cafe_data(tmp_path_factory):
+    """The café's splits with a few dozen rows each."""
+    from datasets_prep.cafe.prepare_data import main
+
+    folder = tmp_path_factory.mktemp("data") / "cafe" / "tiny"
+    main(["--destination_dir", str(folder), *CAFE_SIZES])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(cafe_data):
+    from lightrlhf.common.model import load_tokenizer
+
+    return load_tokenizer(cafe_data)
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory, tokenizer):
+    """A Hugging Face folder: a Llama of two layers of width 32 that knows the café's tokens."""
+    return save_model("llama", tmp_path_factory.mktemp("models") / "llama", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def sft_dir(cafe_data, base_model, logs):
+    """The experiment dir of two SFT steps."""
+    from lightrlhf.sft import main
+
+    flags = ["--max_steps", "2", "--log_interval", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-3"]
+    return main(["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(logs), *CPU, *flags])
+
+
+@pytest.fixture(scope="session")
+def rm_dir(cafe_data, sft_dir, logs):
+    """The experiment dir of two reward-model steps."""
+    from lightrlhf.rm import main
+
+    flags = ["--max_steps", "2", "--log_interval", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-3"]
+    return main(["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(logs), *CPU, *flags])

@@ -1,0 +1,240 @@
+"""Tokens and masks stay together: what is trained, what is padding, and how rows are laid out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrlhf.common.batch import (
+    IGNORE_INDEX,
+    Batch,
+    Rollout,
+    check_vocabulary,
+    decode,
+    encode_prompt,
+    encode_response,
+    epoch_order,
+    finetune_batch,
+    load_prompts,
+    load_split,
+    micro_batches,
+    pack,
+    preference_batch,
+    response_batch,
+)
+
+EOS = 1
+
+
+def finetune_row(prompt: list[int], response: list[int]) -> dict:
+    targets = [IGNORE_INDEX] * len(prompt) + response
+    return {
+        "prompt_len": len(prompt),
+        "input_ids": torch.tensor(prompt + response),
+        "targets": torch.tensor(targets),
+    }
+
+
+def trained(batch: Batch, row: int) -> list[int]:
+    """The ids that carry loss in a row."""
+    return batch.input_ids[row, 1:][batch.action_mask[row]].tolist()
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+@pytest.mark.parametrize("pad_id", [0, EOS])
+def test_a_demonstration_trains_its_response_and_exactly_one_eos(pad_id):
+    rows = [finetune_row([5, 6, 7], [8, 9, EOS]), finetune_row([5], [8, EOS]), finetune_row([5, 6], [7, 8, 9, 10])]
+    batch = finetune_batch(rows, pad_id, use_targets=True)
+    assert [trained(batch, i) for i in range(3)] == [[8, 9, EOS], [8, EOS], [7, 8, 9, 10]]  # the last was cut: no eos
+
+
+@pytest.mark.parametrize("pad_id", [0, EOS])
+def test_without_use_targets_the_whole_text_counts_but_never_padding(pad_id):
+    rows = [finetune_row([5, 6, 7], [8, 9, EOS]), finetune_row([5], [8, EOS])]
+    batch = finetune_batch(rows, pad_id, use_targets=False)
+    assert [trained(batch, i) for i in range(2)] == [[6, 7, 8, 9, EOS], [8, EOS]]
+
+
+@pytest.mark.parametrize("pad_id", [0, EOS])
+def test_a_pair_puts_the_chosen_rows_first_and_counts_responses_only(pad_id):
+    rows = [
+        {"prompt_len": 2, "chosen_input_ids": [5, 6, 7, EOS], "rejected_input_ids": [5, 6, 8, 9, 10, EOS]},
+        {"prompt_len": 1, "chosen_input_ids": [5, 7, EOS], "rejected_input_ids": [5, EOS]},
+    ]
+    batch = preference_batch(rows, pad_id)
+    assert [trained(batch, i) for i in range(4)] == [[7, EOS], [7, EOS], [8, 9, 10, EOS], [EOS]]
+    assert batch.attention_mask.sum(1).tolist() == [4, 3, 6, 2]
+
+
+@pytest.mark.parametrize("pad_id", [0, EOS])
+def test_a_sampled_response_trains_its_tokens_and_a_truncated_one_no_eos(pad_id):
+    batch = response_batch([[5, 6], [7], [8, 9, 10]], [[11, EOS], [11, 12, 13], [EOS]], pad_id)
+    assert [trained(batch, i) for i in range(3)] == [[11, EOS], [11, 12, 13], [EOS]]
+    assert batch.num_actions == 6
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_every_cafe_answer_trains_exactly_one_eos_and_no_prompt_token(cafe_data, tokenizer, pad_is_eos):
+    eos = tokenizer.eos_token_id
+    pad_id = eos if pad_is_eos else tokenizer.pad_token_id
+    rows = load_split(cafe_data, "finetune", "train")
+    batch = finetune_batch(rows, pad_id, use_targets=True)
+    for i, row in enumerate(rows):
+        ids = row["input_ids"].tolist()
+        assert trained(batch, i) == ids[row["prompt_len"] :]
+        assert trained(batch, i).count(eos) == 1 and trained(batch, i)[-1] == eos
+    pairs = load_split(cafe_data, "preference", "train")
+    batch = preference_batch(pairs, pad_id)
+    for i in range(len(batch)):
+        assert trained(batch, i).count(eos) == 1 and trained(batch, i)[-1] == eos
+
+
+# --------------------------------------------------------------------------------------------------- text and ids
+def tokenizer_with_bos(tokenizer):
+    """A tokenizer that begins every text with a BOS of its own, as Llama's does."""
+    import copy
+
+    from tokenizers.processors import TemplateProcessing
+
+    other = copy.deepcopy(tokenizer)
+    other.add_special_tokens({"bos_token": "<s>"})
+    special = [("<s>", other.bos_token_id)]
+    other.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+    return other
+
+
+def test_a_prompt_has_one_bos_where_the_tokenizer_adds_one(tokenizer):
+    with_bos = tokenizer_with_bos(tokenizer)
+    for text in ("Guest: a latte", "<s>Guest: a latte"):
+        ids = encode_prompt(with_bos, text)
+        assert ids.count(with_bos.bos_token_id) == 1 and ids[0] == with_bos.bos_token_id
+    assert with_bos.bos_token_id not in encode_response(with_bos, " Of course.")
+    assert None not in encode_prompt(tokenizer, "Guest: a latte")
+
+
+def test_a_chat_template_that_writes_a_bos_gets_no_second_one(tokenizer):
+    with_bos = tokenizer_with_bos(tokenizer)
+    with_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    ids = encode_prompt(with_bos, [{"role": "user", "content": "a latte"}])
+    assert ids.count(with_bos.bos_token_id) == 1
+
+
+def test_a_response_ends_with_exactly_one_eos(tokenizer):
+    for text in (" Of course.", " Of course.<eos>"):
+        ids = encode_response(tokenizer, text)
+        assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
+
+
+def test_decoding_gives_back_the_text_with_its_spaces(tokenizer):
+    text = " Of course ,  two  muffins . Isn 't it ?"
+    assert decode(tokenizer, encode_response(tokenizer, text)) == text
+
+
+# --------------------------------------------------------------------------------------------------------- layout
+def test_select_cuts_to_the_longest_of_the_rows():
+    batch = response_batch([[5, 6], [7], [8, 9, 10]], [[11, EOS], [11], [12, 13, 14, EOS]], 0)
+    part = batch.select(torch.tensor([1, 0]))
+    assert part.input_ids.tolist() == [[7, 11, 0, 0], [5, 6, 11, EOS]]
+    assert part.action_mask.shape == (2, 3)
+    assert [trained(part, i) for i in range(2)] == [[11], [11, EOS]]
+
+
+def test_select_keeps_what_belongs_to_each_row():
+    batch = response_batch([[5], [6, 7]], [[8, EOS], [9, 10, 11, EOS]], 0)
+    numbers = torch.arange(10.0).view(2, 5)
+    rollout = Rollout(
+        **{name: getattr(batch, name) for name in ("input_ids", "attention_mask", "action_mask")},
+        prompt_len=torch.tensor([1, 2]),
+        truncated=torch.tensor([False, True]),
+        logprobs=numbers,
+        ref_logprobs=-numbers,
+    )
+    part = rollout.select(torch.tensor([0]))
+    assert part.input_ids.tolist() == [[5, 8, EOS]] and part.logprobs.tolist() == [[0.0, 1.0]]
+    assert part.prompt_len.tolist() == [1] and part.truncated.tolist() == [False]
+    assert rollout.response_ids() == [[8, EOS], [9, 10, 11, EOS]]
+    assert rollout.prompt_ids() == [[5], [6, 7]]
+
+
+def test_prompt_and_response_ids_are_right_when_pad_is_eos():
+    batch = response_batch([[5], [6, EOS]], [[8, EOS], [9, EOS, 11, EOS]], EOS)
+    zeros = torch.zeros(2, 5)
+    rollout = Rollout(
+        **{name: getattr(batch, name) for name in ("input_ids", "attention_mask", "action_mask")},
+        prompt_len=torch.tensor([1, 2]),
+        truncated=torch.tensor([False, False]),
+        logprobs=zeros,
+        ref_logprobs=zeros,
+    )
+    assert rollout.response_ids() == [[8, EOS], [9, EOS, 11, EOS]]
+
+
+def test_rows_of_one_token_still_make_a_batch():
+    batch = response_batch([[5]], [[]], 0)
+    assert batch.input_ids.shape == (1, 2) and batch.num_actions == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=9), st.integers(0, 10))
+def test_packing_keeps_every_token_and_action_once_and_overfills_no_row(sizes, extra):
+    prompts = [row[:n] for row, (n, _) in zip(rows_of(*(n for n, _ in sizes)), sizes)]
+    responses = rows_of(*(m for _, m in sizes))
+    batch = response_batch(prompts, responses, 0)
+    width = batch.input_ids.shape[1] + extra
+    packed = pack(batch, width, 0)
+    assert packed.input_ids.shape[1] <= max(width, 2)
+    assert packed.num_actions == batch.num_actions
+    found = []
+    for row in range(len(packed)):
+        for number in range(1, int(packed.sequence_ids[row].max()) + 1):
+            here = packed.sequence_ids[row] == number
+            ids = packed.input_ids[row][here].tolist()
+            targets = packed.input_ids[row, 1:][packed.action_mask[row] & here[1:]].tolist()
+            start = int(here.nonzero()[0, 0])
+            assert start == 0 or not packed.action_mask[row, start - 1]  # nothing predicts the first token of the next
+            found.append((ids, targets))
+    alone = [(p + r, r) for p, r in zip(prompts, responses)]
+    assert sorted(found) == sorted(alone)
+
+
+def test_packing_fills_rows_instead_of_padding_them():
+    batch = response_batch(rows_of(*[4] * 8), rows_of(*[4] * 8), 0)
+    assert pack(batch, 32, 0).input_ids.shape == (2, 32)
+
+
+# ---------------------------------------------------------------------------------------------------------- order
+@given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 5))
+def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(num_rows, seed, epoch):
+    order = epoch_order(num_rows, seed, epoch)
+    assert sorted(order) == list(range(num_rows))
+    assert order == epoch_order(num_rows, seed, epoch)
+    if num_rows > 20:
+        assert order != epoch_order(num_rows, seed, epoch + 1) != epoch_order(num_rows, seed + 1, epoch)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(1, 7))
+def test_micro_batches_hold_every_row_once_and_never_more_than_asked(lengths, size):
+    rows = [{"input_ids": [0] * n, "number": i} for i, n in enumerate(lengths)]
+    groups = list(micro_batches(rows, size))
+    assert sorted(row["number"] for group in groups for row in group) == list(range(len(rows)))
+    assert max(map(len, groups)) <= size
+    assert len(groups) == -(-len(rows) // size)
+
+
+# --------------------------------------------------------------------------------------------------------- splits
+def test_prompts_come_from_their_own_split_else_from_the_demonstrations(cafe_data, tmp_path):
+    own = load_prompts(cafe_data, "train")
+    assert len(own) == 40 and all(len(row["input_ids"]) == row["prompt_len"] for row in own)
+    (tmp_path / "finetune_train.pt").write_bytes((cafe_data / "finetune_train.pt").read_bytes())
+    borrowed = load_prompts(tmp_path, "train")
+    assert len(borrowed) == 60
+    full = load_split(cafe_data, "finetune", "train")
+    for row, prompt in zip(full, borrowed):
+        assert prompt["input_ids"].tolist() == row["input_ids"][: row["prompt_len"]].tolist()
+
+
+def test_a_vocabulary_that_just_fits_is_accepted():
+    check_vocabulary([{"input_ids": [1, 2, 60]}, {"chosen_input_ids": [], "rejected_input_ids": [3]}], 61, "data")

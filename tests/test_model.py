@@ -1,0 +1,342 @@
+"""Models: padding and packing move nothing, what should learn learns, and a saved model is the trained one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import (
+    ARCHITECTURES,
+    VOCABULARY,
+    assert_same_gradients,
+    gradients,
+    left_padded,
+    rows_of,
+    save_model,
+    tiny_model,
+    tiny_policy,
+    tiny_scalar,
+)
+
+from lightrlhf.common.args import ModelArgs, UsageError
+from lightrlhf.common.batch import Batch, pack, response_batch
+from lightrlhf.common.model import (
+    Policy,
+    check_packing,
+    count_parameters,
+    last_token,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    merged_model,
+    policy_inputs,
+    separate_pad_token,
+    vocabulary_size,
+)
+
+SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
+PACKS = ["llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "opt", "falcon"]
+WIDE = {"mistral": {"sliding_window": 12}, "gemma2": {"sliding_window": 12}}  # as long as the longest row
+
+
+def mixed_batch() -> Batch:
+    """Three rows of mixed lengths, prompts of several tokens, pad = eos = 1."""
+    return response_batch(rows_of(3, 9, 1), [[*row, 1] for row in rows_of(6, 2, 4)], 1)
+
+
+def alone(batch: Batch, row: int) -> Batch:
+    """One row without any padding."""
+    length = int(batch.attention_mask[row].sum())
+    return Batch(
+        input_ids=batch.input_ids[row : row + 1, :length],
+        attention_mask=batch.attention_mask[row : row + 1, :length],
+        action_mask=batch.action_mask[row : row + 1, : length - 1],
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- padding
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_are_those_of_the_whole_model_run_on_each_row_alone(architecture):
+    policy, batch = tiny_policy(architecture), mixed_batch()
+    for layout in (batch, left_padded(batch)):
+        stats = policy(**policy_inputs(layout), temperature=0.7, with_mean=True)
+        for row in range(len(batch)):
+            ids = alone(batch, row).input_ids
+            logits = policy.model(input_ids=ids, use_cache=False).logits[0, :-1].double() / 0.7
+            expected = logits.log_softmax(-1)
+            actions = alone(batch, row).action_mask[0]
+            mine = layout.action_mask[row]
+            target = expected.gather(-1, ids[0, 1:, None])[:, 0][actions]
+            assert torch.allclose(stats.logprobs[row][mine].double(), target, atol=2e-5)
+            entropy = -(expected.exp() * expected).sum(-1)[actions]
+            assert torch.allclose(stats.entropy[row][mine].double(), entropy, atol=2e-5)
+            assert torch.allclose(stats.mean_logprobs[row][mine].double(), expected.mean(-1)[actions], atol=2e-5)
+        for values in stats:
+            assert (values[~layout.action_mask] == 0).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_policy_gradients_are_the_same_padded_left_right_and_row_by_row(architecture):
+    policy, batch = tiny_policy(architecture), mixed_batch()
+    found = []
+    for parts in ([batch], [left_padded(batch)], [alone(batch, row) for row in range(len(batch))]):
+        for part in parts:
+            policy(**policy_inputs(part)).logprobs.sum().backward()
+        found.append(gradients(policy))
+    assert_same_gradients(found[0], found[1])
+    assert_same_gradients(found[0], found[2])
+
+
+@pytest.mark.parametrize("architecture", SCALAR)
+def test_scores_and_their_gradients_are_the_same_padded_left_right_and_row_by_row(architecture):
+    model, batch = tiny_scalar(architecture), mixed_batch()
+    scores, grads = [], []
+    for parts in ([batch], [left_padded(batch)], [alone(batch, row) for row in range(len(batch))]):
+        ends = torch.cat(
+            [last_token(model(part.input_ids, part.attention_mask), part.attention_mask) for part in parts]
+        )
+        ends.pow(2).sum().backward()
+        scores.append(ends.detach())
+        grads.append(gradients(model))
+    assert torch.allclose(scores[0], scores[1], atol=1e-5) and torch.allclose(scores[0], scores[2], atol=1e-5)
+    assert_same_gradients(grads[0], grads[1], atol=2e-6)
+    assert_same_gradients(grads[0], grads[2], atol=2e-6)
+
+
+def test_the_last_token_is_found_by_the_mask_wherever_the_padding_stands():
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
+    mask = torch.tensor([[True, True, False, False], [False, False, True, True]])
+    assert last_token(values, mask).tolist() == [2.0, 4.0]
+
+
+def test_soft_caps_behind_the_head_are_seen():
+    assert tiny_policy("llama").head_is_plain and not tiny_policy("gemma2").head_is_plain
+
+
+# --------------------------------------------------------------------------------------------------------- packing
+@pytest.mark.parametrize("architecture", PACKS)
+def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(architecture):
+    policy, batch = tiny_policy(architecture, **WIDE.get(architecture, {})), mixed_batch()
+    check_packing(policy, architecture, longest=batch.input_ids.shape[1])
+    packed = pack(batch, 20, 1)
+    assert len(packed) < len(batch)
+    sums, grads = [], []
+    for layout in (batch, packed):
+        logprobs = policy(**policy_inputs(layout)).logprobs
+        logprobs.pow(2).sum().backward()
+        sums.append(logprobs.detach()[layout.action_mask].sort().values)
+        grads.append(gradients(policy))
+    assert torch.allclose(*sums, atol=1e-4)
+    assert_same_gradients(*grads, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture, changes", [("bloom", {}), ("falcon", {"alibi": True})])
+def test_packing_is_refused_where_positions_come_from_the_mask(architecture, changes):
+    with pytest.raises(UsageError, match="--packing True.*use --packing False"):
+        check_packing(tiny_policy(architecture, **changes), architecture)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_packing_is_refused_for_rows_longer_than_the_sliding_window(architecture):
+    with pytest.raises(UsageError, match="looks back 12 tokens and the longest row has 13"):
+        check_packing(tiny_policy(architecture, **WIDE[architecture]), architecture, longest=13)
+
+
+def test_packing_is_refused_where_examples_see_each_other(monkeypatch):
+    """An architecture that ignores the mask, played by one whose mask shows everything before."""
+    from lightrlhf.common import model
+
+    monkeypatch.setattr(model, "_packed_attention", lambda sequence_ids, dtype: torch.ones_like(sequence_ids))
+    with pytest.raises(UsageError, match="see each other.*use --packing False"):
+        check_packing(tiny_policy("llama"), "llama")
+
+
+def test_checking_packing_leaves_the_model_as_it_was():
+    policy = tiny_policy("llama").train()
+    before = copy.deepcopy(policy.state_dict())
+    check_packing(policy, "llama")
+    assert policy.training and all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+# --------------------------------------------------------------------------------------------------- what learns
+DROPOUT = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5},
+    "gpt_neo": {"attention_dropout": 0.5, "resid_dropout": 0.5, "embed_dropout": 0.5},
+    "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "qwen2": {"attention_dropout": 0.5},
+    "gemma2": {"attention_dropout": 0.5},
+    "phi": {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "falcon": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "bloom": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("architecture", DROPOUT)
+def test_disable_dropout_makes_training_passes_repeatable(architecture, tmp_path, tokenizer):
+    folder = save_model(architecture, tmp_path / "model", tokenizer, **DROPOUT[architecture])
+    batch = mixed_batch()
+    for disabled in (True, False):
+        policy = load_policy(str(folder), ModelArgs(disable_dropout=disabled), tokenizer).train()
+        one, other = (policy(**policy_inputs(batch)).logprobs for _ in range(2))
+        assert torch.equal(one, other) == disabled
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "opt"])
+def test_last_layer_trains_the_last_layer_and_no_earlier_one(architecture, tmp_path, tokenizer):
+    folder = save_model(architecture, tmp_path / "model", tokenizer)
+    args = ModelArgs(finetune_mode="last_layer")
+    for module in (load_policy(str(folder), args, tokenizer), load_scalar(str(folder), args, tokenizer, 0)):
+        learning = {name for name, p in module.named_parameters() if p.requires_grad}
+        layers = {name for name in learning if ".0." in name or ".1." in name}
+        assert layers and all(".1." in name for name in layers)
+        assert learning - layers <= {"model.score.weight", "model.lm_head.weight", "model.embed_out.weight"}
+        assert any("score" in name for name in learning) == hasattr(module.model, "score")
+
+
+def test_lora_trains_adapters_and_the_scalar_head_only(base_model, tokenizer):
+    args = ModelArgs(finetune_mode="lora")
+    policy = load_policy(str(base_model), args, tokenizer)
+    assert all("lora_" in name for name, p in policy.named_parameters() if p.requires_grad)
+    assert 0 < count_parameters(policy)[1] < count_parameters(policy)[0]
+    reward = load_scalar(str(base_model), args, tokenizer, 0)
+    others = {name for name, p in reward.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert others == {"model.score.weight"}
+
+
+def test_lora_targets_can_be_named_and_a_wrong_name_is_refused(base_model, tokenizer):
+    args = ModelArgs(finetune_mode="lora", lora_targets="q_proj,v_proj")
+    policy = load_policy(str(base_model), args, tokenizer)
+    learning = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert learning and all("q_proj" in name or "v_proj" in name for name in learning)
+    with pytest.raises(UsageError, match="--lora_targets nowhere"):
+        load_policy(str(base_model), ModelArgs(finetune_mode="lora", lora_targets="nowhere"), tokenizer)
+
+
+def test_a_new_scalar_head_follows_from_the_seed_alone(base_model, tokenizer):
+    heads = []
+    for seed in (3, 3, 4):
+        torch.rand(5)  # whatever else was drawn before
+        heads.append(load_scalar(str(base_model), ModelArgs(), tokenizer, seed).model.score.weight)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+# -------------------------------------------------------------------------------------------------- export, reload
+def train_a_little(module) -> None:
+    """Moves every learning parameter, as some optimiser steps would."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn_like(p))
+
+
+def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    return model(input_ids=ids, use_cache=False).logits.detach()
+
+
+def export(module, folder, tokenizer):
+    merged_model(module).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gpt_neox", "falcon"])
+@pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
+def test_plain_transformers_reads_the_trained_logits_from_an_export(architecture, mode, tmp_path, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    base = save_model(architecture, tmp_path / "base", tokenizer)
+    policy = load_policy(str(base), ModelArgs(finetune_mode=mode), tokenizer)
+    ids = torch.tensor(rows_of(9))
+    before = logits_of(policy.model, ids)
+    train_a_little(policy)
+    trained = logits_of(policy.model, ids)
+    assert not torch.allclose(before, trained, atol=1e-2)
+    reloaded = AutoModelForCausalLM.from_pretrained(export(policy, tmp_path / "out", tokenizer))
+    assert torch.allclose(logits_of(reloaded, ids), trained, atol=1e-5)
+    assert "lora" not in " ".join(name for name, _ in reloaded.named_parameters())
+
+
+def test_exporting_adapters_leaves_the_training_model_untouched(base_model, tokenizer):
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer)
+    train_a_little(policy)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    merged_model(policy)
+    after = policy.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in before.items())
+    assert any(p.requires_grad for p in policy.parameters())
+
+
+def test_a_lora_stage_on_top_of_a_lora_stage_keeps_both(base_model, tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ids, args = torch.tensor(rows_of(9)), ModelArgs(finetune_mode="lora")
+    first = load_policy(str(base_model), args, tokenizer)
+    train_a_little(first)
+    after_first = logits_of(first.model, ids)
+    second = load_policy(str(export(first, tmp_path / "first", tokenizer)), args, tokenizer)
+    assert torch.allclose(logits_of(second.model, ids), after_first, atol=1e-5)
+    train_a_little(second)
+    after_second = logits_of(second.model, ids)
+    assert not torch.allclose(after_second, after_first, atol=1e-2)
+    reloaded = AutoModelForCausalLM.from_pretrained(export(second, tmp_path / "second", tokenizer))
+    assert torch.allclose(logits_of(reloaded, ids), after_second, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_transformers_scores_padded_batches_as_our_last_token_does(mode, pad_is_eos, base_model, tokenizer, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = copy.deepcopy(tokenizer)
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = load_scalar(str(base_model), ModelArgs(finetune_mode=mode), tokenizer, seed=0)
+    separate_pad_token(model, tokenizer)
+    train_a_little(model)
+    export(model, tmp_path, tokenizer)
+    tokenizer = load_tokenizer(None, str(tmp_path))
+    eos = tokenizer.eos_token_id
+    assert model.model.config.pad_token_id == tokenizer.pad_token_id != eos
+    batch = response_batch(rows_of(3, 9, 1), [[*row, eos] for row in rows_of(6, 2, 4)], tokenizer.pad_token_id)
+    mine = last_token(model.eval()(batch.input_ids, batch.attention_mask), batch.attention_mask)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert reloaded.config.num_labels == 1 and reloaded.config.pad_token_id != eos
+    theirs = reloaded(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, 0]
+    assert torch.allclose(mine, theirs, atol=1e-5)
+    again = load_scalar(str(tmp_path), ModelArgs(), tokenizer, seed=9, needs_head=True).eval()
+    assert torch.allclose(
+        last_token(again(batch.input_ids, batch.attention_mask), batch.attention_mask), mine, atol=1e-5
+    )
+
+
+def test_a_pad_token_of_its_own_gets_a_row_in_the_embedding(base_model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0)
+    separate_pad_token(model, tokenizer)
+    assert tokenizer.pad_token_id < vocabulary_size(model)
+
+
+def test_the_tiny_model_is_under_a_million_parameters_and_knows_the_tokenizer(tokenizer):
+    policy = load_policy("tiny", ModelArgs(), tokenizer)
+    assert count_parameters(policy)[0] < 1_000_000
+    assert vocabulary_size(policy) == len(tokenizer)
+    assert policy.model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_policy_trains_what_its_head_shares_with_its_embedding():
+    """Tied weights get one gradient, of both uses."""
+    policy = Policy(tiny_model("llama", tie_word_embeddings=True))
+    batch = mixed_batch()
+    policy(**policy_inputs(batch)).logprobs.sum().backward()
+    logits = policy.model(batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False).logits
+    found = gradients(policy)
+    targets = batch.input_ids[:, 1:]
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    logprobs[batch.action_mask].sum().backward()
+    assert_same_gradients(found, gradients(policy), atol=2e-6)
+    assert policy.model.get_input_embeddings().weight.shape[0] == VOCABULARY
