@@ -130,7 +130,8 @@ def check_packing(policy: Policy, name: str, longest: int = 0) -> None:
         packed = policy(ids, ids >= 0, action_mask, sequence_ids).logprobs[:, [*range(6), *range(7, 11)]]
     except (ValueError, RuntimeError) as problem:  # positions by ALiBi are made from a plain mask
         raise UsageError(
-            f"--packing True: {name} ({kind}) takes no mask of packed rows ({_first_line(problem)}); use --packing False"
+            f"--packing True: {name} ({kind}) takes no mask of packed rows ({_first_line(problem)}); "
+            "use --packing False"
         ) from None
     policy.train(was_training)
     if not torch.allclose(alone, packed, atol=0.02 if policy.model.dtype != torch.float32 else 1e-3):

@@ -44,8 +44,10 @@ class RewardModelScorer:
                 encode_prompt(self.tokenizer, decode(self.policy_tokenizer, ids)) for ids in rollout.prompt_ids()
             ]
             answers = [
-                encode_response(self.tokenizer, decode(self.policy_tokenizer, i)) for i in rollout.response_ids()
+                encode_response(self.tokenizer, decode(self.policy_tokenizer, ids)) for ids in rollout.response_ids()
             ]
+            cut = rollout.truncated.tolist()  # what was stopped by its length gets no end token here either
+            answers = [ids[:-1] if truncated else ids for ids, truncated in zip(answers, cut)]
             batch = response_batch(prompts, answers, self.tokenizer.pad_token_id).to(rollout.input_ids.device)
         scores = torch.zeros(len(rollout), device=rollout.input_ids.device)
         for rows in batch.attention_mask.sum(1).argsort(stable=True).split(self.batch_size):
