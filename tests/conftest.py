@@ -8,9 +8,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from helpers import CAFE_SIZES, CPU, save_model  # noqa: E402
+import pytest
+import torch
+from helpers import CAFE_SIZES, CPU, save_model
 
 torch.set_num_threads(1)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "phi": LLAMA,
     "falcon": FALCON,
     "bloom": SMALL | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }
 
 
@@ -109,6 +111,37 @@ def assert_same_gradients(one: dict, other: dict, atol: float = 1e-6) -> None:
     for name, gradient in one.items():
         gap = float((gradient - other[name]).abs().max())
         assert gap <= atol * max(scale, 1.0), f"{name}: {gap} apart, largest gradient {scale}"
+
+
+class RunOfOneStep:
+    """What a loop asks of `Run` within a step, on one rank; keeps the gradients instead of stepping."""
+
+    world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
+
+    def __init__(self, args, **modules) -> None:
+        self.args, self.modules, self.gradients = args, modules, {}
+
+    def total(self, value: float) -> float:
+        return float(value)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def share(self, rows):
+        return list(rows)
+
+    def accumulate(self, module, enabled: bool):
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def optimize(self, name: str) -> float:
+        self.gradients[name] = gradients(self.modules[name])
+        return 0.0
+
+    def generator(self, *key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(sum(key))
 
 
 # ----------------------------------------------------------------------------------------------------------- programs

@@ -1,0 +1,296 @@
+"""The generation engine says what transformers says, whatever the slots, and its samples are scored as they were drawn."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import VOCABULARY, rows_of, tiny_model, tiny_policy
+
+from lightrlhf.common import rollout as engine
+from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
+from lightrlhf.common.batch import response_batch
+from lightrlhf.common.model import load_policy, merged_model
+from lightrlhf.common.rollout import Completions, generate, generate_rollout, sample, score_logprobs
+
+ENDS = [2, 9, 17, 23, 31, 44, 58]  # several end tokens, so that random models stop at many different lengths
+GENERATES = ["llama", "gpt2", "opt", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "falcon", "bloom"]
+PROMPTS = rows_of(5, 1, 12, 3, 8, 2, 7, 7, 4)
+
+
+def noise(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(rows, length, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy_by_transformers(model, prompts: list[list[int]], max_new_tokens: int, ends: list[int]) -> list[list[int]]:
+    """Each prompt by itself, without padding."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+# ------------------------------------------------------------------------------------------- what is said
+@pytest.mark.parametrize("architecture", GENERATES)
+def test_greedy_tokens_of_mixed_prompts_equal_those_of_transformers(architecture):
+    policy = tiny_policy(architecture)
+    args = GenerationArgs(max_new_tokens=14, do_sample=False)
+    free = greedy_by_transformers(policy.model, PROMPTS, 14, [])
+    ends = [free[0][5], free[3][8]]
+    expected = greedy_by_transformers(policy.model, PROMPTS, 14, ends)
+    assert len({len(answer) for answer in expected}) > 1  # some end early, so slots are refilled and closed up
+    for num_slots in (3, 64):
+        said = generate(policy, PROMPTS, args, ends, noise(len(PROMPTS), 14), num_slots)
+        assert said.responses == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
+def test_samples_do_not_depend_on_the_number_of_slots(architecture):
+    policy = tiny_policy(architecture)
+    args = GenerationArgs(max_new_tokens=12, temperature=1.3, top_k=20, top_p=0.9)
+    uniforms = noise(len(PROMPTS), 12)
+    alone = generate(policy, PROMPTS, args, ENDS, uniforms, num_slots=1)
+    assert len({len(answer) for answer in alone.responses}) > 2
+    for num_slots in (2, 3, 8, 64):
+        together = generate(policy, PROMPTS, args, ENDS, uniforms, num_slots)
+        assert together.responses == alone.responses and together.truncated == alone.truncated
+
+
+def test_samples_belong_to_their_prompt_and_noise_not_to_their_place():
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=12)
+    uniforms = noise(len(PROMPTS), 12)
+    one = generate(policy, PROMPTS, args, ENDS, uniforms, 4).responses
+    order = [4, 0, 8, 2, 6, 1, 3, 7, 5]
+    other = generate(policy, [PROMPTS[i] for i in order], args, ENDS, uniforms[order], 3).responses
+    assert other == [one[i] for i in order]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "bloom"])
+def test_long_runs_forget_old_columns_and_stay_right(architecture, monkeypatch):
+    """Two slots answer thirty prompts one after the other, so the shared column moves far beyond the slab."""
+    monkeypatch.setattr(engine, "SPARE_COLUMNS", 5)
+    moves = []
+    drop = engine.Slots._drop_columns
+    monkeypatch.setattr(engine.Slots, "_drop_columns", lambda slots: (moves.append(1), drop(slots)))
+    policy, args = tiny_policy(architecture), GenerationArgs(max_new_tokens=10)
+    prompts = rows_of(*[1 + i % 6 for i in range(30)])
+    uniforms = noise(30, 10)
+    alone = [generate(policy, [p], args, ENDS, u[None], 1).responses[0] for p, u in zip(prompts, uniforms)]
+    for num_slots in (2, 5):
+        moves.clear()
+        assert generate(policy, prompts, args, ENDS, uniforms, num_slots).responses == alone
+        assert len(moves) > 3
+
+
+def test_a_run_longer_than_the_real_spare_columns_stays_right():
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=20)
+    prompts = rows_of(*[1 + i % 9 for i in range(24)])
+    uniforms = noise(24, 20)
+    alone = [generate(policy, [p], args, [1], u[None], 1).responses[0] for p, u in zip(prompts, uniforms)]
+    assert sum(map(len, alone)) > 2 * (9 + 20 + engine.SPARE_COLUMNS)
+    assert generate(policy, prompts, args, [1], uniforms, 2).responses == alone
+
+
+def test_a_response_ends_with_the_end_token_or_is_told_to_be_truncated():
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=8)
+    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4)
+    assert any(said.truncated) and not all(said.truncated)
+    for answer, truncated in zip(said.responses, said.truncated):
+        assert 1 <= len(answer) <= 8
+        assert truncated == (answer[-1] not in ENDS)
+        assert not truncated or len(answer) == 8  # nothing is cut before its length is used up
+        assert not set(answer[:-1]) & set(ENDS)  # and nothing goes on behind an end token
+
+
+def test_an_end_token_at_the_very_last_place_is_no_truncation():
+    policy = tiny_policy("llama")
+    free = GenerationArgs(max_new_tokens=6, do_sample=False)
+    (answer,) = generate(policy, [PROMPTS[0]], free, [], noise(1, 6), 1).responses
+    first = answer.index(answer[-1]) + 1
+    args = GenerationArgs(max_new_tokens=first, do_sample=False)
+    said = generate(policy, [PROMPTS[0]], args, [answer[-1]], noise(1, first), 1)
+    assert said.responses == [answer[:first]] and said.truncated == [False]
+
+
+def test_generating_leaves_a_training_model_in_training_mode_but_without_dropout():
+    model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    args = GenerationArgs(max_new_tokens=6, do_sample=False)
+    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
+    assert said.responses == greedy_by_transformers(model, PROMPTS, 6, ENDS)
+    assert policy.training and policy.model.training
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_what_fits():
+    policy = tiny_policy("llama", max_position_embeddings=16)
+    with pytest.raises(UsageError, match="--max_new_tokens 6 behind a prompt of 12 .* 16 positions; use at most 4"):
+        generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6))
+    generate(policy, PROMPTS, GenerationArgs(max_new_tokens=4), ENDS, noise(len(PROMPTS), 4))
+
+
+# ---------------------------------------------------------------------------------------------- distribution
+def by_processors(logits: torch.Tensor, args: GenerationArgs) -> torch.Tensor:
+    """Probabilities (V,) after Hugging Face's own processors, in the order `generate` applies them."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(args.temperature)(None, logits[None])
+    if args.top_k:
+        scores = TopKLogitsWarper(args.top_k)(None, scores)
+    if args.top_p < 1:
+        scores = TopPLogitsWarper(args.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 7},
+        {"top_k": 1},
+        {"top_k": 1000},
+        {"top_p": 0.8},
+        {"top_p": 0.01},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 3, "top_p": 0.5},
+    ],
+)
+def test_the_sampling_distribution_is_that_of_the_processors_of_transformers(options):
+    """Uniforms on a fine grid give each token exactly its share of the grid."""
+    args = GenerationArgs(**options)
+    logits = 2 * torch.randn(VOCABULARY)
+    points = 20_000
+    uniforms = (torch.arange(points) + 0.5) / points
+    tokens, removed = sample(logits.expand(points, -1), uniforms, args)
+    share = torch.bincount(tokens, minlength=VOCABULARY) / points
+    expected = by_processors(logits, args)
+    assert (share - expected).abs().max() < 2 / points
+    assert (expected[tokens.unique()] > 0).all()
+    kept = (logits / args.temperature).softmax(-1)[expected > 0].sum()
+    assert float(removed[0]) == pytest.approx(float(1 - kept), abs=1e-5)
+
+
+def test_a_uniform_of_almost_one_never_gives_a_token_that_was_taken_out():
+    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0, -50.0]])
+    for top_p in (1.0, 0.6):
+        for u in (0.0, 1 - 2**-24):
+            token, _ = sample(logits, torch.tensor([u]), GenerationArgs(top_k=3, top_p=top_p))
+            assert int(token) in (0, 1, 2)
+
+
+def test_greedy_takes_the_most_likely_token():
+    logits = torch.randn(4, VOCABULARY)
+    tokens, removed = sample(logits, torch.rand(4), GenerationArgs(do_sample=False))
+    assert torch.equal(tokens, logits.argmax(-1)) and (removed == 0).all()
+
+
+def test_removed_mass_is_the_mean_over_all_sampled_tokens():
+    policy = tiny_policy("llama")
+    free = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6), 4)
+    assert abs(free.removed_mass) < 1e-5
+    args = GenerationArgs(max_new_tokens=6, top_k=5)
+    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
+    removed = []
+    for prompt, answer in zip(PROMPTS, said.responses):
+        logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        removed += (1 - logits.softmax(-1).topk(5).values.sum(-1)).tolist()
+    assert said.removed_mass == pytest.approx(sum(removed) / len(removed), abs=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------- scoring
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mistral", "falcon"])
+def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture, monkeypatch):
+    """The engine's own logits at each step, against one scoring pass over the finished text."""
+    policy, temperature = tiny_policy(architecture), 0.8
+    drawn: dict[tuple[int, int], float] = {}
+    plain = engine.Slots._sample
+
+    def watch(slots, which, logits):
+        before = slots.row[which].tolist(), slots.lengths[slots.row[which]].tolist()
+        plain(slots, which, logits)
+        logprobs = (logits / temperature).log_softmax(-1)
+        for i, (row, place) in enumerate(zip(*before)):
+            if row != slots.nobody:
+                drawn[row, place] = float(logprobs[i, slots.next[which][i]])
+
+    monkeypatch.setattr(engine.Slots, "_sample", watch)
+    args = GenerationArgs(max_new_tokens=12, temperature=temperature, top_k=30)
+    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 12), 3)
+    batch = response_batch(PROMPTS, said.responses, pad_id=1)
+    scored = score_logprobs(policy, batch, temperature, micro_batch_size=4)
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, said.responses)):
+        mine = scored[row, len(prompt) - 1 : len(prompt) - 1 + len(answer)].tolist()
+        assert mine == pytest.approx([drawn[row, place] for place in range(len(answer))], abs=2e-4)
+
+
+def test_scoring_is_the_same_for_every_micro_batch_size_and_without_dropout():
+    policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    batch = response_batch(PROMPTS, [[*row, 1] for row in reversed(PROMPTS)], 1)
+    whole = score_logprobs(policy, batch, 0.7, 100)
+    for size in (1, 2, 5):
+        assert torch.allclose(score_logprobs(policy, batch, 0.7, size), whole, atol=1e-5)
+    assert policy.training and (whole[~batch.action_mask] == 0).all() and (whole[batch.action_mask] < 0).all()
+
+
+def test_a_change_of_the_weights_is_seen_by_sampling_and_by_scoring():
+    policy = tiny_policy("llama")
+    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    before = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    after = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
+    assert before != after == greedy_by_transformers(policy.model, PROMPTS, 8, ENDS)
+
+
+def test_sampling_with_adapters_equals_sampling_with_the_exported_model(base_model, tokenizer):
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer)
+    plain = copy.deepcopy(merged_model(policy))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
+    exported = merged_model(policy).eval()
+    assert said == greedy_by_transformers(exported, PROMPTS, 8, ENDS)
+    assert said != greedy_by_transformers(plain.eval(), PROMPTS, 8, ENDS)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokenizer, pad_is_eos, monkeypatch):
+    tokenizer = copy.deepcopy(tokenizer)
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    eos = tokenizer.eos_token_id
+    answers = [[40, 41, eos], [42, 43, 44, 45], [eos]]
+    said = Completions(answers, [False, True, False], 0.0)
+    monkeypatch.setattr(engine, "generate", lambda *args: said)
+    policy = load_policy(str(base_model), ModelArgs(), tokenizer)
+    rows = [{"input_ids": torch.tensor(ids), "columns": {"n": n}} for n, ids in enumerate(rows_of(4, 1, 6))]
+    args = GenerationArgs(max_new_tokens=4)
+    rollout = generate_rollout(policy, copy.deepcopy(policy), rows, args, tokenizer, noise(3, 4), 2)
+    assert rollout.response_ids() == answers
+    assert rollout.prompt_ids() == [row["input_ids"].tolist() for row in rows]
+    assert rollout.truncated.tolist() == [False, True, False]
+    assert [rollout.input_ids[i, 1:][rollout.action_mask[i]].tolist() for i in range(3)] == answers
+    assert [row["n"] for row in rollout.columns] == [0, 1, 2]
+    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)  # before any update: ratio 1, KL 0
+    assert (rollout.logprobs[rollout.action_mask] < 0).all()
+
+
+def test_an_architecture_without_a_key_value_cache_is_refused_in_one_line():
+    with pytest.raises(UsageError, match="attention layers only"):
+        policy = tiny_policy("mamba")
+        generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
