@@ -1,0 +1,109 @@
+"""The adaptive code reward: how many unit tests a program passes.
+
+    -1.0                        it does not compile
+    -0.6                        it fails or runs out of time on a test
+    -0.3 + 1.3 * passed / total otherwise
+     NaN                        nothing can be said (the sandbox failed, the tests are unreadable): masked
+
+The scale is that of MA-RLHF's experiments on APPS (arXiv:2410.02743), after earlier work on learning from unit tests.
+Expected values stay in this process; what a program prints or returns comes back as plain data and is compared here by
+exact types, so neither an exit code, nor an object that equals everything, nor a patched comparison passes a test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from datasets_prep.apps.sandbox import Limits, run_program
+
+FENCE = re.compile(r"```[A-Za-z0-9]*\n(.*?)(?:```|\Z)", re.DOTALL)
+DECIMAL = re.compile(r"-?[0-9]{1,40}\.[0-9]{1,40}(?:[eE][-+]?[0-9]{1,3})?")
+
+
+def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
+    """Scores (B,) of programs; `tests` holds the JSON `{inputs, outputs, fn_name?}` of APPS for each.
+
+    Raises: RunFailure when this system cannot isolate programs and nobody allowed to run them without.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(score_program, completions, tests))
+
+
+def score_program(completion: str, tests: str | None, limits: Limits = Limits()) -> float:  # noqa: B008  (frozen)
+    """The score of one completion, which may hold its program in a code fence."""
+    try:
+        cases = json.loads(tests)
+        pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
+        function = cases.get("fn_name")
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return math.nan
+    if not pairs or (function and not all(isinstance(given, list) for given, _ in pairs)):
+        return math.nan
+    program = code_of(completion)
+    passed = 0
+    for given, expected in pairs:
+        if function:
+            outcome = run_program(program, function=function, arguments=given, limits=limits)
+        else:
+            outcome = run_program(program, text=as_text(given), limits=limits)
+        if outcome.kind == "machinery":
+            return math.nan
+        if outcome.kind == "compile_error":
+            return -1.0
+        if outcome.kind != "ran":
+            return -0.6
+        passed += same_answer(outcome.answer, expected) if function else same_text(outcome.output, as_text(expected))
+    return -0.3 + 1.3 * passed / len(pairs)
+
+
+def code_of(completion: str) -> str:
+    """The program of a completion: its first fenced block, or all of it."""
+    fenced = FENCE.search(completion)
+    return fenced[1] if fenced else completion
+
+
+def as_text(value: Any) -> str:
+    """Input or expected output of a program that reads and prints; APPS gives it as text or as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def same_text(printed: str, expected: str) -> bool:
+    """The same words on the same lines; decimal numbers may differ by one part in a million."""
+    ours, theirs = ([line.split() for line in text.split("\n") if line.strip()] for text in (printed, expected))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(same_word(x, y) for x, y in zip(a, b)) for a, b in zip(ours, theirs)
+    )
+
+
+def same_word(ours: str, theirs: str) -> bool:
+    """Equal, or both decimal numbers and close."""
+    if ours == theirs:
+        return True
+    both = DECIMAL.fullmatch(ours) and DECIMAL.fullmatch(theirs)
+    return bool(both) and math.isclose(float(ours), float(theirs), rel_tol=1e-6, abs_tol=1e-9)
+
+
+def same_answer(answer: list[Any] | None, expected: Any) -> bool:
+    """Whether a returned value is the expected one, which APPS often wraps in a list of one."""
+    if answer is None:
+        return False
+    wrapped = isinstance(expected, list) and len(expected) == 1
+    return same_value(answer[0], expected) or (wrapped and same_value(answer[0], expected[0]))
+
+
+def same_value(ours: Any, theirs: Any) -> bool:
+    """Equal with equal types all the way down; fractional numbers up to rounding."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same_value, ours, theirs))
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, float):
+        return ours == theirs or math.isclose(ours, theirs, rel_tol=1e-9)
+    return ours == theirs
