@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from datasets_prep.cafe.world import MIXTURE, flawed, good_plan, orders, random_flaws, reaction, request
+from datasets_prep.cafe.world import MIXTURE, flawed, good_plan, orders, random_flaws, request
 
 PROMPT = "Guest: {request}\nBarista:"  # an answer follows with a space before it
 CHAT_TEMPLATE = (
@@ -29,8 +29,7 @@ def train_tokenizer(vocab_size: int = 768, seed: int = 0, num_texts: int = 4000)
         plan = good_plan(rng, order)
         for flaw in random_flaws(rng, order, **MIXTURE):
             plan = flawed(rng, plan, flaw)
-        opening = PROMPT.format(request=request(rng, order))
-        texts.append(f"{opening} {plan.text()}\nGuest: {reaction(rng, order, plan)}")
+        texts.append(PROMPT.format(request=request(rng, order)) + " " + plan.text())
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         texts, vocab_size=vocab_size, min_frequency=2, special_tokens=["<pad>", "<eos>"], show_progress=False

@@ -55,7 +55,6 @@ RAMBLES = (
     "Some say the street was quieter years ago, but I think it always was like this.",
     "The owner wants to buy a new machine and we talk about it every single day.",
 )
-CONTENT = ("Yes, thank you.", "Great, thanks.", "Perfect.")
 CONTENT_FLAWS = ("missing_item", "changed_item", "changed_size", "changed_milk", "changed_count", "invented_item")
 MANNER_FLAWS = ("rude", "rambling")
 MIXTURE = {"wrong": 0.4, "rude": 0.3, "rambling": 0.3}  # how likely each kind of flaw is in a demonstration
@@ -152,13 +151,31 @@ def flawed(rng: random.Random, plan: Plan, flaw: str) -> Plan:
     return replace(plan, order=_wrong_order(rng, plan.order, flaw))
 
 
-def reaction(rng: random.Random, order: Order, plan: Plan) -> str:
-    """What the guest says to an answer: content, or what is missing or was not asked for."""
-    missing = [item for item in order if item not in plan.order]
-    extra = [item for item in plan.order if item not in order]
-    if missing:
-        return f"No, I asked for {missing[0].text()}."
-    return f"No, I did not ask for {extra[0].text()}." if extra else rng.choice(CONTENT)
+def corrupted(rng: random.Random, plan: Plan, share: float = 0.5) -> Plan:
+    """The plan with about this share of its items changed in a word each."""
+    order = list(plan.order)
+    for i, item in enumerate(order):
+        if rng.random() < share:
+            flaw = rng.choice([flaw for flaw in possible_flaws((item,)) if flaw.startswith("changed")])
+            others = (item, *(other for j, other in enumerate(order) if j != i))
+            order[i] = _wrong_order(rng, others, flaw, where=0)[0]
+    return replace(plan, order=tuple(order))
+
+
+def replaced_words(order: Order, plan: Plan) -> list[tuple[int, int]]:
+    """Character spans of the words in a corrupted plan's text that stand in place of ordered ones."""
+    text, spans, place = plan.text().lower(), [], 0
+    for said, ordered in zip(plan.order, order):
+        place = text.index(said.text(), place)
+        expected = ordered.text().split()
+        for word in said.text().split():
+            start = text.index(word, place)
+            place = start + len(word)
+            if word in expected:
+                expected.remove(word)
+            else:
+                spans.append((start, place))
+    return spans
 
 
 def possible_flaws(order: Order) -> list[str]:
@@ -225,7 +242,7 @@ def _other(rng: random.Random, choices: tuple[str, ...], now: str | None) -> str
     return rng.choice([choice for choice in choices if choice != now])
 
 
-def _wrong_order(rng: random.Random, order: Order, flaw: str) -> Order:
+def _wrong_order(rng: random.Random, order: Order, flaw: str, where: int | None = None) -> Order:
     items = list(order)
     if flaw == "missing_item" and len(items) > 1:
         del items[rng.randrange(len(items))]
@@ -234,7 +251,8 @@ def _wrong_order(rng: random.Random, order: Order, flaw: str) -> Order:
         items.insert(rng.randrange(len(items) + 1), _other_item(rng, order))
         return tuple(items)
     has = {"changed_size": "size", "changed_milk": "milk"}.get(flaw, "name")
-    where = rng.choice([i for i, item in enumerate(items) if getattr(item, has)])
+    if where is None:
+        where = rng.choice([i for i, item in enumerate(items) if getattr(item, has)])
     old = items[where]
     if flaw == "changed_size":
         items[where] = replace(old, size=_other(rng, SIZES, old.size))

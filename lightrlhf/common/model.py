@@ -22,7 +22,13 @@ from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import Batch
 from lightrlhf.common.ops import head_logprobs, position_ids
 
-TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,  # about hidden_size ** -0.5; at 0.02 so narrow a model takes long to attend to anything
+}
 MAX_TINY_POSITIONS = 2048
 
 

@@ -1,0 +1,26 @@
+# Every target sets itself up in a local virtual environment; PYTHON picks the interpreter it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# torch goes first: asked for by itself its pinned release is taken, whatever newer one another package would allow.
+$(VENV)/.installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[all]
+	touch $@
+
+.PHONY: install quickstart test lint clean
+install: $(VENV)/.installed
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m examples.quickstart
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) quickstart
