@@ -44,9 +44,9 @@ class CafeArgs(PrepareArgs):
     """Tokenizer of the model to be trained; when not given a small BPE is trained on the café's language."""
     num_finetune: int = 2000
     """Demonstrations of the training split."""
-    num_preference: int = 6000
+    num_preference: int = 4000
     """Pairs of the training split."""
-    num_prompts: int = 4000
+    num_prompts: int = 6400
     """Prompts of the training split."""
     num_held_out: int = 400
     """Rows of the validation and of the test split of each."""

@@ -36,7 +36,7 @@ class PretrainArgs:
 
     destination_dir: str = str(BASE_DIR)
     """Folder to write."""
-    num_steps: int = 4000
+    num_steps: int = 2500
     """Optimiser steps."""
     batch_size: int = 64
     """Conversations per step, half of them corrupted."""
