@@ -144,7 +144,7 @@ class Run:
         Raises: RunFailure, naming the step, when the loss is not finite.
         """
         if not torch.isfinite(loss):
-            raise RunFailure(f"loss is {float(loss)} at step {self.step + 1}{self._last_good()}")
+            raise RunFailure(f"loss is {float(loss.detach())} at step {self.step + 1}{self._last_good()}")
         self.fabric.backward(loss * self.world_size)
 
     def optimize(self, name: str) -> float:
@@ -192,6 +192,8 @@ class Run:
         """Step numbers still to do, counted from 0, under a progress bar; `self.step` counts the finished ones."""
         from tqdm import tqdm
 
+        if self.resumed:
+            self._restore_rng()  # as late as this: a new head or adapter draws numbers while it is loaded
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
         self._bar = bar
         try:
@@ -314,9 +316,12 @@ class Run:
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
-        torch.set_rng_state(state["rng"][min(self.fabric.global_rank, len(state["rng"]) - 1)])
-        random.setstate(state["python_rng"])
         return state
+
+    def _restore_rng(self) -> None:
+        rng = self.resumed["rng"]
+        torch.set_rng_state(rng[min(self.rank, len(rng) - 1)])
+        random.setstate(self.resumed["python_rng"])
 
     def _load_learned(self, name: str, module: nn.Module) -> None:
         missing = module.load_state_dict(self.resumed["learned"][name], strict=False).unexpected_keys
