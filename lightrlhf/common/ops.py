@@ -117,6 +117,8 @@ def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over what is counted; 1 is perfect, 0 no better than a constant."""
+    if not mask.any():
+        return returns.new_zeros(())
     error = (returns - values)[mask]
     return 1 - error.var(correction=0) / returns[mask].var(correction=0).clamp(min=1e-8)
 
