@@ -170,6 +170,11 @@ def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 
 
+def listing(folder: str | Path) -> list[str]:
+    """Every file below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
 def last_checkpoint(experiment_dir: str | Path) -> Path:
     from lightrlhf.common.checkpoint import checkpoints
 

@@ -201,6 +201,7 @@ def test_explained_variance_is_one_when_perfect_and_zero_for_a_constant():
     returns, mask = torch.randn(3, 4), masks(3, 4)
     assert float(ops.explained_variance(returns, returns, mask)) == pytest.approx(1)
     assert float(ops.explained_variance(torch.zeros(3, 4), returns, mask)) == pytest.approx(0, abs=1e-6)
+    assert float(ops.explained_variance(returns, returns, torch.zeros_like(mask))) == 0  # nothing counted, no NaN
 
 
 @settings(max_examples=60, deadline=None)

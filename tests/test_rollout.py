@@ -1,4 +1,4 @@
-"""The generation engine says what transformers says, whatever the slots, and its samples are scored as they were drawn."""
+"""The engine says what transformers says, whatever the slots, and its samples are scored as they were drawn."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from helpers import (
     assert_same_gradients,
     gradients,
     last_checkpoint,
+    listing,
     metrics,
     save_model,
     tiny_policy,
@@ -154,10 +155,6 @@ CHECKPOINT = [
     "tokenizer.json",
     "tokenizer_config.json",
 ]
-
-
-def listing(folder) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_an_experiment_dir_holds_exactly_what_is_promised(sft_dir, cafe_data):

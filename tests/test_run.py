@@ -1,0 +1,339 @@
+"""Runs: killed and resumed they are as if never killed, two ranks are as one, and a bad step changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, last_checkpoint, metrics, run_program, save_model, start_program, weights
+
+from lightrlhf.common.args import RunFailure, TrainArgs
+from lightrlhf.common.run import Run
+
+MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
+# A function reward for the processes of these tests, importable from the repository's root.
+JUDGE = "datasets_prep.cafe.judge:gold"
+
+
+def main_of(program: str):
+    import importlib
+
+    return importlib.import_module(MAINS[program]).main
+
+
+@pytest.fixture(scope="module")
+def noisy_model(tmp_path_factory, tokenizer):
+    """A model with dropout, so that resuming must bring back the random numbers too."""
+    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    return save_model("gpt2", tmp_path_factory.mktemp("models") / "gpt2", tokenizer, **dropout)
+
+
+def long_run(program: str, cafe_data, model, rm_dir) -> list[str]:
+    """Flags of a run that takes a few seconds, with short intervals and a part-filled last batch in each epoch."""
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(model), "--log_interval", "1", "--save_interval", "4"]
+    flags += ["--epochs", "99", *CPU]
+    if program == "ppo":
+        flags += ["--rm_experiment_dir", rm_dir, "--adaptive_kl_coeff", "True", "--target_kl_coeff", "0.5"]
+        flags += ["--rollout_size", "16", "--mini_batch_size", "8", "--micro_batch_size", "4", "--ppo_epochs", "2"]
+        flags += ["--max_new_tokens", "6", "--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
+        return flags + ["--max_steps", "24", "--eval_interval", "9", "--disable_dropout", "False"]
+    flags += ["--mini_batch_size", "8", "--micro_batch_size", "4", "--lr_warmup_steps", "5"]
+    return flags + ["--max_steps", "80", "--eval_interval", "30"]
+
+
+def kill_at_some_step(program: str, flags: list[str], log_dir: Path, first: int, last: int) -> tuple[Path, int]:
+    """Start the program, kill -9 it somewhere behind a random step; returns its experiment dir and the last step."""
+    chosen = random.SystemRandom().randint(first, last)
+    process = start_program(MAINS[program], *flags, "--log_dir", str(log_dir))
+    try:
+        started, rows = time.time(), 0
+        while rows <= chosen and time.time() - started < 120 and process.poll() is None:
+            time.sleep(0.005)
+            rows = sum(path.read_bytes().count(b"\n") for path in log_dir.rglob("metrics.jsonl"))
+        time.sleep(random.SystemRandom().random() * 0.03)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, f"ended by itself with {process.returncode}"
+    (args,) = log_dir.rglob("args.json")
+    return args.parent, json.loads((args.parent / "metrics.jsonl").read_text().splitlines()[-2])["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program, first, last", [("sft", 6, 40), ("rm", 6, 40), ("ppo", 6, 14)])
+def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(
+    program, first, last, cafe_data, noisy_model, rm_dir, tmp_path
+):
+    flags = long_run(program, cafe_data, noisy_model, rm_dir)
+    whole = main_of(program)([*flags, "--log_dir", str(tmp_path / "whole")])
+    killed, step = kill_at_some_step(program, flags, tmp_path / "killed", first, last)
+    resumed = main_of(program)(["--resume_from", str(killed)])
+    assert resumed == str(killed)
+    told = f"killed at about step {step}"
+    assert last_checkpoint(resumed).name == last_checkpoint(whole).name, told
+    assert weights(last_checkpoint(resumed)) == weights(last_checkpoint(whole)), told
+    assert metrics(resumed) == metrics(whole), told
+    one, other = (torch.load(last_checkpoint(d) / "resume.pt", weights_only=True) for d in (resumed, whole))
+    assert str(one["optimizers"]) == str(other["optimizers"]) and one["extra"] == other["extra"], told
+    assert torch.equal(one["rng"], other["rng"]), told
+    if program == "ppo":
+        assert len({row["objective/kl_coeff"] for row in metrics(whole) if "objective/kl_coeff" in row}) > 10
+        assert samples(resumed) == samples(whole), told
+
+
+def samples(folder) -> str:
+    return (Path(folder) / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("mode", ["lora", "last_layer"])
+def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(mode, cafe_data, noisy_model, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(noisy_model), *CPU, "--finetune_mode", mode]
+    flags += [
+        "--lr_warmup_steps",
+        "2",
+        "--save_interval",
+        "2",
+        "--log_interval",
+        "1",
+        "--max_steps",
+        "6",
+        "--keep_last",
+        "0",
+    ]
+    for program in ("sft", "rm"):
+        whole = main_of(program)([*flags, "--log_dir", str(tmp_path / program)])
+        expected, rows = weights(last_checkpoint(whole)), metrics(whole)
+        for later in ("checkpoint-000004", "checkpoint-000006"):
+            shutil.rmtree(Path(whole) / later)
+        again = main_of(program)(["--resume_from", whole])
+        assert weights(last_checkpoint(again)) == expected
+        assert metrics(again) == rows
+
+
+def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(sft_dir, folder)
+    from lightrlhf.sft import main
+
+    before = weights(last_checkpoint(folder)), metrics(folder)
+    main(["--resume_from", str(folder)])
+    assert (weights(last_checkpoint(folder)), metrics(folder)) == before
+
+
+def test_a_resumed_run_may_go_on_longer(sft_dir, tmp_path):
+    from lightrlhf.sft import main
+
+    folder = tmp_path / "copy"
+    shutil.copytree(sft_dir, folder)
+    main(["--resume_from", str(folder), "--max_steps", "4"])
+    assert last_checkpoint(folder).name == "checkpoint-000004"
+    assert [row["step"] for row in metrics(folder) if "train/loss" in row] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+def gaps(one: Path, other: Path) -> float:
+    from safetensors.torch import load_file
+
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
+def test_two_ranks_equal_one_at_the_same_global_batch(program, cafe_data, base_model, rm_dir, tmp_path):
+    """60 rows in global batches of 14 (40 prompts in rollouts of 14): the last one of an epoch is uneven.
+
+    A large epsilon keeps AdamW from blowing rounding up; gradients then agree to 1e-5, weights to 1e-5.
+    """
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_interval", "1", "--epochs", "1"]
+    flags += ["--optimizer_eps", "1e-2", "--accelerator", "cpu", "--save_interval", "100"]
+    if program == "ppo":
+        flags += [
+            "--rm_experiment_dir",
+            rm_dir,
+            "--max_new_tokens",
+            "6",
+            "--micro_batch_size",
+            "1",
+            "--eval_interval",
+            "3",
+        ]
+        flags += ["--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--adaptive_kl_coeff", "True"]
+        sizes = ("--rollout_size", "--mini_batch_size")
+    else:
+        flags += ["--micro_batch_size", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-2"]
+        sizes = ("--mini_batch_size",)
+    one = main_of(program)(
+        [
+            *flags,
+            *(word for size in sizes for word in (size, "14")),
+            "--devices",
+            "1",
+            "--log_dir",
+            str(tmp_path / "one"),
+        ]
+    )
+    two_ranks = [*(word for size in sizes for word in (size, "7")), "--devices", "2", "--strategy", "ddp"]
+    run_program(MAINS[program], *flags, *two_ranks, "--log_dir", str(tmp_path / "two"))
+    (args,) = (tmp_path / "two").rglob("args.json")
+    two = args.parent
+    for row, other in zip(metrics(one), metrics(two), strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - {"value/explained_variance"}:  # a metric of the first rank's rows only
+            assert other[name] == pytest.approx(row[name], abs=2e-5, rel=1e-4), (row["step"], name)
+    assert last_checkpoint(one).name == last_checkpoint(two).name
+    assert weights(last_checkpoint(one)) != (base_model / "model.safetensors").read_bytes()
+    assert gaps(last_checkpoint(one), last_checkpoint(two)) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------ data and steps
+@pytest.fixture
+def run(tmp_path):
+    def make(**changes) -> Run:
+        return Run(TrainArgs(log_dir=str(tmp_path), accelerator="cpu", **changes), "test")
+
+    return make
+
+
+def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
+    one = run(epochs=2)
+    rows = [{"number": i} for i in range(11)]
+    assert one.num_steps(11, 4) == 6
+    batches = [[row["number"] for row in one.global_batch(rows, step, 4)] for step in range(6)]
+    assert [len(batch) for batch in batches] == [4, 4, 3, 4, 4, 3]
+    assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(11))
+    assert batches[:3] != batches[3:]
+
+
+@pytest.mark.parametrize("world_size, num_rows", [(2, 9), (3, 10), (4, 5)])
+def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, monkeypatch, world_size, num_rows):
+    one = run()
+    monkeypatch.setattr(Run, "world_size", world_size)
+    seen = []
+    for step in range(one.num_steps(num_rows, 2)):
+        batch = one.global_batch([{"number": i} for i in range(num_rows)], step, 2)
+        shares = []
+        for rank in range(world_size):
+            monkeypatch.setattr(Run, "rank", rank)
+            shares.append([row["number"] for row in one.share(batch)])
+        assert all(shares) and max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert sum(shares, []) == [row["number"] for row in batch]
+        seen += sum(shares, [])
+    assert set(seen) == set(range(num_rows)) and len(seen) < num_rows + world_size
+
+
+def test_max_steps_wins_over_epochs(run):
+    assert run(epochs=5, max_steps=3).num_steps(100, 10) == 3
+
+
+def test_noise_follows_from_seed_and_step_alone(run):
+    one = run(seed=1)
+    torch.rand(7)
+    draws = [torch.rand(3, generator=one.generator(*key)) for key in ((5,), (5,), (6,), (5, 0), (-1,))]
+    assert torch.equal(draws[0], draws[1])
+    assert len({tuple(draw.tolist()) for draw in draws}) == 4
+
+
+def test_things_are_due_at_their_interval_and_after_the_last_step(run):
+    one = run()
+    due = []
+    for one.step in range(1, 8):
+        due.append(one.due(3, 7))
+    assert due == [False, False, True, False, False, True, True]
+    assert not one.due(0, 7)
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+def linear() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1)
+
+
+def test_the_gradient_norm_is_clipped_to_the_given_value(run):
+    one = run(gradient_clip_val=0.5, max_steps=1)
+    module = linear()
+    wrapped = one.setup("policy", module, 1e-3, 10)
+    one.backward(wrapped(100 * torch.ones(1, 3)).sum())
+    assert one.optimize("policy") == pytest.approx(math.sqrt(3 * 100**2 + 1), rel=1e-3)  # told before clipping
+    (state, *_) = one.optimizers["policy"][1].optimizer.state.values()
+    first_moment = math.sqrt(float(state["exp_avg"].pow(2).sum())) / (1 - 0.9)
+    assert first_moment == pytest.approx(0.5, rel=1e-3)  # of the weight; the bias has a hundredth of it
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(run, bad):
+    one = run()
+    wrapped = one.setup("policy", linear(), 1e-3, 10)
+    one.step = 6
+    with pytest.raises(RunFailure, match=f"loss is -?{bad} at step 7; no checkpoint had been written yet"):
+        one.backward(wrapped(torch.ones(1, 3)).sum() * bad)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run):
+    one = run()
+    module = linear()
+    wrapped = one.setup("policy", module, 1e-3, 10)
+    before = [p.clone() for p in module.parameters()]
+    (wrapped(torch.ones(1, 3)).sum()).backward()
+    module.weight.grad[0, 0] = math.nan
+    with pytest.raises(RunFailure, match="policy gradient norm is nan at step 1"):
+        one.optimize("policy")
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
+
+
+def test_biases_and_norms_are_not_decayed(run):
+    one = run(weight_decay=0.1)
+    one.setup("policy", linear(), 1e-3, 10)
+    groups = one.optimizers["policy"][1].param_groups
+    assert [(group["weight_decay"], group["params"][0].dim()) for group in groups] == [(0.1, 2), (0.0, 1)]
+
+
+@pytest.mark.parametrize(
+    "name, rates",
+    [
+        ("constant", [1, 1, 1, 1, 1, 1]),
+        ("constant_with_warmup", [0, 0.5, 1, 1, 1, 1]),
+        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0, 0.5, 1, *((1 + math.cos(math.pi * i / 4)) / 2 for i in (1, 2, 3))]),
+    ],
+)
+def test_the_schedule_is_the_named_one(run, name, rates):
+    one = run(lr_scheduler_type=name, lr_warmup_steps=2)
+    wrapped = one.setup("policy", linear(), 0.1, 6)
+    found = []
+    for _ in range(6):
+        found.append(one.learning_rate("policy"))
+        one.backward(wrapped(torch.ones(1, 3)).sum())
+        one.optimize("policy")
+    assert found == pytest.approx([0.1 * rate for rate in rates])
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
+def test_two_runs_of_one_second_have_folders_of_their_own(run, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *a: "2030-01-01_00-00-00")
+    folders = [run().directory for _ in range(3)]
+    assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
+
+
+def test_arguments_are_stored_with_versions_and_commit(run):
+    stored = json.loads((run(seed=7).directory / "args.json").read_text())
+    assert stored["seed"] == 7 and stored["program"] == "test"
+    assert {"python", "torch", "transformers", "lightning"} <= stored["versions"].keys() and "git_commit" in stored
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "csv"])
+def test_metrics_go_to_the_file_and_to_the_logger(run, logger):
+    one = run(logger=logger)
+    one.step = 3
+    one.log({"train/loss": 1.5})
+    one.finish()
+    assert metrics(one.directory) == [{"step": 3, "train/loss": 1.5}]
+    assert any(path.stat().st_size for path in (one.directory / "logs").iterdir())
