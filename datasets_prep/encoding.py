@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 
 from lightrlhf.common.batch import IGNORE_INDEX, adds_bos
 
@@ -87,6 +89,7 @@ class Encoder:
         # An added token is always split off first, so what follows it is tokenised as a continuation: a SentencePiece
         # tokenizer, which begins a text with a space of its own, does not do so there.
         self.anchor = tokenizer.eos_token
+        self.rendered: dict[Any, str] = {}  # of the row at hand, whose stages need the same texts
         self.special = [token for token in set(tokenizer.all_special_tokens) if token]
 
     def __call__(self, rows: list[Row]) -> tuple[list[Example], list[Dropped]]:
@@ -94,6 +97,7 @@ class Encoder:
         plans: list[tuple[str, Row, Place, list[Segment]]] = []
         dropped: list[Dropped] = []
         for row in rows:
+            self.rendered.clear()
             try:
                 place = self.place(row)
                 if not place.stages:
@@ -194,14 +198,15 @@ class Encoder:
         return segments
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError:
-            raise BadRow("refused_by_chat_template") from None
+        known = (len(messages), messages[-1]["content"], add_generation_prompt)  # within a row this tells them apart
+        if known not in self.rendered:
+            try:
+                self.rendered[known] = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            except TemplateError:
+                raise BadRow("refused_by_chat_template") from None
+        return self.rendered[known]
 
     def _check_messages(self, messages: Messages, last: str) -> None:
         roles = [message["role"] for message in messages]
@@ -227,10 +232,15 @@ class Encoder:
         texts = [s.text if s.kind in ("text", "rendered") else self.anchor + s.text for s in ordered]
         if not texts:
             return {}
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-        return {segment: self._finish(segment.kind, ids) for segment, ids in zip(ordered, encoded)}
+        return {segment: self._finish(segment.kind, ids) for segment, ids in zip(ordered, self._ids(texts))}
+
+    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
+        if not self.tokenizer.is_fast:
+            return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        backend = self.tokenizer.backend_tokenizer  # without the offsets and masks that nobody reads
+        backend.no_truncation()
+        backend.no_padding()
+        return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def _finish(self, kind: str, ids: list[int]) -> np.ndarray:
         eos = self.tokenizer.eos_token_id
@@ -306,7 +316,7 @@ def limit_for(limits: str, turns: int) -> int:
 
 def _spans(ids: list[np.ndarray]) -> list[tuple[int, int]]:
     """[start, end) of every second segment, the responses."""
-    ends = np.cumsum([len(part) for part in ids]).tolist()
+    ends = list(accumulate(len(part) for part in ids))
     return list(zip(ends[0::2], ends[1::2]))
 
 
