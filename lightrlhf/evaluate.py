@@ -85,11 +85,16 @@ class EvaluateArgs(GenerationArgs):
     def __post_init__(self) -> None:
         self.check_generation()
         check_at_least(self, "mini_batch_size", 1)
+        if self.num_samples is not None:
+            check_at_least(self, "num_samples", 1)
         if not self.experiment_dir:
             raise ValueError("--experiment_dir needs at least one experiment dir")
-        for name in [*self.experiment_dir, self.data_dir, self.rm_experiment_dir, self.reference_dir]:
+        given = [("experiment_dir", name) for name in self.experiment_dir]
+        given += [(flag, getattr(self, flag)) for flag in ("data_dir", "rm_experiment_dir", "reference_dir")]
+        for flag, name in given:
             if name is not None and not Path(name).is_dir():
-                raise ValueError(f"{name} does not exist")
+                raise ValueError(f"--{flag} {name} does not exist")
+        _device(self.accelerator)
 
 
 @one_line_errors
@@ -316,9 +321,14 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def _device(accelerator: str) -> torch.device:
-    if accelerator != "auto":
-        return torch.device(accelerator)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Raises: ValueError when this machine has no such device."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if accelerator == "auto":
+        accelerator = "cuda" if here["cuda"] else "cpu"
+    if not here.get(accelerator):
+        found = ", ".join(name for name, available in here.items() if available)
+        raise ValueError(f"--accelerator {accelerator} is not on this machine, which has {found}")
+    return torch.device(accelerator)
 
 
 def _place(module: Any, device: torch.device) -> Any:

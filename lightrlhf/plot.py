@@ -85,7 +85,7 @@ def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
 
 
 def labels(folders: list[str]) -> dict[str, str]:
-    """A short distinct name per experiment dir: experiment name, and its time where names repeat."""
+    """A short distinct name per experiment dir: experiment name, its time where names repeat, else the whole path."""
     names = {}
     for folder in folders:
         path = Path(folder)
@@ -93,7 +93,8 @@ def labels(folders: list[str]) -> dict[str, str]:
             name = json.loads((path / "args.json").read_text(encoding="utf-8"))["experiment_name"]
         except (OSError, ValueError, KeyError):
             name = path.name
-        names[f"{name} {path.name}" if name in names else name] = folder
+        shortest = [label for label in (name, f"{name} {path.name}", folder) if label not in names]
+        names[shortest[0] if shortest else folder] = folder  # the same folder given twice is one run
     return names
 
 

@@ -1,0 +1,318 @@
+"""lightrlhf.evaluate: what it measures, against computations by hand; what it writes; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import last_checkpoint
+
+from lightrlhf import evaluate
+from lightrlhf.common.batch import load_split
+from lightrlhf.common.ops import wilson_interval
+
+SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def sft(sft_dir, tmp_path_factory) -> str:
+    """A copy of the SFT experiment, to write results into."""
+    return shutil.copytree(sft_dir, tmp_path_factory.mktemp("evaluated") / "sft")
+
+
+@pytest.fixture(scope="module")
+def reward_model(rm_dir, tmp_path_factory) -> str:
+    return shutil.copytree(rm_dir, tmp_path_factory.mktemp("evaluated") / "rm")
+
+
+def call(*argv: object) -> list[dict]:
+    return evaluate.main([*map(str, argv), *SMALL])
+
+
+def records(folder: str | Path, split: str = "test") -> list[dict]:
+    lines = (Path(folder) / "eval" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def plain_folder(experiment_dir: str, folder: Path, **files: str) -> Path:
+    """A checkpoint as a Hugging Face folder without manifest, whose files a test may change."""
+    shutil.copytree(last_checkpoint(experiment_dir), folder)
+    (folder / "manifest.json").unlink()
+    for name, text in files.items():
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def refused(capsys, *argv: object) -> str:
+    """The one line of a call that must fail."""
+    with pytest.raises(SystemExit) as stop:
+        call(*argv)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+# ------------------------------------------------------------------------------------------------ language models
+def test_perplexity_is_that_of_the_response_tokens(sft, cafe_data):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(last_checkpoint(sft)).double().eval()
+    total, count = 0.0, 0
+    for row in load_split(cafe_data, "finetune", "test"):
+        ids = row["input_ids"].long()[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        for t in range(row["prompt_len"], ids.shape[1]):
+            total -= float(logprobs[t - 1, ids[0, t]])
+            count += 1
+    (row,) = call("--experiment_dir", sft)
+    assert row["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_the_records_hold_what_the_table_averages(sft, cafe_data):
+    (row,) = call("--experiment_dir", sft)
+    said = records(sft)
+    assert json.loads((Path(sft) / "eval" / "test.json").read_text()) == row
+    assert len(said) == len(load_split(cafe_data, "prompts", "test"))
+    assert all({"prompt", "response", "gold"} <= record.keys() for record in said)
+    assert row["gold"] == pytest.approx(sum(r["gold"]["score"] for r in said) / len(said))
+    assert row["polite"] == pytest.approx(sum(r["gold"]["polite"] for r in said) / len(said))
+    assert row["truncated_ratio"] + row["eos_ratio"] == pytest.approx(1)
+    assert 1 <= row["mean_length"] <= 8
+
+
+def test_the_gold_of_a_record_is_the_judges_of_its_own_text(sft):
+    from datasets_prep.cafe.judge import judge_answer
+
+    call("--experiment_dir", sft)
+    for record in records(sft):
+        assert record["gold"] == judge_answer(record["prompt"], record["response"])._asdict()
+
+
+def test_a_model_draws_with_itself_and_says_the_same_again(sft, tmp_path):
+    twin = shutil.copytree(sft, tmp_path / "twin")
+    first, second = call("--experiment_dir", sft, twin)
+    assert [r["response"] for r in records(sft)] == [r["response"] for r in records(twin)]
+    assert "win_rate" not in first
+    assert second["win_rate"] == 0.5
+    assert second["win_rate_interval"] == wilson_interval(0.5 * len(records(sft)), len(records(sft)))
+
+
+def test_what_is_said_follows_the_seed_and_not_the_batch_size(sft):
+    def said(*flags: object) -> list[str]:
+        call("--experiment_dir", sft, *flags)
+        return [r["response"] for r in records(sft)]
+
+    assert said("--mini_batch_size", 64) == said("--mini_batch_size", 3)
+    assert said("--seed", 1) != said("--seed", 2)
+    assert said("--do_sample", False, "--seed", 1) == said("--do_sample", False, "--seed", 2)
+
+
+def test_kl_is_zero_to_itself_and_not_to_another_model(sft, base_model, tmp_path):
+    (row,) = call("--experiment_dir", sft)
+    assert "kl" not in row
+    assert call("--experiment_dir", sft, "--reference_dir", sft)[0]["kl"] == pytest.approx(0, abs=1e-5)
+    to_base = call("--experiment_dir", sft, "--reference_dir", base_model)[0]["kl"]
+    assert abs(to_base) > 1e-3
+    aligned = shutil.copytree(sft, tmp_path / "aligned")  # as after PPO: args.json tells what it started from
+    stored = json.loads((aligned / "args.json").read_text()) | {"sft_experiment_dir": str(base_model)}
+    (aligned / "args.json").write_text(json.dumps(stored))
+    assert call("--experiment_dir", aligned)[0]["kl"] == pytest.approx(to_base)
+
+
+def test_rewards_are_standardised_by_the_reward_models_own_statistics(sft, reward_model, tmp_path):
+    def reward(mean: float, std: float) -> tuple[float, list[float]]:
+        folder = plain_folder(
+            reward_model, tmp_path / f"{mean}{std}", reward_statistics=json.dumps({"mean": mean, "std": std})
+        )
+        (row,) = call("--experiment_dir", sft, "--rm_experiment_dir", folder)
+        return row["reward"], [r["reward"] for r in records(sft)]
+
+    mean, each = reward(0.0, 1.0)
+    assert mean == pytest.approx(sum(each) / len(each))
+    assert len(set(each)) > 1
+    assert reward(1.0, 2.0)[1] == pytest.approx([(r - 1.0) / 2.0 for r in each])
+
+
+def test_rouge_is_one_when_the_answers_are_the_demonstrations(sft, cafe_data, monkeypatch):
+    from lightrlhf.common.batch import Rollout, response_batch
+
+    assert 0 <= call("--experiment_dir", sft, "--rouge", "True")[0]["rougeL"] < 1
+    rows = load_split(cafe_data, "finetune", "test")
+    batch = response_batch(
+        [row["input_ids"][: row["prompt_len"]] for row in rows],
+        [row["input_ids"][row["prompt_len"] :] for row in rows],
+        pad_id=0,
+    )
+    zeros = torch.zeros(batch.action_mask.shape)
+    same = Rollout(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        action_mask=batch.action_mask,
+        prompt_len=torch.tensor([row["prompt_len"] for row in rows]),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        logprobs=zeros,
+        ref_logprobs=zeros,
+    )
+    monkeypatch.setattr(evaluate, "respond", lambda *args: same)
+    (row,) = call("--experiment_dir", sft, "--rouge", "True")
+    assert [row[name] for name in ("rouge1", "rouge2", "rougeL")] == [1.0, 1.0, 1.0]
+
+
+def test_use_pretrained_is_row_zero_and_not_what_wins_are_counted_against(sft, base_model, tmp_path):
+    twin = shutil.copytree(sft, tmp_path / "twin")
+    rows = call("--experiment_dir", sft, twin, "--use_pretrained", "True")
+    assert [row["model"] for row in rows] == [base_model.name, "rlhf-supervised-finetuning", rows[1]["model"]]
+    assert ["win_rate" in row for row in rows] == [False, False, True]
+    assert rows[2]["win_rate"] == 0.5
+    assert not (base_model / "eval").exists()
+
+
+def test_the_pretrained_model_is_found_through_the_chain(rm_dir, base_model):
+    assert evaluate.pretrained(rm_dir) == str(base_model)
+
+
+def test_num_samples_and_split(sft, cafe_data):
+    call("--experiment_dir", sft, "--num_samples", 3, "--split", "validation")
+    wanted = load_split(cafe_data, "prompts", "validation")[:3]
+    assert len(records(sft, "validation")) == len(wanted)
+
+
+def test_a_hugging_face_folder_is_evaluated_and_left_alone(base_model, cafe_data):
+    before = sorted(base_model.rglob("*"))
+    (row,) = call("--experiment_dir", base_model, "--data_dir", cafe_data)
+    assert row["perplexity"] > 1
+    assert sorted(base_model.rglob("*")) == before
+
+
+# -------------------------------------------------------------------------------------------------- reward models
+def test_accuracy_loss_and_margin_by_hand(reward_model, cafe_data):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(last_checkpoint(reward_model)).eval()
+
+    def score(ids: torch.Tensor) -> float:
+        with torch.no_grad():
+            return float(model(ids.long()[None]).logits)
+
+    rows = load_split(cafe_data, "preference", "test")
+    scores = [(score(row["chosen_input_ids"]), score(row["rejected_input_ids"])) for row in rows]
+    (row,) = call("--experiment_dir", reward_model)
+    right = sum(good > bad for good, bad in scores)
+    assert row["accuracy"] == pytest.approx(right / len(scores))
+    assert row["accuracy_interval"] == pytest.approx(wilson_interval(right, len(scores)))
+    assert row["margin"] == pytest.approx(sum(good - bad for good, bad in scores) / len(scores), abs=1e-4)
+    losses = [math.log1p(math.exp(bad - good)) for good, bad in scores]
+    assert row["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+    assert len(records(reward_model)) == len(rows)
+
+
+def test_accuracy_by_group(reward_model):
+    (row,) = call("--experiment_dir", reward_model)
+    said = records(reward_model)
+    assert set(row["by_group"]) == {record["group"] for record in said}
+    for group, accuracy in row["by_group"].items():
+        members = [r["right"] for r in said if r["group"] == group]
+        assert accuracy == pytest.approx(sum(members) / len(members))
+    assert sum(len([r for r in said if r["group"] == g]) for g in row["by_group"]) == len(said)
+
+
+def test_a_reward_model_that_cannot_tell_is_half_right(reward_model, cafe_data, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    folder = plain_folder(reward_model, tmp_path / "blind")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.score.weight.data.zero_()
+    model.save_pretrained(folder)
+    (row,) = call("--experiment_dir", folder, "--data_dir", cafe_data)
+    assert row["accuracy"] == 0.5
+    assert row["loss"] == pytest.approx(math.log(2))
+
+
+def test_the_table_shows_each_model_once_and_intervals_beside_their_value(reward_model, capsys):
+    (row,) = call("--experiment_dir", reward_model)
+    printed = capsys.readouterr().out
+    low, high = row["accuracy_interval"]
+    assert f"{row['accuracy']:.3f} [{low:.3f}, {high:.3f}]" in printed
+    assert "rlhf-reward-modelling" in printed
+    assert all(group in printed for group in row["by_group"])
+
+
+# -------------------------------------------------------------------------------------------------------- the maths
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (300, 400, 0.7054, 0.7899), (0, 0, 0, 1)],
+)
+def test_wilson_interval_against_published_values(successes, trials, low, high):
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_win_rate_splits_ties():
+    def scored(*values: float) -> list[dict]:
+        return [{"gold": {"score": value}} for value in values]
+
+    share, interval = evaluate.win_rate(scored(1, 1, 0.5, 0), scored(0, 0.5, 0.5, 1))
+    assert share == (1 + 1 + 0.5 + 0) / 4
+    assert interval == wilson_interval(2.5, 4)
+
+
+# ------------------------------------------------------------------------------------------------------- bad calls
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--num_samples", "0"], "--num_samples 0"),
+        (["--mini_batch_size", "0"], "--mini_batch_size 0"),
+        (["--max_new_tokens", "0"], "--max_new_tokens 0"),
+        (["--temperature", "0"], "--do_sample False"),
+        (["--top_p", "1.5"], "--top_p 1.5"),
+        (["--data_dir", "nowhere"], "--data_dir nowhere"),
+        (["--rm_experiment_dir", "nowhere"], "--rm_experiment_dir nowhere"),
+        (["--reference_dir", "nowhere"], "--reference_dir nowhere"),
+        (["--split", "dev"], "split"),
+        (["--num_sample", "3"], "did you mean --num_samples?"),
+        (["--accelerator", "gpu9"], "--accelerator gpu9"),
+    ],
+)
+def test_a_bad_flag_is_one_line(sft, capsys, flags, told):
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--experiment_dir", str(sft), *SMALL, *flags])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert len(lines) == 1 and told in lines[0], lines
+
+
+def test_bad_experiment_dirs_are_one_line(sft, reward_model, base_model, cafe_data, tmp_path, capsys):
+    assert "experiment_dir" in refused(capsys)
+    assert "nowhere" in refused(capsys, "--experiment_dir", "nowhere")
+    assert "args.json" in refused(capsys, "--experiment_dir", tmp_path, "--data_dir", cafe_data)
+    assert "--data_dir is needed" in refused(capsys, "--experiment_dir", base_model)
+    assert "language model, not a reward model" in refused(capsys, "--experiment_dir", sft, "--rm_experiment_dir", sft)
+    assert "reward model, not a language model" in refused(
+        capsys, "--experiment_dir", sft, "--reference_dir", reward_model
+    )
+
+
+def test_a_start_from_nothing_has_no_pretrained_model(sft, tmp_path, capsys):
+    tiny = shutil.copytree(sft, tmp_path / "tiny")
+    stored = json.loads((tiny / "args.json").read_text()) | {"model_name": "tiny"}
+    (tiny / "args.json").write_text(json.dumps(stored))
+    assert "--use_pretrained" in refused(capsys, "--experiment_dir", tiny, "--use_pretrained", "True")
+
+
+def test_a_damaged_checkpoint_is_named(sft, tmp_path, capsys):
+    broken = shutil.copytree(sft, tmp_path / "broken")
+    with (last_checkpoint(broken) / "model.safetensors").open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(b"damaged!")
+    assert "model.safetensors is not what was written" in refused(capsys, "--experiment_dir", broken)
+
+
+def test_results_that_cannot_be_written_are_one_line(sft, tmp_path, capsys):
+    full = shutil.copytree(sft, tmp_path / "full", ignore=shutil.ignore_patterns("eval"))
+    (full / "eval").write_text("a file where the folder should be")
+    assert "cannot be written" in refused(capsys, "--experiment_dir", full)

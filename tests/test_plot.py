@@ -1,0 +1,139 @@
+"""lightrlhf.plot: what it reads, what it draws, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrlhf import plot
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ROWS = [{"step": step, "train/loss": 3.0 / step, "objective/kl": 0.1 * step} for step in range(1, 6)]
+
+
+def experiment(folder: Path, rows: list[dict] = ROWS, name: str | None = "rlhf-ppo", tail: str = "") -> str:
+    """An experiment dir with these metrics."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    if name:
+        (folder / "args.json").write_text(json.dumps({"experiment_name": name}))
+    return str(folder)
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> dict[str, dict[str, list]]:
+    """Filled by the next call: for each panel its curves by label, as lists of points."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[str, list]] = {}
+    save = Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        for axis in figure.axes:
+            if axis.get_visible():
+                lines = [line for line in axis.lines if not line.get_label().startswith("_")]
+                panels[axis.get_title()] = {str(line.get_label()): line.get_xydata().tolist() for line in lines}
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return panels
+
+
+def refused(capsys, *argv: object) -> str:
+    with pytest.raises(SystemExit) as stop:
+        plot.main([str(word) for word in argv])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_one_run_with_the_points_as_logged(tmp_path, drawn):
+    folder = experiment(tmp_path / "run")
+    written = plot.main(["--experiment_dir", folder])
+    assert written == f"{folder}/curves.png"
+    assert Path(written).read_bytes().startswith(PNG)
+    assert list(drawn) == ["train/loss", "objective/kl"]  # in the order of PREFERRED, unlogged ones left out
+    assert drawn["train/loss"]["rlhf-ppo"] == [[row["step"], row["train/loss"]] for row in ROWS]
+
+
+def test_two_runs_share_panels_and_keep_their_names(tmp_path, drawn):
+    one, two = experiment(tmp_path / "a" / "1"), experiment(tmp_path / "b" / "2", ROWS[:3])
+    output = tmp_path / "both.png"
+    plot.main(["--experiment_dir", one, two, "--output", str(output), "--metrics", "objective/kl"])
+    assert output.read_bytes().startswith(PNG)
+    assert {label: len(points) for label, points in drawn["objective/kl"].items()} == {"rlhf-ppo": 5, "rlhf-ppo 2": 3}
+
+
+def test_a_run_without_a_metric_leaves_its_panel_to_the_others(tmp_path, drawn):
+    one = experiment(tmp_path / "1")
+    two = experiment(tmp_path / "2", [{"step": 1, "objective/kl": 0.5}], name="other")
+    plot.main(["--experiment_dir", one, two])
+    assert list(drawn["train/loss"]) == ["rlhf-ppo"]
+    assert list(drawn["objective/kl"]) == ["rlhf-ppo", "other"]
+
+
+def test_no_run_is_lost_when_names_and_times_repeat(tmp_path):
+    folders = [experiment(tmp_path / letter / "2026-01-01_00-00-00") for letter in "abcd"]
+    assert list(plot.labels(folders).values()) == folders
+    assert list(plot.labels([folders[0], folders[0]]).values())[-1] == folders[0]
+
+
+def test_a_folder_without_args_is_called_by_its_own_name(tmp_path):
+    assert list(plot.labels([experiment(tmp_path / "mine", name=None)])) == ["mine"]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path, drawn):
+    folder = experiment(tmp_path / "run", tail='{"step": 6, "train/lo')
+    plot.main(["--experiment_dir", folder])
+    assert len(drawn["train/loss"]["rlhf-ppo"]) == 5
+
+
+def test_long_runs_are_smoothed_and_short_ones_are_not(tmp_path, drawn):
+    rows = [{"step": step, "train/loss": float(step % 2)} for step in range(40)]
+    folder = experiment(tmp_path / "run", rows)
+    plot.main(["--experiment_dir", folder])
+    middle = [value for step, value in drawn["train/loss"]["rlhf-ppo"] if 10 <= step <= 30]
+    assert all(0.4 < value < 0.6 for value in middle)
+    plot.main(["--experiment_dir", folder, "--smoothing", "1"])
+    assert {value for _, value in drawn["train/loss"]["rlhf-ppo"]} == {0.0, 1.0}
+
+
+def test_smooth_keeps_length_ends_and_straight_lines():
+    line = [float(i) for i in range(20)]
+    assert plot.smooth(line, 9) == pytest.approx(line)
+    assert plot.smooth([5.0, 1.0, 3.0], 9)[0] == 5.0
+    assert plot.smooth([5.0, 1.0, 3.0], 3) == pytest.approx([5.0, 3.0, 3.0])
+    assert plot.smooth([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def test_metrics_outside_the_usual_ones_are_drawn_when_there_are_no_others(tmp_path, drawn):
+    plot.main(["--experiment_dir", experiment(tmp_path / "run", [{"step": 1, "my/metric": 2.0}])])
+    assert list(drawn) == ["my/metric"]
+
+
+def test_the_curves_of_a_real_run(sft_dir, tmp_path):
+    output = tmp_path / "sft.png"
+    plot.main(["--experiment_dir", sft_dir, "--output", str(output)])
+    assert output.read_bytes().startswith(PNG)
+
+
+def test_bad_calls_are_one_line(tmp_path, capsys):
+    folder = experiment(tmp_path / "run")
+    assert "experiment_dir" in refused(capsys)
+    assert "at least one" in refused(capsys, "--experiment_dir")
+    assert "nowhere has no metrics.jsonl" in refused(capsys, "--experiment_dir", "nowhere")
+    empty = experiment(tmp_path / "empty", [])
+    assert "holds no metrics yet" in refused(capsys, "--experiment_dir", empty)
+    told = refused(capsys, "--experiment_dir", folder, "--metrics", "train/los")
+    assert "train/los was not logged" in told and "train/loss" in told
+    assert "--smoothing 0" in refused(capsys, "--experiment_dir", folder, "--smoothing", "0")
+    assert "--output" in refused(capsys, "--experiment_dir", folder, "--output", tmp_path / "no" / "such" / "a.png")
+    assert "did you mean --output?" in refused(capsys, "--experiment_dir", folder, "--outptu", "a.png")
+
+
+def test_damage_before_the_last_line_is_named(tmp_path, capsys):
+    folder = experiment(tmp_path / "run", ROWS[:2], tail='{"step": 3, "train\n' + json.dumps(ROWS[3]) + "\n")
+    assert "metrics.jsonl line 3 is not JSON" in refused(capsys, "--experiment_dir", folder)
