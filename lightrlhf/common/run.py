@@ -55,9 +55,8 @@ class Run:
         seed_everything(args.seed, verbose=False)
         self.resumed = self._read_resume_state()
         self.step: int = self.resumed["step"] if self.resumed else 0
-        self.directory = self._make_directory()
+        self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
         self.optimizers: dict[str, tuple[nn.Module, Any, Any]] = {}
-        self._logger = self._make_logger()
         self._started = time.perf_counter()
         self._pending: dict[str, float] = {}
 
@@ -192,6 +191,7 @@ class Run:
         """Step numbers still to do, counted from 0, under a progress bar; `self.step` counts the finished ones."""
         from tqdm import tqdm
 
+        self._open_directory()
         if self.resumed:
             self._restore_rng()  # as late as this: a new head or adapter draws numbers while it is loaded
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
@@ -328,26 +328,34 @@ class Run:
         if missing:
             raise UsageError(f"--resume_from {self.args.resume_from} was trained with another model: {missing[0]}")
 
-    def _make_directory(self) -> Path:
+    def _choose_directory(self) -> Path:
         args = self.args
         if args.resume_from:
-            directory = Path(args.resume_from)
-            if self.is_first:
-                _forget_rows_after(directory / "metrics.jsonl", self.step)
-                _forget_rows_after(directory / "samples.jsonl", self.step)
-            return directory
+            return Path(args.resume_from)
         data = Path(args.data_dir).resolve()
-        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-        directory = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name / stamp
-        if self.is_first:
-            try:
-                while directory.exists():  # two runs of one second
-                    directory = directory.with_name(f"{directory.name}x")
-                directory.mkdir(parents=True)
-            except OSError as problem:
-                raise UsageError(f"--log_dir {args.log_dir} cannot be written: {problem.strerror}") from None
-            write_text(directory / "args.json", json.dumps(self._describe(), indent=1))
-        return Path(self.fabric.broadcast(str(directory)))
+        parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise UsageError(f"--log_dir {args.log_dir} cannot be written: {problem.strerror}") from None
+        return parent / time.strftime("%Y-%m-%d_%H-%M-%S")
+
+    def _open_directory(self) -> None:
+        if self.is_first and self.resumed:
+            _forget_rows_after(self.directory / "metrics.jsonl", self.step)
+            _forget_rows_after(self.directory / "samples.jsonl", self.step)
+        elif self.is_first:
+            while True:
+                try:
+                    self.directory.mkdir()
+                    break
+                except FileExistsError:  # two runs of one second
+                    self.directory = self.directory.with_name(f"{self.directory.name}x")
+                except OSError as problem:
+                    raise UsageError(f"--log_dir {self.args.log_dir} cannot be written: {problem.strerror}") from None
+            write_text(self.directory / "args.json", json.dumps(self._describe(), indent=1))
+        self.directory = Path(self.fabric.broadcast(str(self.directory)))
+        self._logger = self._make_logger()
 
     def _describe(self) -> dict[str, Any]:
         versions = {"python": platform.python_version()}
