@@ -197,10 +197,18 @@ def test_two_ranks_equal_one_at_the_same_global_batch(program, cafe_data, base_m
 # ------------------------------------------------------------------------------------------------------ data and steps
 @pytest.fixture
 def run(tmp_path):
-    def make(**changes) -> Run:
-        return Run(TrainArgs(log_dir=str(tmp_path), accelerator="cpu", **changes), "test")
+    """A run that has begun its loop, so that its folder is there."""
+    loops = []
 
-    return make
+    def make(**changes) -> Run:
+        one = Run(TrainArgs(log_dir=str(tmp_path), accelerator="cpu", **changes), "test")
+        loops.append(one.steps(99))
+        next(loops[-1])
+        return one
+
+    yield make
+    for loop in loops:
+        loop.close()
 
 
 def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):

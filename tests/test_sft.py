@@ -70,7 +70,7 @@ def test_the_loss_and_its_gradient_equal_a_float64_reference(use_targets, label_
         counted = [not use_targets] * len(p) + [True] * len(r)
         total = total + loss_by_hand(logits, p + r, counted, label_smoothing)
     total.backward()
-    assert float(loss) == pytest.approx(float(total), rel=1e-5)
+    assert loss.item() == pytest.approx(total.item(), rel=1e-5)
     assert_same_gradients(gradients(exact), found, atol=1e-5)
 
 
