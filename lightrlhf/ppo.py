@@ -57,7 +57,7 @@ from lightrlhf.common.rewards import (
     reward_statistics,
     token_rewards,
 )
-from lightrlhf.common.rollout import generate_rollout
+from lightrlhf.common.rollout import check_room, generate_rollout
 from lightrlhf.common.run import Run
 
 
@@ -122,9 +122,11 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_model()
         self.check_generation()
         check_data_dir(self)
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
+        check_positive(self, "target_kl_coeff")
         for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
@@ -168,6 +170,7 @@ def main(argv: list[str] | None = None) -> str:
     tokenizer = load_tokenizer(args.data_dir, source)
     policy = load_policy(source, args, tokenizer, flag)
     check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
+    check_room(policy.model, [row["input_ids"] for row in prompts + held_out], args)
     reference = run.place(copy.deepcopy(policy))
     scorer = make_scorer(run, tokenizer)
     critic = load_critic(args, tokenizer)
@@ -282,7 +285,7 @@ def check_start(rollout: Rollout) -> None:
 
 
 def score(rollout: Rollout, scorer: Scorer, args: PPOArgs) -> Tensor:
-    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions: nothing learns."""
+    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions."""
     scores = scorer(rollout)
     failed = scores.isnan()
     rollout.action_mask = rollout.action_mask & ~failed[:, None]

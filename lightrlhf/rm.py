@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
 from lightrlhf.common.batch import Row, check_vocabulary, load_split, micro_batches, preference_batch
 from lightrlhf.common.model import (
+    check_positions,
     count_parameters,
     last_token,
     load_scalar,
@@ -50,6 +51,7 @@ class RMArgs(TrainArgs, ModelArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_model()
         check_data_dir(self)
         check_positive(self, "learning_rate")
         if self.model_name is None and self.sft_experiment_dir is None:
@@ -93,6 +95,7 @@ def main(argv: list[str] | None = None) -> str:
     tokenizer = load_tokenizer(args.data_dir, source)
     reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
     check_vocabulary(train, vocabulary_size(reward_model), args.data_dir)
+    check_positions(train + validation, reward_model, args.data_dir)
     separate_pad_token(reward_model, tokenizer)
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(reward_model), len(train)))
 

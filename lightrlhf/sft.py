@@ -21,6 +21,7 @@ from lightrlhf.common.batch import Batch, Row, check_vocabulary, finetune_batch,
 from lightrlhf.common.model import (
     TokenStats,
     check_packing,
+    check_positions,
     count_parameters,
     load_policy,
     load_tokenizer,
@@ -49,6 +50,7 @@ class SFTArgs(TrainArgs, ModelArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_model()
         check_data_dir(self)
         check_positive(self, "learning_rate")
         if not 0 <= self.label_smoothing < 1:
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> str:
     tokenizer = load_tokenizer(args.data_dir, args.model_name)
     policy = load_policy(args.model_name, args, tokenizer)
     check_vocabulary(train, vocabulary_size(policy), args.data_dir)
+    check_positions(train + validation, policy, args.data_dir)
     if args.packing:
         check_packing(policy, args.model_name, longest=max(len(row["input_ids"]) for row in train + validation))
     run.say("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))

@@ -86,6 +86,8 @@ class TrainArgs:
     """Where metrics go besides `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "mini_batch_size"):
+            check_at_least(self, name, 1)
         if self.mini_batch_size % self.micro_batch_size:
             fits = [n for n in range(self.micro_batch_size, 0, -1) if self.mini_batch_size % n == 0][0]
             raise ValueError(
@@ -96,6 +98,10 @@ class TrainArgs:
             check_at_least(self, name, 1)
         for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
+        check_positive(self, "optimizer_eps")
+        for name in ("optimizer_beta1", "optimizer_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1)")
         for name in ("max_steps", "eval_iters"):
             if getattr(self, name) is not None:
                 check_at_least(self, name, 1)
@@ -121,6 +127,13 @@ class ModelArgs:
     """Dropout on the input of the adapters."""
     lora_targets: str = "all-linear"
     """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
+
+    def check_model(self) -> None:
+        """Raises: ValueError, one line, when an adapter option is out of range."""
+        check_at_least(self, "lora_rank", 1)
+        check_positive(self, "lora_alpha")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora_dropout {self.lora_dropout} must lie in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +298,8 @@ def _stored_args(parser: Any, directory: str, flags: set[str]) -> dict[str, Any]
         parser.error(f"--resume_from {directory} is no experiment dir: it has no args.json")
     except (OSError, ValueError) as problem:
         parser.error(f"--resume_from {directory}: cannot read {path}: {problem}")
+    if not isinstance(stored, dict):
+        parser.error(f"--resume_from {directory}: {path} holds no arguments")
     return {name: value for name, value in stored.items() if name in flags and name != "resume_from"}
 
 

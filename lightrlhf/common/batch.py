@@ -142,7 +142,7 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
         raise UsageError(f"{path} holds objects other than plain data and was not opened; prepare it again") from None
     except Exception as problem:
         raise UsageError(
-            f"{path} is damaged ({type(problem).__name__}: {str(problem).splitlines()[0]}); prepare it again"
+            f"{path} is damaged ({type(problem).__name__}: {str(problem).partition(chr(10))[0]}); prepare it again"
         ) from None
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
@@ -150,6 +150,11 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
         if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
             keys = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"{path}: row {index} has {keys}, but the {stage} stage needs {sorted(COLUMNS[stage])}")
+        if "targets" in row and len(row["targets"]) != len(row["input_ids"]):
+            raise UsageError(
+                f"{path}: row {index} has {len(row['input_ids'])} input_ids but {len(row['targets'])} targets; "
+                "prepare it again"
+            )
     return rows
 
 
@@ -165,11 +170,11 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
 
 def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
     """Raises: UsageError when a row holds an id that the model has no embedding for."""
-    ids = (torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key]))
-    largest = max(int(row.max()) for row in ids)
-    if largest >= vocab_size:
+    ids = [torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key])]
+    smallest, largest = min(int(row.min()) for row in ids), max(int(row.max()) for row in ids)
+    if smallest < 0 or largest >= vocab_size:
         raise UsageError(
-            f"{where} holds token id {largest}, but the model knows {vocab_size} tokens; "
+            f"{where} holds token id {min(smallest, 0) or largest}, but the model knows {vocab_size} tokens; "
             "prepare the data again with --tokenizer_name of this model"
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.batch import Batch
+from lightrlhf.common.batch import Batch, Row
 from lightrlhf.common.ops import head_logprobs, position_ids
 
 TINY = {
@@ -269,12 +269,26 @@ def resolve(name: str, flag: str = "--model_name") -> str:
 def architectures(source: str) -> list[str]:
     """The architectures a local folder was saved with; empty for a hub id."""
     config = Path(source) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("architectures") or [] if config.is_file() else []
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("architectures") or [] if config.is_file() else []
+    except ValueError:
+        return []  # loading the model says what is wrong with it
 
 
 def vocabulary_size(module: Policy | ScalarModel) -> int:
     """Rows of the embedding table: ids at or above have no meaning to the model."""
     return module.model.get_input_embeddings().weight.shape[0]
+
+
+def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -> None:
+    """Raises: UsageError when a row is longer than the model has positions."""
+    room = getattr(module.model.config, "max_position_embeddings", None)
+    longest = max(len(row[key]) for row in rows for key in row if key.endswith("input_ids"))
+    if room and longest > room:
+        raise UsageError(
+            f"{where} holds a row of {longest} tokens, but the model has {room} positions; "
+            f"prepare the data again with --max_length {room}"
+        )
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -373,9 +387,11 @@ def quiet_libraries() -> None:
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> nn.Module:
     quiet_libraries()
+    from safetensors import SafetensorError
+
     try:
         return auto_class.from_pretrained(source, dtype=torch.float32, **options)
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         raise UsageError(f"{flag} {source} cannot be loaded: {_first_line(problem)}") from None
 
 

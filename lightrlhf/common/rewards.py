@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.common.args import RunFailure, UsageError
 from lightrlhf.common.batch import Rollout, decode, encode_prompt, encode_response, response_batch
 from lightrlhf.common.model import ScalarModel, last_token
 from lightrlhf.common.ops import KL_ESTIMATORS
@@ -65,15 +66,21 @@ class FunctionScorer:
     tokenizer: Any
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        """(B,) scores. Raises: UsageError when the function does not return one number per completion."""
+        """(B,) scores. Raises: RunFailure when the function fails or does not return one number per completion."""
         prompts = [decode(self.tokenizer, ids) for ids in rollout.prompt_ids()]
         completions = [decode(self.tokenizer, ids) for ids in rollout.response_ids()]
         names = {name for columns in rollout.columns for name in columns}
         columns = {name: [row.get(name) for row in rollout.columns] for name in names}
-        scores = self.function(prompts, completions, **columns)
+        try:
+            scores = [float(score) for score in self.function(prompts, completions, **columns)]
+        except Exception as problem:  # whatever a user's function raises
+            where = traceback.extract_tb(problem.__traceback__)[-1]
+            raise RunFailure(
+                f"the reward function failed with {type(problem).__name__}: {problem} ({where.filename}:{where.lineno})"
+            ) from problem
         if len(scores) != len(prompts):
-            raise UsageError(f"the reward function returned {len(scores)} scores for {len(prompts)} completions")
-        return torch.tensor([float(score) for score in scores], device=rollout.input_ids.device)
+            raise RunFailure(f"the reward function returned {len(scores)} scores for {len(prompts)} completions")
+        return torch.tensor(scores, device=rollout.input_ids.device)
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:

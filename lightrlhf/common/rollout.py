@@ -222,7 +222,7 @@ def generate(
     Raises: UsageError when a prompt with its response does not fit into the model's positions.
     """
     model = policy.model
-    _check_room(model, prompts, args)
+    check_room(model, prompts, args)
     was_training = policy.training
     policy.eval()
     ends = torch.tensor(list(eos_ids), device=model.device)
@@ -315,7 +315,8 @@ def generate_rollout(
     )
 
 
-def _check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: GenerationArgs) -> None:
+def check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: GenerationArgs) -> None:
+    """Raises: UsageError when a prompt with its response does not fit into the model's positions."""
     room = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
     if room and longest + args.max_new_tokens > room:

@@ -41,16 +41,10 @@ class Run:
     """
 
     def __init__(self, args: TrainArgs, program: str) -> None:
-        from lightning.fabric import Fabric, seed_everything
+        from lightning.fabric import seed_everything
 
         self.args, self.program = args, program
-        self.fabric = Fabric(
-            accelerator=args.accelerator,
-            devices=args.devices,
-            num_nodes=args.num_nodes,
-            strategy=args.strategy,
-            precision=args.precision,
-        )
+        self.fabric = _make_fabric(args)
         self.fabric.launch()
         seed_everything(args.seed, verbose=False)
         self.resumed = self._read_resume_state()
@@ -324,9 +318,11 @@ class Run:
         random.setstate(self.resumed["python_rng"])
 
     def _load_learned(self, name: str, module: nn.Module) -> None:
-        missing = module.load_state_dict(self.resumed["learned"][name], strict=False).unexpected_keys
-        if missing:
-            raise UsageError(f"--resume_from {self.args.resume_from} was trained with another model: {missing[0]}")
+        learned, now = self.resumed["learned"][name], dict(module.named_parameters())
+        for key, value in learned.items():
+            if key not in now or now[key].shape != value.shape:
+                raise UsageError(f"--resume_from {self.args.resume_from} was trained with another model: {key}")
+        module.load_state_dict(learned, strict=False)
 
     def _choose_directory(self) -> Path:
         args = self.args
@@ -371,6 +367,18 @@ class Run:
 
         kind = TensorBoardLogger if self.args.logger == "tensorboard" else CSVLogger
         return kind(root_dir=str(self.directory), name="logs", version="")
+
+
+def _make_fabric(args: TrainArgs) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
+    try:
+        return Fabric(**{name: getattr(args, name) for name in names})
+    except (ValueError, RuntimeError, MisconfigurationException) as problem:
+        given = " ".join(f"--{name} {getattr(args, name)}" for name in names)
+        raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
 
 
 def learned_state(module: nn.Module) -> dict[str, Tensor]:
