@@ -1,0 +1,469 @@
+"""Bad calls and bad files: one clear line, exit status 2 (1 when found while running), and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, last_checkpoint, metrics, save_model, weights
+
+import datasets_prep.cafe.prepare_data
+import datasets_prep.helpful_harmless.prepare_data
+import lightrlhf.ppo
+import lightrlhf.rm
+import lightrlhf.sft
+from datasets_prep.cafe.tokenizer import train_tokenizer
+
+PROGRAMS = {
+    "sft": lightrlhf.sft.main,
+    "rm": lightrlhf.rm.main,
+    "ppo": lightrlhf.ppo.main,
+    "cafe": datasets_prep.cafe.prepare_data.main,
+    "hh": datasets_prep.helpful_harmless.prepare_data.main,
+}
+REWARD = ["--reward_function", "test_bad_input:constant"]
+
+
+def constant(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def takes_no_columns(prompts, completions):
+    return [1.0] * len(completions)
+
+
+def too_few(prompts, completions, **columns):
+    return [1.0]
+
+
+def raises(prompts, completions, **columns):
+    raise KeyError("answer")
+
+
+def told(capsys) -> list[str]:
+    """The lines on stderr that are no progress bar."""
+    text = capsys.readouterr().err.replace("\r", "\n")
+    return [line for line in text.splitlines() if line.strip() and "it/s" not in line and "?it" not in line]
+
+
+def refused(program: str, flags: list, capsys, status: int = 2) -> str:
+    """Run a program that must refuse; returns the one line it says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        PROGRAMS[program]([str(flag) for flag in flags])
+    lines = told(capsys)
+    assert len(lines) == 1, lines
+    assert stopped.value.code == status
+    assert "Traceback" not in lines[0] and len(lines[0]) < 500
+    return lines[0]
+
+
+@pytest.fixture
+def world(tmp_path, cafe_data, base_model, sft_dir, rm_dir):
+    """Names that the tables below use, and a copy of the data that a case may damage."""
+    shutil.copytree(cafe_data, tmp_path / "data")
+    return {
+        "tmp": tmp_path,
+        "data": tmp_path / "data",
+        "model": base_model,
+        "sft": sft_dir,
+        "rm": rm_dir,
+        "log": ["--log_dir", tmp_path / "logs", *CPU],
+    }
+
+
+def experiments(world) -> list[Path]:
+    return list((world["tmp"] / "logs").rglob("args.json"))
+
+
+# --------------------------------------------------------------------------------------------- what is given wrongly
+ONE_FLAG = [  # program, flags beside good ones, what the line says
+    ("sft", ["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
+    ("sft", ["--zzzzqqqq", "1"], "unknown flag --zzzzqqqq; --help lists all flags"),
+    ("rm", ["--los_type", "average"], "did you mean --loss_type?"),
+    ("ppo", ["--rollot_size", "8"], "did you mean --rollout_size?"),
+    ("sft", ["--epochs", "many"], "epochs"),
+    ("sft", ["--epochs", "0"], "--epochs 0 must be at least 1"),
+    ("sft", ["--max_steps", "0"], "--max_steps 0 must be at least 1"),
+    ("sft", ["--mini_batch_size", "6", "--micro_batch_size", "4"], "--mini_batch_size 6 must be a multiple of"),
+    ("sft", ["--mini_batch_size", "4", "--micro_batch_size", "8"], "try --micro_batch_size 4"),
+    ("sft", ["--micro_batch_size", "0"], "micro_batch_size 0"),
+    ("sft", ["--micro_batch_size", "-2"], "micro_batch_size -2"),
+    ("sft", ["--mini_batch_size", "0"], "mini_batch_size 0"),
+    ("sft", ["--learning_rate", "nan"], "learning_rate"),
+    ("sft", ["--learning_rate", "inf"], "learning_rate"),
+    ("sft", ["--learning_rate=-1e-4"], "--learning_rate -0.0001 must be a finite number above 0"),
+    ("sft", ["--learning_rate", "0"], "--learning_rate 0"),
+    ("sft", ["--weight_decay", "-1"], "--weight_decay -1"),
+    ("sft", ["--gradient_clip_val", "nan"], "gradient_clip_val"),
+    ("sft", ["--optimizer_eps", "-1"], "optimizer_eps"),
+    ("sft", ["--optimizer_beta1", "1.5"], "optimizer_beta1"),
+    ("sft", ["--optimizer", "SGDD"], "optimizer"),
+    ("sft", ["--precision", "8-maybe"], "precision"),
+    ("sft", ["--accelerator", "abacus"], "accelerator"),
+    ("sft", ["--label_smoothing", "1"], "--label_smoothing 1"),
+    ("sft", ["--seed", "-1"], "--seed -1"),
+    ("sft", ["--data_dir", "/nowhere/at/all"], "--data_dir /nowhere/at/all does not exist; write it first"),
+    ("sft", ["--finetune_mode", "half"], "finetune_mode"),
+    ("sft", ["--finetune_mode", "lora", "--lora_rank", "0"], "lora_rank"),
+    ("sft", ["--finetune_mode", "lora", "--lora_dropout", "2"], "lora_dropout"),
+    ("sft", ["--finetune_mode", "lora", "--lora_targets", "nowhere"], "--lora_targets nowhere"),
+    ("sft", ["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+    ("sft", ["--model_name", "./nowhere"], "--model_name ./nowhere does not exist"),
+    ("sft", ["--model_name", "no-such-organisation/no-such-model"], "no-such-organisation/no-such-model"),
+    ("rm", ["--loss_type", "best"], "loss_type"),
+    ("rm", ["--sft_experiment_dir", "nowhere"], "--sft_experiment_dir nowhere does not exist"),
+    ("ppo", ["--clip_coeff", "0"], "--clip_coeff 0"),
+    ("ppo", ["--top_p", "0"], "--top_p 0"),
+    ("ppo", ["--top_k", "-1"], "--top_k -1"),
+    ("ppo", ["--temperature", "0"], "for greedy text use --do_sample False"),
+    ("ppo", ["--do_sample", "False"], "a rollout must be sampled"),
+    ("ppo", ["--gae_gamma", "1.1"], "--gae_gamma 1.1 must lie in [0, 1]"),
+    ("ppo", ["--init_kl_coeff", "-1"], "--init_kl_coeff -1"),
+    ("ppo", ["--adaptive_kl_coeff", "True", "--target_kl_coeff", "0"], "--target_kl_coeff 0"),
+    ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8 must not exceed --rollout_size 4"),
+    ("ppo", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
+    ("ppo", ["--critic_init", "reward"], "--critic_init reward needs --rm_experiment_dir"),
+    ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f cannot be imported"),
+    ("ppo", ["--reward_function", "nowhere"], "--reward_function nowhere"),
+    ("ppo", ["--reward_function", "test_bad_input:nothing"], "--reward_function test_bad_input:nothing"),
+    ("ppo", ["--reward_function", "test_bad_input:PROGRAMS"], "--reward_function test_bad_input:PROGRAMS"),
+    ("ppo", ["--reward_function", "test_bad_input:takes_no_columns"], "must accept **columns"),
+    ("ppo", ["--rm_experiment_dir", "nowhere"], "give either --rm_experiment_dir or --reward_function"),
+]
+
+
+def good_flags(program: str, world) -> list:
+    flags = ["--data_dir", world["data"], "--model_name", world["model"], "--max_steps", "1", *world["log"]]
+    if program == "ppo":
+        flags += [*REWARD, "--rollout_size", "8", "--mini_batch_size", "8", "--max_new_tokens", "4"]
+    return flags
+
+
+@pytest.mark.parametrize("program, flags, line", ONE_FLAG, ids=[" ".join([case[0], *case[1]]) for case in ONE_FLAG])
+def test_a_bad_flag_is_refused_before_anything_is_written(program, flags, line, world, capsys):
+    assert line in refused(program, [*good_flags(program, world), *flags], capsys)
+    assert not experiments(world)
+
+
+def test_a_model_is_needed(world, capsys):
+    flags = ["--data_dir", world["data"], *world["log"]]
+    assert "--model_name is needed" in refused("sft", flags, capsys)
+    assert "--sft_experiment_dir or --model_name is needed" in refused("rm", flags, capsys)
+    assert "the policy to start from" in refused("ppo", [*flags, *REWARD], capsys)
+    assert "give either" in refused("ppo", [*flags, "--model_name", world["model"]], capsys)
+    assert not experiments(world)
+
+
+# ------------------------------------------------------------------------------------------------------ bad splits
+class Bomb:
+    """Unpickled without care it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def data_case(world, name: str) -> None:
+    """Damage the copy of the data in one way."""
+    data = world["data"]
+    file = data / "finetune_train.pt"
+    if name == "missing":
+        file.unlink()
+    elif name == "truncated":
+        file.write_bytes(file.read_bytes()[:700])
+    elif name == "empty file":
+        file.write_bytes(b"")
+    elif name == "text":
+        file.write_text("not a split at all")
+    elif name == "pickle with code":
+        file.write_bytes(pickle.dumps(Bomb(world["tmp"] / "ran")))
+    elif name == "torch file with code":
+        torch.save([Bomb(world["tmp"] / "ran")], file)
+    elif name == "no rows":
+        torch.save([], file)
+    elif name == "no list":
+        torch.save({"input_ids": [1, 2]}, file)
+    elif name == "rows that are no dicts":
+        torch.save([[1, 2, 3]], file)
+    elif name == "wrong stage":
+        shutil.copy(data / "preference_train.pt", file)
+    elif name == "ids beyond the vocabulary":
+        rows = torch.load(file, weights_only=True)
+        rows[3]["input_ids"][2] = 99_999
+        torch.save(rows, file)
+    elif name == "negative ids":
+        rows = torch.load(file, weights_only=True)
+        rows[3]["input_ids"][2] = -7
+        torch.save(rows, file)
+    elif name == "targets of another length":
+        rows = torch.load(file, weights_only=True)
+        rows[3]["targets"] = rows[3]["targets"][:-2]
+        torch.save(rows, file)
+    elif name == "a folder":
+        file.unlink()
+        file.mkdir()
+
+
+DATA = {
+    "missing": "finetune_train.pt does not exist",
+    "truncated": "finetune_train.pt is damaged",
+    "empty file": "finetune_train.pt is damaged",
+    "text": "finetune_train.pt",
+    "pickle with code": "holds objects other than plain data and was not opened",
+    "torch file with code": "holds objects other than plain data and was not opened",
+    "no rows": "finetune_train.pt holds no rows",
+    "no list": "finetune_train.pt holds no rows",
+    "rows that are no dicts": "row 0 has list, but the finetune stage needs",
+    "wrong stage": "row 0 has ['chosen_input_ids'",
+    "ids beyond the vocabulary": "holds token id 99999, but the model knows",
+    "negative ids": "token id -7",
+    "targets of another length": "row 3",
+    "a folder": "finetune_train.pt does not exist",
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_bad_split_is_refused_and_its_code_never_runs(name, world, capsys):
+    data_case(world, name)
+    assert DATA[name] in refused("sft", good_flags("sft", world), capsys)
+    assert not experiments(world) and not (world["tmp"] / "ran").exists()
+
+
+@pytest.mark.parametrize("program, file", [("rm", "preference_train.pt"), ("ppo", "prompts_train.pt")])
+def test_every_program_refuses_the_split_of_another_stage(program, file, world, capsys):
+    shutil.copy(world["data"] / "finetune_train.pt", world["data"] / file)
+    assert f"{file}: row 0 has" in refused(program, good_flags(program, world), capsys)
+
+
+def test_a_missing_validation_split_is_told_by_name(world, capsys):
+    (world["data"] / "finetune_validation.pt").unlink()
+    assert "finetune_validation.pt does not exist" in refused("sft", good_flags("sft", world), capsys)
+
+
+def test_a_model_with_fewer_tokens_than_the_data_is_refused(world, tokenizer, capsys):
+    small = save_model("llama", world["tmp"] / "small", tokenizer, vocab_size=100)
+    for program in ("sft", "rm", "ppo"):
+        flags = [*good_flags(program, world), "--model_name", small]
+        assert "but the model knows 100 tokens; prepare the data again" in refused(program, flags, capsys)
+    assert not experiments(world)
+
+
+def test_responses_that_do_not_fit_into_the_positions_are_refused(world, tokenizer, capsys):
+    small = save_model("llama", world["tmp"] / "small", tokenizer, max_position_embeddings=32)
+    flags = [*good_flags("ppo", world), "--model_name", small, "--max_new_tokens", "30"]
+    assert "--max_new_tokens 30 behind a prompt of" in refused("ppo", flags, capsys)
+    assert not experiments(world)
+
+
+def test_rows_longer_than_the_positions_are_refused(world, tokenizer, capsys):
+    small = save_model("gpt2", world["tmp"] / "small", tokenizer, n_positions=20)
+    for program in ("sft", "rm"):
+        line = refused(program, [*good_flags(program, world), "--model_name", small], capsys)
+        assert "tokens, but the model has 20 positions; prepare the data again with --max_length 20" in line
+    assert not experiments(world)
+
+
+def test_packing_is_refused_where_the_architecture_cannot(world, tokenizer, capsys):
+    bloom = save_model("bloom", world["tmp"] / "bloom", tokenizer)
+    flags = [*good_flags("sft", world), "--model_name", bloom, "--packing", "True"]
+    assert "use --packing False" in refused("sft", flags, capsys)
+    assert not experiments(world)
+
+
+# -------------------------------------------------------------------------------------------------- wrong directories
+def damaged(world, sft_dir: str, keep_before: bool) -> Path:
+    folder = world["tmp"] / "damaged"
+    shutil.copytree(sft_dir, folder)
+    if keep_before:
+        shutil.copytree(folder / "checkpoint-000002", folder / "checkpoint-000001")
+    file = folder / "checkpoint-000002" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(bytes(content))
+    return folder
+
+
+def test_directories_of_the_wrong_kind_are_told_apart(world, capsys):
+    rm_flags = ["--data_dir", world["data"], "--max_steps", "1", *world["log"]]
+    line = refused("ppo", [*good_flags("ppo", world), "--sft_experiment_dir", world["rm"]], capsys)
+    assert f"--sft_experiment_dir {world['rm']} holds a reward model, not a language model" in line
+    flags = [*rm_flags, "--sft_experiment_dir", world["sft"], "--rm_experiment_dir", world["sft"]]
+    line = refused("ppo", [*flags, "--rollout_size", "8", "--mini_batch_size", "8"], capsys)
+    assert f"--rm_experiment_dir {world['sft']}" in line and "holds a language model, not a reward model" in line
+    line = refused("sft", [*rm_flags, "--model_name", world["rm"]], capsys)
+    assert "holds a reward model, not a language model" in line
+    line = refused("rm", [*rm_flags, "--sft_experiment_dir", world["data"]], capsys)
+    assert "--sft_experiment_dir" in line
+    line = refused("sft", [*rm_flags, "--model_name", world["tmp"]], capsys)
+    assert "is neither a model folder (config.json) nor an experiment dir (args.json)" in line
+    assert not experiments(world)
+
+
+def test_an_experiment_without_a_checkpoint_is_refused(world, capsys):
+    (world["tmp"] / "young").mkdir()
+    (world["tmp"] / "young" / "args.json").write_text(json.dumps({"program": "sft"}))
+    flags = ["--data_dir", world["data"], "--sft_experiment_dir", world["tmp"] / "young", *world["log"]]
+    assert "has no checkpoint yet" in refused("rm", flags, capsys)
+
+
+@pytest.mark.parametrize("keep_before", [True, False])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(keep_before, world, capsys):
+    folder = damaged(world, world["sft"], keep_before)
+    flags = ["--data_dir", world["data"], "--sft_experiment_dir", folder, *world["log"]]
+    for line in (refused("rm", flags, capsys), refused("sft", ["--resume_from", folder], capsys)):
+        assert "checkpoint-000002 is damaged (model.safetensors is not what was written)" in line
+        assert ("the one before it is intact" if keep_before else "no earlier checkpoint is intact") in line
+    if keep_before:
+        before = ["--data_dir", world["data"], "--max_steps", "1", *world["log"]]
+        lightrlhf.rm.main([str(f) for f in [*before, "--sft_experiment_dir", folder / "checkpoint-000001"]])
+
+
+def test_a_model_folder_that_is_not_whole_is_refused(world, capsys):
+    folder = world["tmp"] / "half"
+    folder.mkdir()
+    (folder / "config.json").write_text((world["model"] / "config.json").read_text())
+    assert "--model_name" in refused("sft", [*good_flags("sft", world), "--model_name", folder], capsys)
+    weights_file = (world["model"] / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights_file[: len(weights_file) // 2])
+    assert "--model_name" in refused("sft", [*good_flags("sft", world), "--model_name", folder], capsys)
+    (folder / "config.json").write_text("{")
+    assert "--model_name" in refused("sft", [*good_flags("sft", world), "--model_name", folder], capsys)
+    assert not experiments(world)
+
+
+# ------------------------------------------------------------------------------------------------------- resuming
+def test_resuming_from_nonsense_is_refused(world, capsys):
+    tmp = world["tmp"]
+    assert "--resume_from nowhere is no experiment dir" in refused("sft", ["--resume_from", "nowhere"], capsys)
+    (tmp / "empty").mkdir()
+    assert "is no experiment dir: it has no args.json" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
+    (tmp / "empty" / "args.json").write_text("{")
+    assert "cannot read" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
+    (tmp / "empty" / "args.json").write_text("[1, 2]")
+    assert "--resume_from" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
+
+
+def test_resuming_the_run_of_another_program_is_refused(world, capsys):
+    line = refused("rm", ["--resume_from", world["sft"]], capsys)
+    assert f"--resume_from {world['sft']} is a run of sft, not of rm" in line
+
+
+def test_resuming_a_run_without_a_checkpoint_is_refused(world, capsys):
+    folder = world["tmp"] / "young"
+    shutil.copytree(world["sft"], folder)
+    shutil.rmtree(folder / "checkpoint-000002")
+    assert "has no checkpoint yet" in refused("sft", ["--resume_from", folder], capsys)
+
+
+def test_resuming_with_another_model_is_refused(world, tokenizer, capsys):
+    other = save_model("gpt2", world["tmp"] / "gpt2", tokenizer)
+    folder = world["tmp"] / "copy"
+    shutil.copytree(world["sft"], folder)
+    before = metrics(folder)
+    line = refused("sft", ["--resume_from", folder, "--model_name", other, "--max_steps", "4"], capsys)
+    assert "was trained with another model" in line
+    assert metrics(folder) == before
+
+
+def test_resuming_with_a_wider_model_is_refused(world, tokenizer, capsys):
+    wide = save_model("llama", world["tmp"] / "wide", tokenizer, hidden_size=64)
+    flags = ["--resume_from", world["sft"], "--model_name", wide, "--max_steps", "4"]
+    assert "was trained with another model" in refused("sft", flags, capsys)
+
+
+# ------------------------------------------------------------------------------------------------- the log directory
+@pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
+def test_a_log_dir_below_a_file_is_refused(program, world, capsys):
+    (world["tmp"] / "file").write_text("in the way")
+    flags = [*good_flags(program, world), "--log_dir", world["tmp"] / "file" / "logs"]
+    assert f"--log_dir {world['tmp']}/file/logs cannot be written" in refused(program, flags, capsys)
+
+
+# -------------------------------------------------------------------------------------------------- data preparation
+def test_data_preparation_refuses_prompts_that_are_all_too_long_and_writes_nothing(tmp_path, capsys):
+    raw = tmp_path / "raw.jsonl"
+    side = "\n\nHuman: " + "please " * 60 + "\n\nAssistant: "
+    raw.write_text("".join(json.dumps({"chosen": side + f"yes {i}", "rejected": side + "no"}) + "\n" for i in range(9)))
+    train_tokenizer(vocab_size=300, num_texts=50).save_pretrained(tmp_path / "tokenizer")
+    flags = ["--dataset_name", raw, "--destination_dir", tmp_path / "out", "--tokenizer_name", tmp_path / "tokenizer"]
+    capsys.readouterr()
+    line = refused("hh", [*flags, "--max_prompt_length", "20", "--num_proc", "1"], capsys, status=1)
+    assert "no row is left to train on" in line and "prompt_too_long" in line
+    assert not list(tmp_path.glob("out/*.pt"))
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (["--num_finetune", "0"], "--num_finetune 0 must be at least 1"),
+        (["--label_noise", "0.7"], "--label_noise 0.7 must lie in [0, 0.5)"),
+        (["--destination_dri", "x"], "did you mean --destination_dir?"),
+        (["--max_length", "0"], "--max_length 0"),
+        (["--tokenizer_name", "./nowhere"], "./nowhere"),
+    ],
+)
+def test_cafe_preparation_refuses(flags, line, tmp_path, capsys):
+    assert line in refused("cafe", ["--destination_dir", tmp_path / "out", *flags], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------ found while running
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(world, capsys, monkeypatch):
+    losses = lightrlhf.sft.sft_loss
+    calls = []
+
+    def explodes(*args):
+        calls.append(1)
+        return losses(*args) * (math.nan if len(calls) == 4 else 1)
+
+    monkeypatch.setattr(lightrlhf.sft, "sft_loss", explodes)
+    flags = [*good_flags("sft", world), "--max_steps", "6", "--save_interval", "1", "--eval_interval", "0"]
+    line = refused("sft", flags, capsys, status=1)
+    assert "loss is nan at step 4" in line and line.endswith("checkpoint-000003")
+    lightrlhf.common.checkpoint.verify_checkpoint(Path(line.split()[-1]))
+
+
+def save_fails_at(monkeypatch, step: int, problem: OSError) -> None:
+    """From checkpoint `step` on the disk takes no more than a part of it."""
+    plain = torch.save
+
+    def save(state, path, *args, **kwargs):
+        if state.get("step", 0) >= step:
+            Path(path).write_bytes(b"half")
+            raise problem
+        plain(state, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", save)
+
+
+@pytest.mark.parametrize(
+    "problem", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "Permission denied")]
+)
+@pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
+def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, problem, world, capsys, monkeypatch):
+    save_fails_at(monkeypatch, 2, problem)
+    flags = [*good_flags(program, world), "--max_steps", "3", "--save_interval", "1", "--eval_interval", "0"]
+    line = refused(program, flags, capsys, status=1)
+    assert problem.strerror in line and "the last good one is" in line and line.endswith("checkpoint-000001")
+    (experiment,) = (path.parent for path in experiments(world))
+    assert [path.name for path in experiment.glob("*checkpoint*")] == ["checkpoint-000001"]
+    lightrlhf.common.checkpoint.verify_checkpoint(last_checkpoint(experiment))
+    monkeypatch.undo()
+    PROGRAMS[program](["--resume_from", str(experiment)])
+    assert last_checkpoint(experiment).name == "checkpoint-000003" and weights(last_checkpoint(experiment))
+
+
+@pytest.mark.parametrize("name, line", [("too_few", "returned 1 scores for 8"), ("raises", "KeyError: 'answer'")])
+def test_a_reward_function_that_fails_is_told_in_one_line(name, line, world, capsys):
+    flags = [*good_flags("ppo", world), "--reward_function", f"test_bad_input:{name}"]
+    assert line in refused("ppo", flags, capsys, status=1)
