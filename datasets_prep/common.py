@@ -162,13 +162,15 @@ def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | No
 
 
 def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
-    """A column of a raw row. Raises: BadRow when it is missing, null or of another type."""
+    """A column of a raw row. Raises: BadRow when it is missing, null, of another type, or empty text."""
     if name not in raw:
         raise BadRow(f"no_column_{name}")
     if raw[name] is None:
         raise BadRow(f"{name}_is_null")
     if not isinstance(raw[name], kind):
         raise BadRow(f"{name}_is_{type(raw[name]).__name__}")
+    if isinstance(raw[name], str) and not raw[name].strip():
+        raise BadRow(f"{name}_is_empty")
     return raw[name]
 
 

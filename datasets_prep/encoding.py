@@ -170,6 +170,8 @@ class Encoder:
     def _start(self, prompt: str | Messages) -> Segment:
         if isinstance(prompt, str):
             _check_text(prompt, "prompt")
+            if self.anchor in prompt.removeprefix(self.tokenizer.bos_token or ""):
+                raise BadRow("special_token_in_text")
             return Segment(prompt, "text")
         self._check_messages(prompt, last="user")
         return Segment(self._render(prompt, add_generation_prompt=True), "rendered")

@@ -251,8 +251,8 @@ def test_args_report_and_tokenizer_are_stored(write, tokenizer_dir):
 
 
 def test_masked_sample_shows_the_response(write):
-    _, report = write([{"prompt": "Human: hi\n\nAssistant:", "completion": " hello you"}], split=None, test_percentage=0,
-                      validation_percentage=0)  # fmt: skip
+    row = {"prompt": "Human: hi\n\nAssistant:", "completion": " hello you", "split": "train"}
+    _, report = write([row])
     assert report["files"]["finetune_train"]["sample"] == "Human: hi\n\nAssistant:⟦ hello you<|endoftext|>⟧"
 
 
