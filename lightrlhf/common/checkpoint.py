@@ -51,14 +51,14 @@ def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], Non
 
 def checkpoints(experiment_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(path for path in Path(experiment_dir).glob("checkpoint-*") if path.is_dir())
+    return sorted((path for path in Path(experiment_dir).glob("checkpoint-*") if path.is_dir()), key=_age)
 
 
 def verify_checkpoint(folder: Path) -> None:
     """Raises: UsageError naming the first file that is missing or whose content is not what was written."""
     problem = _first_damage(folder)
     if problem:
-        before = [path for path in checkpoints(folder.parent) if path < folder and not _first_damage(path)]
+        before = [path for path in checkpoints(folder.parent) if _age(path) < _age(folder) and not _first_damage(path)]
         offer = f"; the one before it is intact: {before[-1]}" if before else "; no earlier checkpoint is intact"
         raise UsageError(f"{folder} is damaged ({problem}){offer}")
 
@@ -98,6 +98,10 @@ def _first_damage(folder: Path) -> str | None:
         if _sha256(file) != expected:
             return f"{name} is not what was written"
     return None
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    return len(folder.name), folder.name  # steps beyond a million have a digit more
 
 
 def _files(folder: Path) -> list[Path]:
