@@ -1,0 +1,166 @@
+"""Flags: flat, typed, documented, refused in one line, and each of them read by somebody."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+
+import pytest
+import yaml
+from helpers import ROOT, run_program
+
+from lightrlhf.common.args import (
+    GenerationArgs,
+    ModelArgs,
+    RunFailure,
+    TrainArgs,
+    UsageError,
+    one_line_errors,
+    parse,
+    to_dict,
+)
+from lightrlhf.ppo import PPOArgs
+from lightrlhf.rm import RMArgs
+from lightrlhf.sft import SFTArgs
+
+PROGRAMS = {"sft": SFTArgs, "rm": RMArgs, "ppo": PPOArgs}
+# Names that SheepRL's users know, by program.
+SHARED = (
+    "data_dir model_name epochs lr_warmup_steps micro_batch_size mini_batch_size save_interval eval_interval eval_iters"
+)
+SHARED += (
+    " disable_dropout finetune_mode seed log_dir log_interval gradient_clip_val weight_decay optimizer experiment_name"
+)
+SHEEPRL = {
+    "sft": f"{SHARED} learning_rate use_targets label_smoothing",
+    "rm": f"{SHARED} learning_rate loss_type sft_experiment_dir",
+    "ppo": f"""{SHARED} rollout_size rollout_mini_batch_size ppo_epochs sft_experiment_dir rm_experiment_dir
+        actor_learning_rate critic_learning_rate init_kl_coeff adaptive_kl_coeff target_kl_coeff clip_coeff vf_coeff
+        gae_gamma gae_lambd normalize_rewards normalize_advantages clip_rewards reward_clip_value max_new_tokens
+        temperature top_k top_p""",
+}
+
+
+def good(program: str, data) -> list[str]:
+    flags = ["--data_dir", str(data), "--model_name", "tiny"]
+    return flags + (["--reward_function", "a:b"] if program == "ppo" else [])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_names_of_sheeprl_are_kept(program):
+    fields = {field.name for field in dataclasses.fields(PROGRAMS[program])}
+    assert set(SHEEPRL[program].split()) <= fields
+
+
+@pytest.mark.parametrize("args_class", [TrainArgs, ModelArgs, GenerationArgs, *PROGRAMS.values()])
+def test_every_field_has_a_sentence_of_help(args_class):
+    for owner in args_class.__mro__[:-1]:
+        tree = next(
+            node
+            for node in ast.walk(ast.parse(source_of(owner)))
+            if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+        )
+        for node, behind in zip(tree.body, tree.body[1:]):
+            if isinstance(node, ast.AnnAssign):
+                assert isinstance(behind, ast.Expr) and behind.value.value.strip().endswith("."), node.target.id
+
+
+def source_of(owner: type) -> str:
+    return (ROOT / (owner.__module__.replace(".", "/") + ".py")).read_text()
+
+
+def test_every_field_is_read_by_somebody():
+    text = "\n".join(path.read_text() for path in (ROOT / "lightrlhf").rglob("*.py"))
+    for args_class in PROGRAMS.values():
+        for field in dataclasses.fields(args_class):
+            uses = re.findall(
+                rf"\bargs\.{field.name}\b|\bself\.{field.name}\b|getattr\(self\.args, .{field.name}", text
+            )
+            named = re.findall(rf'"{field.name}"', text)
+            assert uses or named, field.name
+
+
+def test_values_come_from_flags_a_config_file_or_defaults(cafe_data, tmp_path):
+    config = tmp_path / "args.yaml"
+    config.write_text("learning_rate: 0.5\nepochs: 3\nuse_targets: true\n")
+    args = parse(SFTArgs, [*good("sft", cafe_data), "--config", str(config), "--epochs=7"])
+    assert (args.learning_rate, args.epochs, args.use_targets, args.seed) == (0.5, 7, True, 42)
+    assert parse(SFTArgs, good("sft", cafe_data)).use_targets is False
+
+
+def test_booleans_and_none_are_written_as_words(cafe_data):
+    args = parse(SFTArgs, [*good("sft", cafe_data), "--use_targets=True", "--packing", "False", "--max_steps=null"])
+    assert (args.use_targets, args.packing, args.max_steps) == (True, False, None)
+
+
+def test_the_alias_of_model_name_is_accepted(cafe_data):
+    for words in (["--model_name_or_path", "tiny"], ["--model_name_or_path=tiny"]):
+        assert parse(SFTArgs, ["--data_dir", str(cafe_data), *words]).model_name == "tiny"
+
+
+def test_args_cannot_be_changed(cafe_data):
+    args = parse(SFTArgs, good("sft", cafe_data))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.seed = 1
+
+
+def test_abbreviations_are_no_flags(cafe_data, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(SFTArgs, [*good("sft", cafe_data), "--learning_rat=1"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip().endswith("unknown flag --learning_rat; did you mean --learning_rate?")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_stored_arguments_give_the_same_arguments_again(program, cafe_data, tmp_path):
+    args = parse(PROGRAMS[program], [*good(program, cafe_data), "--seed", "9", "--gradient_clip_val", "0.5"])
+    (tmp_path / "args.json").write_text(json.dumps({**to_dict(args), "program": program, "versions": {}}))
+    again = parse(PROGRAMS[program], ["--resume_from", str(tmp_path)])
+    assert dataclasses.replace(again, resume_from=None) == args
+    longer = parse(PROGRAMS[program], [f"--resume_from={tmp_path}", "--max_steps", "9"])
+    assert longer.max_steps == 9 and longer.seed == 9
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_names_every_flag_and_print_config_is_yaml(program, cafe_data, capsys):
+    names = [field.name for field in dataclasses.fields(PROGRAMS[program])]
+    with pytest.raises(SystemExit) as stopped:
+        parse(PROGRAMS[program], ["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and all(f"--{name}" in text for name in names)
+    assert "Dropout on the input of the adapters" in text
+    with pytest.raises(SystemExit) as stopped:
+        parse(PROGRAMS[program], [*good(program, cafe_data), "--print_config"])
+    assert stopped.value.code == 0
+    assert set(names) <= yaml.safe_load(capsys.readouterr().out).keys()
+
+
+def test_a_usage_error_becomes_one_line_and_status_two_a_failure_status_one(capsys):
+    for problem, status in ((UsageError("--a 1 is bad"), 2), (RunFailure("it broke"), 1)):
+
+        @one_line_errors
+        def main(argv=None, problem=problem):
+            raise problem
+
+        with pytest.raises(SystemExit) as stopped:
+            main([])
+        assert stopped.value.code == status
+        assert capsys.readouterr().err == f"error: {problem}\n"
+
+
+def test_an_interrupt_ends_with_130(capsys):
+    @one_line_errors
+    def main(argv=None):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 130 and "Traceback" not in capsys.readouterr().err
+
+
+def test_a_program_of_its_own_refuses_in_one_line_too():
+    done = run_program("lightrlhf.sft", "--learning_rat=1", check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "python -m lightrlhf.sft: error: unknown flag --learning_rat; did you mean --learning_rate?\n"

@@ -1,0 +1,156 @@
+"""A checkpoint is whole or not there, and what was damaged later is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, environment
+
+from lightrlhf.common import checkpoint
+from lightrlhf.common.args import RunFailure, UsageError
+from lightrlhf.common.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint, write_text
+
+
+def write(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"w" * 1000)
+    (folder / "resume.pt").write_bytes(b"r" * 10)
+
+
+def test_a_checkpoint_holds_what_was_written_and_a_seal(tmp_path):
+    saved = save_checkpoint(tmp_path, 7, write)
+    assert saved == tmp_path / "checkpoint-000007"
+    assert json.loads((saved / "manifest.json").read_text()).keys() == {"model/weights", "resume.pt"}
+    verify_checkpoint(saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000007"]
+
+
+@pytest.mark.parametrize("damage", ["change", "cut", "remove", "no manifest", "bad manifest"])
+def test_every_damage_is_noticed_and_the_one_before_is_offered(tmp_path, damage):
+    save_checkpoint(tmp_path, 1, write)
+    saved = save_checkpoint(tmp_path, 2, write)
+    weights = saved / "model" / "weights"
+    if damage == "change":
+        weights.write_bytes(b"w" * 999 + b"x")
+    elif damage == "cut":
+        weights.write_bytes(b"w" * 999)
+    elif damage == "remove":
+        weights.unlink()
+    elif damage == "no manifest":
+        (saved / "manifest.json").unlink()
+    else:
+        (saved / "manifest.json").write_text("{")
+    with pytest.raises(UsageError, match=r"checkpoint-000002 is damaged .*the one before it is intact: .*000001"):
+        verify_checkpoint(saved)
+    with pytest.raises(UsageError, match="is damaged"):
+        newest_checkpoint(tmp_path, "--resume_from")
+
+
+def test_a_write_that_fails_leaves_the_last_good_one_and_nothing_half(tmp_path):
+    good = save_checkpoint(tmp_path, 1, write)
+
+    def fails(folder: Path) -> None:
+        write(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunFailure, match=r"No space left on device; the last good one is .*checkpoint-000001"):
+        save_checkpoint(tmp_path, 2, fails)
+    assert list(tmp_path.iterdir()) == [good]
+    verify_checkpoint(good)
+
+
+def test_a_write_that_fails_the_first_time_says_that_there_is_none(tmp_path):
+    def fails(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(RunFailure, match="Permission denied; there is no earlier one"):
+        save_checkpoint(tmp_path, 1, fails)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_while_flushing_is_told_too(tmp_path, monkeypatch):
+    def fsync(handle):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(RunFailure, match="Input/output error"):
+        save_checkpoint(tmp_path, 1, write)
+    assert not list(tmp_path.iterdir())
+
+
+def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
+    flushed, renamed = [], []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_rename(self, target):
+        renamed.append(len(flushed))
+        return rename(self, target)
+
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (flushed.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(Path, "rename", note_rename)
+    save_checkpoint(tmp_path, 1, write)
+    before = [Path(name).name.removesuffix(".partial") for name in flushed[: renamed[-1]]]
+    assert sorted(before) == ["manifest.json", "resume.pt", "weights"]
+    assert flushed[-1] == str(tmp_path)  # the rename itself
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightrlhf.common.checkpoint import save_checkpoint
+def write(folder):
+    (folder / "weights").write_bytes(b"1" * 100)
+    if sys.argv[2] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+save_checkpoint(Path(sys.argv[1]), int(sys.argv[2]), write)
+"""
+
+
+def test_a_kill_while_saving_leaves_no_checkpoint_of_that_step_and_the_next_save_cleans_up(tmp_path):
+    for step, status in (("1", 0), ("2", -signal.SIGKILL)):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), step]
+        assert subprocess.run(command, cwd=ROOT, env=environment()).returncode == status
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000001"]
+    assert (tmp_path / ".checkpoint-000002.partial").is_dir()
+    verify_checkpoint(newest_checkpoint(tmp_path, "--resume_from"))
+    save_checkpoint(tmp_path, 3, write)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
+
+
+def test_only_the_last_ones_are_kept_and_zero_keeps_all(tmp_path):
+    for step in range(1, 6):
+        save_checkpoint(tmp_path, step, write, keep_last=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000004", "checkpoint-000005"]
+    for step in range(6, 9):
+        save_checkpoint(tmp_path, step, write, keep_last=0)
+    assert len(checkpoints(tmp_path)) == 5
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    save_checkpoint(tmp_path, 1, write)
+    (tmp_path / "checkpoint-000001" / "resume.pt").write_bytes(b"damaged")
+    verify_checkpoint(save_checkpoint(tmp_path, 1, write))
+
+
+def test_checkpoints_are_in_order_of_their_steps_also_beyond_six_digits(tmp_path):
+    for step in (20, 3, 1_500_000, 999_999):
+        save_checkpoint(tmp_path, step, write)
+    steps = [int(path.name.partition("-")[2]) for path in checkpoints(tmp_path)]
+    assert steps == [3, 20, 999_999, 1_500_000]
+
+
+def test_small_files_are_written_whole(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.json", "first")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        write_text(tmp_path / "a.json", "second")
+    assert (tmp_path / "a.json").read_text() == "first"
+    assert checkpoint.MANIFEST == "manifest.json"
