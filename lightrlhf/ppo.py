@@ -7,6 +7,10 @@ reference at each token; advantages come from GAE, whitened over the whole rollo
     L_policy = -sum_t min(rho_t A_t, clip(rho_t, 1-e, 1+e) A_t) / N                                       (2017, eq. 7)
     L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
 
+A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` says where segments
+end, `--value_function` how the values of a segment's tokens become its value. Rewards are summed over a segment, GAE
+runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is token PPO.
+
 Actor and critic are two networks with an optimiser each. Dropout is off wherever log-probabilities are stored.
 
 Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and asynchronous rollouts.
@@ -24,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.common import segments as macro
 from lightrlhf.common.args import (
     GenerationArgs,
     ModelArgs,
@@ -109,6 +114,18 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
     """Discount per token."""
     gae_lambd: float = 0.95
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
+    termination_condition: Literal["fixed", "randomized", "ppl"] = "fixed"
+    """Where macro actions end: every `ngram` tokens, at drawn lengths, or where the reference's perplexity rises."""
+    ngram: int = 1
+    """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
+    repeat_times: int = 3
+    """How often each of the lengths 2, 3, 5 and 10 comes in a row for `randomized`."""
+    value_function: Literal["equal", "unit", "position", "first"] = "equal"
+    """A macro action's value: mean of its tokens' values, the last, weighted towards the last, or the first."""
+    macro_ratio: Literal["token", "segment"] = "token"
+    """Clip the ratio of each token (as MA-RLHF's code does) or the product over a macro action (its equation 3)."""
+    macro_discount: Literal["segment", "length"] = "segment"
+    """Discount by gamma once per macro action, or by gamma to the power of its length."""
     normalize_rewards: bool = True
     """Shift and scale scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = True
@@ -127,7 +144,8 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
         check_data_dir(self)
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
-        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
+        check_at_least(self, "ngram", 0)
+        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs", "repeat_times"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
             check_at_least(self, name, 0)
@@ -156,7 +174,13 @@ class PPOBatch(Batch):
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    segments: Tensor  # int64, number of each action's macro action in its row, -1 off actions
     columns: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_segments(self) -> int:
+        """How many macro actions all rows have."""
+        return int(macro.segment_mask(self.segments).sum())
 
 
 @one_line_errors
@@ -199,7 +223,8 @@ def main(argv: list[str] | None = None) -> str:
         scores = score(rollout, scorer, args)  # (B,)
         values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
         rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-        batch = estimate_advantages(run, rollout, rewards, values)
+        segments = cut(run, rollout, len(rows), step)  # (B, T-1)
+        batch = estimate_advantages(run, rollout, rewards, values, segments)
         scored = time.perf_counter()
         metrics = update(run, actor, value_model, batch, step)
         ended = time.perf_counter()
@@ -307,10 +332,28 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
-def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor) -> PPOBatch:
-    """GAE over each response; advantages whitened over the rollout of all ranks."""
+def cut(run: Run, rollout: Rollout, num_rows: int, step: int) -> Tensor:
+    """The macro actions of each response: (B, T-1) as in `common/segments.py`. `num_rows` counts those of all ranks."""
     args: PPOArgs = run.args
-    advantages, returns = gae(rewards, values, rollout.action_mask, args.gae_gamma, args.gae_lambd)  # (B, T-1) each
+    if args.termination_condition == "ppl":
+        return macro.perplexity(rollout.action_mask, rollout.ref_logprobs)
+    if args.termination_condition == "fixed":
+        return macro.fixed(rollout.action_mask, args.ngram)
+    width = args.repeat_times * len(macro.RANDOM_LENGTHS)
+    noise = torch.rand(num_rows, width, generator=run.generator(step, -1))
+    return macro.randomized(rollout.action_mask, torch.stack(run.share(noise)))
+
+
+def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor) -> PPOBatch:
+    """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks."""
+    args: PPOArgs = run.args
+    macro_rewards = macro.discounted_sum(rewards, segments, args.gae_gamma)  # (B, M)
+    macro_values = macro.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
+    discounts = torch.full_like(macro_values, args.gae_gamma)  # (B, M)
+    if args.macro_discount == "length":
+        discounts = discounts ** macro.lengths(segments)
+    found = gae(macro_rewards, macro_values, macro.segment_mask(segments), discounts, args.gae_lambd)  # (B, M) each
+    advantages, returns = (macro.broadcast(part, segments) for part in found)  # (B, T-1) each
     if args.normalize_advantages:
         advantages = whiten(advantages, rollout.action_mask, sum_over_ranks=run.sum_over_ranks)
     return PPOBatch(
@@ -321,16 +364,30 @@ def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Ten
         values=values,
         advantages=advantages,
         returns=returns,
+        segments=segments,
     )
 
 
 # ------------------------------------------------------------------------------------------------------- the update
 def policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
     """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus."""
-    ratio = (stats.logprobs - batch.logprobs).exp()  # (B, T-1)
-    clipped = ratio.clamp(1 - clip_coeff, 1 + clip_coeff)
-    surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    surrogate = clipped_surrogate(stats.logprobs - batch.logprobs, batch.advantages, clip_coeff)  # (B, T-1)
     return -(surrogate + entropy_coeff * stats.entropy)[batch.action_mask].sum()
+
+
+def macro_policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
+    """Minus the sum over macro actions of the surrogate with the product of their ratios (Chai et al. 2025, eq. 3)."""
+    log_ratio = macro.reduce_sum(stats.logprobs - batch.logprobs, batch.segments)  # (B, M)
+    advantages = macro.value_first(batch.advantages, batch.segments)  # (B, M)
+    entropy = macro.reduce_sum(stats.entropy, batch.segments)  # (B, M)
+    surrogate = clipped_surrogate(log_ratio, advantages, clip_coeff)
+    return -(surrogate + entropy_coeff * entropy)[macro.segment_mask(batch.segments)].sum()
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) -> Tensor:
+    """min(rho A, clip(rho, 1-e, 1+e) A), of any shape."""
+    ratio = log_ratio.exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_coeff, 1 + clip_coeff) * advantages)
 
 
 def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
@@ -365,6 +422,9 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
     """One optimiser step of actor and critic; the gradient does not depend on how micro-batches are cut."""
     args: PPOArgs = run.args
     count = max(run.total(minibatch.num_actions), 1.0)
+    by_segment = args.macro_ratio == "segment"
+    policy_count = max(run.total(minibatch.num_segments), 1.0) if by_segment else count
+    loss_of = macro_policy_loss if by_segment else policy_loss
     sums = torch.zeros(5, device=run.device)
     micros = minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size)
     for i, rows in enumerate(micros):
@@ -372,8 +432,8 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
         more = i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
             stats = actor(**policy_inputs(micro), temperature=args.temperature)
-            loss = policy_loss(stats, micro, args.clip_coeff, args.entropy_coeff)
-            run.backward(loss / count)
+            loss = loss_of(stats, micro, args.clip_coeff, args.entropy_coeff)
+            run.backward(loss / policy_count)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
@@ -385,7 +445,7 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
     policy, value, clipfrac, approxkl, ratio = (run.sum_over_ranks(sums) / count).tolist()
     return {
-        "policy/loss": policy,
+        "policy/loss": policy * count / policy_count,
         "policy/clipfrac": clipfrac,
         "policy/approxkl": approxkl,
         "policy/ratio": ratio,
@@ -412,12 +472,14 @@ def rollout_metrics(run: Run, rollout: Rollout, scores: Tensor, rewards: Tensor,
         1,
     )  # (B, 6)
     count = run.total(len(rollout))
+    macro_length = run.total(int(mask.sum())) / max(run.total(batch.num_segments), 1.0)
     kl, score, reward, entropy, length, truncated = (run.sum_over_ranks(per_response.sum(0)) / count).tolist()
     return {
         "objective/kl": kl,
         "objective/score": score,
         "objective/reward": reward,
         "objective/entropy": entropy,
+        "completions/macro_length": macro_length,
         "completions/mean_length": length,
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,

@@ -15,13 +15,16 @@ from test_rewards import rollout_of
 from lightrlhf.common.args import ModelArgs, RunFailure
 from lightrlhf.common.batch import response_batch
 from lightrlhf.common.model import TokenStats, load_policy, load_scalar
+from lightrlhf.common.ops import gae, whiten
 from lightrlhf.common.rollout import score_logprobs
+from lightrlhf.common.segments import fixed
 from lightrlhf.ppo import (
     PPOArgs,
     PPOBatch,
     check_start,
     estimate_advantages,
     load_critic,
+    macro_policy_loss,
     main,
     minibatches,
     policy_loss,
@@ -52,6 +55,7 @@ def ppo_batch(dtype=torch.float32) -> PPOBatch:
         values=noise[1],
         advantages=noise[2],
         returns=noise[3],
+        segments=fixed(mask, 1),
     )
 
 
@@ -165,7 +169,9 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     for row, number in enumerate([5.0, -5.0, 5.0, -5.0]):
         rewards[row][rollout.action_mask[row].nonzero()[-1]] = number
     values = torch.zeros_like(rewards)
-    batch = estimate_advantages(RunOfOneStep(ppo_args(cafe_data)), rollout, rewards, values)
+    batch = estimate_advantages(
+        RunOfOneStep(ppo_args(cafe_data)), rollout, rewards, values, fixed(rollout.action_mask, 1)
+    )
     means = [float(batch.advantages[row][batch.action_mask[row]].mean()) for row in range(4)]
     assert means[0] > 0.3 and means[2] > 0.3 and means[1] < -0.3 and means[3] < -0.3
     counted = batch.advantages[batch.action_mask]
@@ -197,7 +203,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rewards = torch.zeros(rollout.action_mask.shape)
         last = (rollout.attention_mask.sum(1) - 2)[:, None]
         rewards = rewards.scatter(1, last, scored[:, None]) * rollout.action_mask
-        batch = estimate_advantages(run, rollout, rewards, torch.zeros_like(rewards))
+        batch = estimate_advantages(run, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1))
         assert torch.isfinite(batch.advantages).all()
         update_minibatch(run, actor, critic, batch)
         found.append(run.gradients)
@@ -368,3 +374,62 @@ def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model,
 
 def always_nan(prompts, completions, **columns):
     return [math.nan] * len(completions)
+
+
+def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
+    batch = ppo_batch()
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    mask = rollout.action_mask
+    advantages, returns = gae(batch.returns, batch.values, mask, 1.0, 0.95)
+    run = RunOfOneStep(ppo_args(cafe_data, ngram=1))
+    found = estimate_advantages(run, rollout, batch.returns, batch.values, fixed(mask, 1))
+    assert torch.equal(found.advantages, whiten(advantages, mask))
+    assert torch.equal(found.returns, returns)
+    stats = TokenStats(batch.logprobs + 0.1 * batch.values, batch.values.abs(), None)
+    assert torch.equal(macro_policy_loss(stats, batch, 0.2, 0.01), policy_loss(stats, batch, 0.2, 0.01))
+
+
+def test_the_macro_ratio_is_the_product_over_a_segment():
+    """-sum over segments of min(rho A, clip(rho) A), rho the product of token ratios, in float64 with plain loops."""
+    batch = ppo_batch(torch.float64)
+    batch.segments = fixed(batch.action_mask, 2)
+    logprobs = (batch.logprobs + 0.15 * batch.values).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    per_segment = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        places = batch.action_mask[row].nonzero()[:, 0].tolist()
+        for number, start in enumerate(range(0, len(places), 2)):
+            group, advantage = places[start : start + 2], per_segment[row, number]
+            batch.advantages[row, group] = advantage
+            ratio = torch.exp(sum(logprobs[row, t] - batch.logprobs[row, t] for t in group))
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    expected = torch.autograd.grad(total, logprobs)[0]
+    stats = TokenStats(logprobs, torch.zeros_like(logprobs), None)
+    loss = macro_policy_loss(stats, batch, 0.2, 0.0)
+    assert loss.item() == pytest.approx(total.item(), abs=1e-12)
+    assert torch.allclose(torch.autograd.grad(loss, logprobs)[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ngram=0", "--value_function=first"],
+        ["--ngram=3", "--macro_ratio=segment", "--macro_discount=length", "--gae_gamma=0.99"],
+        ["--termination_condition=randomized", "--repeat_times=1", "--value_function=position"],
+        ["--termination_condition=ppl", "--value_function=unit"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_macro_actions_train(flags, cafe_data, tmp_path):
+    where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
+    sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=2"]
+    reward = "--reward_function=test_ppo:length_reward"
+    rows = metrics(main([*where, *sizes, *flags, reward, "--log_interval=1", "--eval_interval=0"]))
+    assert all(row["completions/macro_length"] > 1 for row in rows)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def length_reward(prompts, completions, **columns) -> list[float]:
+    return [float(len(completion)) for completion in completions]

@@ -80,8 +80,8 @@ class TrainArgs:
     """Fabric: machines."""
     strategy: str = "auto"
     """Fabric: auto or ddp."""
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
-    """Fabric: arithmetic of the forward and backward passes."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
     logger: Literal["tensorboard", "csv"] = "tensorboard"
     """Where metrics go besides `metrics.jsonl`."""
 

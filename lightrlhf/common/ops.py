@@ -73,18 +73,23 @@ def head_logprobs(
     return out[0], out[1], (out[2] if with_mean else None)
 
 
-def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float | Tensor, lambd: float
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 11-16): (B, T-1) -> advantages, returns (B, T-1).
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, along the action positions of each
-    row; behind the last action the value is 0. Actions of a row may have gaps (turns of a dialogue).
+    row; behind the last action the value is 0. Actions of a row may have gaps (turns of a dialogue). `gamma` is one
+    number, or (B, T-1) with a discount for each step (of a macro action: gamma to the power of its length).
     """
+    discounts = gamma if isinstance(gamma, Tensor) else torch.full_like(rewards, gamma)
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
     next_advantage = torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
         counted = action_mask[:, t]
-        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lambd * next_advantage
+        discount = discounts[:, t]
+        advantage = rewards[:, t] + discount * next_value - values[:, t] + discount * lambd * next_advantage
         next_advantage = torch.where(counted, advantage, next_advantage)
         next_value = torch.where(counted, values[:, t], next_value)
         advantages[:, t] = torch.where(counted, advantage, torch.zeros_like(advantage))
