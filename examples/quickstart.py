@@ -49,7 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     common = ["--data_dir", data_dir, "--log_dir", f"{args.output_dir}/logs", *seed]
     base = str(BASE_DIR)
 
-    sizes = ["--num_finetune=64", "--num_preference=64", "--num_prompts=64", "--num_held_out=32"] if args.smoke else []
+    sizes = (
+        ["--num_finetune=64", "--num_preference=64", "--num_prompts=64", "--num_held_out=32", "--num_held_out_pairs=32"]
+        if args.smoke
+        else []
+    )
     call("prepare", "--destination_dir", data_dir, "--tokenizer_name", base, *seed, *sizes)
     sft_dir = call("sft", *common, "--model_name", base, *SFT, *(["--max_steps=2"] if args.smoke else []))
     rm_dir = call("rm", *common, "--sft_experiment_dir", sft_dir, *RM, *(["--max_steps=2"] if args.smoke else []))
@@ -77,7 +81,7 @@ SFT = [
 ]
 RM = [
     *("--epochs=1", "--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=1e-3", "--lr_warmup_steps=20"),
-    *("--eval_interval=60", "--log_interval=5", "--loss_type=last_token"),
+    *("--eval_interval=60", "--eval_iters=12", "--log_interval=5", "--loss_type=last_token"),
 ]
 PPO = [
     *("--epochs=1", "--rollout_size=128", "--rollout_mini_batch_size=128", "--mini_batch_size=64"),
@@ -179,9 +183,9 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
     for offset, row, label in zip((-0.27, 0, 0.27), rows, ("base", "SFT", "PPO")):
         axis.bar([i + offset for i in range(4)], [row[part] for part in ("gold", *PARTS)], width=0.26, label=label)
     axis.set_xticks(range(4), ("gold", *PARTS))
-    axis.set_ylim(0, 1.05)
+    axis.set_ylim(0, 1.2)
     axis.set_title("gold judge, held-out orders", fontsize=10)
-    axis.legend(fontsize=8, ncol=3, loc="lower right")
+    axis.legend(fontsize=8, ncol=3, loc="upper center")
     figure.tight_layout()
     figure.savefig(output, dpi=110)
     plt.close(figure)

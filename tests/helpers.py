@@ -17,7 +17,7 @@ from lightrlhf.common.model import Policy, ScalarModel
 ROOT = Path(__file__).resolve().parents[1]
 CPU = ["--accelerator", "cpu", "--devices", "1"]
 CAFE_SIZES = ["--num_finetune", "60", "--num_preference", "60", "--num_prompts", "40"]
-CAFE_SIZES += ["--num_held_out", "12", "--num_proc", "1"]
+CAFE_SIZES += ["--num_held_out", "12", "--num_held_out_pairs", "12", "--num_proc", "1"]
 VOCABULARY = 61
 
 SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}

@@ -44,18 +44,20 @@ class CafeArgs(PrepareArgs):
     """Tokenizer of the model to be trained; when not given a small BPE is trained on the café's language."""
     num_finetune: int = 2000
     """Demonstrations of the training split."""
-    num_preference: int = 4000
+    num_preference: int = 6000
     """Pairs of the training split."""
     num_prompts: int = 6400
     """Prompts of the training split."""
     num_held_out: int = 400
-    """Rows of the validation and of the test split of each."""
+    """Demonstrations and prompts of the validation and of the test split."""
+    num_held_out_pairs: int = 1200
+    """Pairs of the validation and of the test split: enough for an accuracy per flaw."""
     label_noise: float = 0.05
     """Share of training pairs labelled the wrong way round."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_finetune", "num_preference", "num_prompts", "num_held_out"):
+        for name in ("num_finetune", "num_preference", "num_prompts", "num_held_out", "num_held_out_pairs"):
             check_at_least(self, name, 1)
         if not 0 <= self.label_noise < 0.5:
             raise ValueError(f"--label_noise {self.label_noise} must lie in [0, 0.5)")
@@ -68,7 +70,8 @@ def rows(args: CafeArgs) -> Iterator[dict[str, Any]]:
         for split in SPLITS:
             rng = random.Random(f"{args.seed} {stage} {split}")
             source = orders(rng, split)
-            for _ in range(sizes[stage] if split == "train" else args.num_held_out):
+            held_out = args.num_held_out_pairs if stage == "preference" else args.num_held_out
+            for _ in range(sizes[stage] if split == "train" else held_out):
                 noise = args.label_noise if split == "train" else 0.0
                 yield {"stage": stage, "split": split, **make(rng, next(source), noise)}
 
