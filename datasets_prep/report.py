@@ -164,6 +164,10 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     print(f"{destination}:")
     for name, file in summary["files"].items():
         print(f"  {name + '.pt':28s} {file['rows']:8d} rows  {file['tokens']:10d} tokens")
+    stages = dict.fromkeys(name.split("_")[0] for name in summary["files"])
+    for name in (f"{stage}_{split}" for stage in stages for split in ("validation", "test")):
+        if name not in summary["files"] and summary["arguments"][f"{name.split('_')[1]}_percentage"]:
+            print(f"  no {name}.pt: too few prompts for its share; raise --{name.split('_')[1]}_percentage")
     for dropped in summary["dropped"]:
         print("  dropped {rows} rows: {reason} ({stage} stage), first {first}".format(**dropped))
     print(f"  details: {destination / 'report.md'}")

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from data_helpers import gpt2_like, write_lines
 
+from datasets_prep.common import rows_of
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.reading import Source
 from lightrlhf.common.args import RunFailure, UsageError
@@ -64,6 +65,14 @@ def test_folders_with_splits(tmp_path, names, splits, given):
         write_lines(tmp_path / name, ROWS[:1])
     source = Source(str(tmp_path))
     assert {raw.split for raw in source} == splits and source.given == given
+
+
+def test_held_out_files_stay_held_out(tmp_path):
+    write_lines(tmp_path / "train.jsonl", ROWS[:30])
+    write_lines(tmp_path / "test.jsonl", ROWS[30:])
+    rows = list(rows_of(Source(str(tmp_path)), generic.to_row, None))
+    assert [row["split"] for row in rows] == ["test"] * 10 + [None] * 30  # of train, validation is still carved
+    assert rows[0]["source"] == f"{tmp_path / 'test.jsonl'}:1"
 
 
 def test_hub_sets(monkeypatch):

@@ -64,6 +64,15 @@ def test_one_end_token_and_one_beginning(tokenizers, kind):
             assert ids.count(bos) == 1 and ids[0] == bos
 
 
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_a_prompt_that_brings_its_beginning_gets_no_second_one(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    row = {"prompt": tokenizer.bos_token + "Human: hello", "completion": " hi there"}
+    (example,) = every(collected([row], tokenizer, stage="finetune")[0], "finetune")
+    assert example.ids[0].tolist().count(tokenizer.bos_token_id) == 1
+    assert example.ids[0][: example.prompt_len].tolist() == encode_prompt(tokenizer, row["prompt"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_train_every_assistant_turn_and_nothing_else(tokenizers, kind):
     tokenizer = tokenizers[kind]
