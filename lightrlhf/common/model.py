@@ -163,9 +163,28 @@ def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None) -
         raise UsageError(f"no tokenizer in {source}: {_first_line(problem)}") from None
     if tokenizer.eos_token_id is None:
         raise UsageError(f"the tokenizer in {source} has no end token; set its eos_token")
+    if stored is not None and source == stored and model_name and model_name != "tiny":
+        _check_same_ids(tokenizer, data_dir, model_name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so this hides no end token
     return tokenizer
+
+
+def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> None:
+    """Raises: UsageError when a local model has a tokenizer of its own that gives other ids than the data's."""
+    from transformers import AutoTokenizer
+
+    from lightrlhf.common.checkpoint import checkpoints
+
+    folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
+    if not (folder / "tokenizer.json").is_file():
+        return
+    own = AutoTokenizer.from_pretrained(str(folder)).get_vocab()  # may know more: a reward model's pad token
+    if any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
+        raise UsageError(
+            f"{data_dir} was prepared with another tokenizer than that of {model_name}; "
+            f"prepare the data again with --tokenizer_name {folder}"
+        )
 
 
 def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model_name") -> Policy:
