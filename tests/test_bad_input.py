@@ -258,6 +258,16 @@ def test_a_model_with_fewer_tokens_than_the_data_is_refused(world, tokenizer, ca
     assert not experiments(world)
 
 
+def test_data_of_another_tokenizer_than_the_models_is_refused_though_its_ids_fit(world, tokenizer, capsys):
+    folder = save_model("llama", world["tmp"] / "other", tokenizer)
+    other = train_tokenizer(vocab_size=600, seed=5, num_texts=500)
+    other.save_pretrained(folder)
+    for program in ("sft", "rm", "ppo"):
+        line = refused(program, [*good_flags(program, world), "--model_name", folder], capsys)
+        assert f"was prepared with another tokenizer than that of {folder}" in line
+    assert not experiments(world)
+
+
 def test_responses_that_do_not_fit_into_the_positions_are_refused(world, tokenizer, capsys):
     small = save_model("llama", world["tmp"] / "small", tokenizer, max_position_embeddings=32)
     flags = [*good_flags("ppo", world), "--model_name", small, "--max_new_tokens", "30"]
