@@ -14,12 +14,11 @@ import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, run_program, save_model, start_program, weights
 
+from lightrlhf import sft
 from lightrlhf.common.args import RunFailure, TrainArgs
 from lightrlhf.common.run import Run
 
 MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
-# A function reward for the processes of these tests, importable from the repository's root.
-JUDGE = "datasets_prep.cafe.judge:gold"
 
 
 def main_of(program: str):
@@ -93,28 +92,22 @@ def samples(folder) -> str:
 
 
 @pytest.mark.parametrize("mode", ["lora", "last_layer"])
-def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(mode, cafe_data, noisy_model, tmp_path):
+@pytest.mark.parametrize("program", MAINS)
+def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mode, cafe_data, noisy_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(noisy_model), *CPU, "--finetune_mode", mode]
-    flags += [
-        "--lr_warmup_steps",
-        "2",
-        "--save_interval",
-        "2",
-        "--log_interval",
-        "1",
-        "--max_steps",
-        "6",
-        "--keep_last",
-        "0",
-    ]
-    for program in ("sft", "rm"):
-        whole = main_of(program)([*flags, "--log_dir", str(tmp_path / program)])
-        expected, rows = weights(last_checkpoint(whole)), metrics(whole)
-        for later in ("checkpoint-000004", "checkpoint-000006"):
-            shutil.rmtree(Path(whole) / later)
-        again = main_of(program)(["--resume_from", whole])
-        assert weights(last_checkpoint(again)) == expected
-        assert metrics(again) == rows
+    flags += ["--lr_warmup_steps", "2", "--save_interval", "2", "--log_interval", "1", "--max_steps", "6"]
+    flags += ["--keep_last", "0", "--log_dir", str(tmp_path)]
+    if program == "ppo":
+        flags += ["--reward_function", "test_ppo:reward_by_length", "--disable_dropout", "False", "--epochs", "9"]
+        flags += ["--rollout_size", "8", "--mini_batch_size", "8", "--max_new_tokens", "5", "--ppo_epochs", "2"]
+        flags += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
+    whole = main_of(program)(flags)
+    expected, rows = weights(last_checkpoint(whole)), metrics(whole)
+    for later in ("checkpoint-000004", "checkpoint-000006"):
+        shutil.rmtree(Path(whole) / later)
+    again = main_of(program)(["--resume_from", whole])
+    assert weights(last_checkpoint(again)) == expected
+    assert metrics(again) == rows
 
 
 def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
@@ -345,3 +338,39 @@ def test_metrics_go_to_the_file_and_to_the_logger(run, logger):
     one.finish()
     assert metrics(one.directory) == [{"step": 3, "train/loss": 1.5}]
     assert any(path.stat().st_size for path in (one.directory / "logs").iterdir())
+
+
+def test_the_last_checkpoint_goes_to_the_hub_without_resume_state(cafe_data, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    sent = {}
+
+    class Hub:
+        def create_repo(self, repository, **options):
+            sent.update(options, repository=repository)
+
+        def upload_folder(self, **options):
+            sent.update(options)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
+    folder = sft.main([*where, "--max_steps=1", "--eval_interval=0", "--push_to_hub=somebody/cafe"])
+    assert sent["repository"] == sent["repo_id"] == "somebody/cafe" and sent["private"]
+    assert sent["folder_path"] == Path(folder) / "checkpoint-000001"
+    assert "resume.pt" in sent["ignore_patterns"]
+
+
+def test_a_failed_upload_is_one_line_and_keeps_the_checkpoint(cafe_data, tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    class Hub:
+        def create_repo(self, repository, **options):
+            raise OSError("no network\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
+    with pytest.raises(SystemExit) as stop:
+        sft.main([*where, "--max_steps=1", "--eval_interval=0", "--push_to_hub=somebody/cafe"])
+    assert stop.value.code == 1
+    assert "error: --push_to_hub somebody/cafe failed: no network; the checkpoint is" in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("checkpoint-000001"))) == 1

@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -82,8 +83,10 @@ class TrainArgs:
     """Fabric: auto or ddp."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
-    logger: Literal["tensorboard", "csv"] = "tensorboard"
-    """Where metrics go besides `metrics.jsonl`."""
+    logger: Literal["tensorboard", "csv", "wandb"] = "tensorboard"
+    """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
+    push_to_hub: str | None = None
+    """Hub repository that gets the last checkpoint when training ends, private if it is new."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "mini_batch_size"):
@@ -98,6 +101,8 @@ class TrainArgs:
             check_at_least(self, name, 1)
         for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
+        if self.logger == "wandb" and find_spec("wandb") is None:
+            raise ValueError("--logger wandb needs the package wandb; install it with: pip install wandb")
         check_positive(self, "optimizer_eps")
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
 from lightrlhf.common.batch import Row, epoch_order
-from lightrlhf.common.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, write_text
+from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
 from lightrlhf.common.model import Policy, ScalarModel, merged_model
 
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
@@ -52,7 +52,6 @@ class Run:
         self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
         self.optimizers: dict[str, tuple[nn.Module, Any, Any]] = {}
         self._started = time.perf_counter()
-        self._pending: dict[str, float] = {}
 
     # -------------------------------------------------------------------------------------------------- ranks
     @property
@@ -276,7 +275,23 @@ class Run:
             self._logger.finalize("success")
             write_text(self.directory / "README.md", self._card(results))
             self.say(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
+            if self.args.push_to_hub:
+                self._push_to_hub(self.args.push_to_hub)
         return self.directory
+
+    def _push_to_hub(self, repository: str) -> None:
+        """Upload the last checkpoint, less what only a resumed run reads. Raises: RunFailure; the run is kept."""
+        from huggingface_hub import HfApi
+
+        folder = checkpoints(self.directory)[-1]
+        try:
+            api = HfApi()
+            api.create_repo(repository, private=True, exist_ok=True)
+            api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=["resume.pt", MANIFEST])
+        except Exception as problem:  # the hub client, the network and the login raise their own
+            line = next(iter(str(problem).splitlines()), type(problem).__name__)
+            raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem
+        self.say(f"uploaded {folder} to {repository}")
 
     def _card(self, results: dict[str, float] | None = None) -> str:
         lines = [
@@ -365,6 +380,10 @@ class Run:
     def _make_logger(self) -> Any:
         from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
+        if self.args.logger == "wandb":
+            from lightning.pytorch.loggers import WandbLogger
+
+            return WandbLogger(project=self.args.experiment_name, name=self.directory.name, save_dir=self.directory)
         kind = TensorBoardLogger if self.args.logger == "tensorboard" else CSVLogger
         return kind(root_dir=str(self.directory), name="logs", version="")
 
