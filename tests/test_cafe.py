@@ -122,7 +122,8 @@ def test_gold_gives_a_row_for_each_answer():
 @pytest.fixture(scope="module")
 def many():
     """Rows as text, enough for shares."""
-    found = rows(CafeArgs(num_finetune=1500, num_preference=1500, num_prompts=500, num_held_out=100))
+    sizes = {"num_finetune": 1500, "num_preference": 1500, "num_prompts": 500}
+    found = rows(CafeArgs(**sizes, num_held_out=100, num_held_out_pairs=100))
     grouped: dict[tuple[str, str], list[dict]] = {}
     for row in found:
         grouped.setdefault((row["stage"], row["split"]), []).append(row)
@@ -138,7 +139,8 @@ def test_the_splits_have_the_sizes_asked_for(many):
 
 
 def test_no_order_of_a_held_out_split_occurs_in_training_whatever_the_seed(many):
-    other = list(rows(CafeArgs(seed=7, num_finetune=300, num_preference=300, num_prompts=300, num_held_out=100)))
+    sizes = {"num_finetune": 300, "num_preference": 300, "num_prompts": 300}
+    other = list(rows(CafeArgs(seed=7, **sizes, num_held_out=100, num_held_out_pairs=100)))
     found: dict[str, set] = {"train": set(), "validation": set(), "test": set()}
     for row in [row for group in many.values() for row in group] + other:
         found[row["split"]].add(tuple(sorted(map(repr, parse_items(row["prompt"])))))
@@ -200,7 +202,7 @@ def test_every_flaw_occurs_among_the_pairs(many):
 
 
 def test_a_seed_gives_the_same_rows_and_another_seed_others():
-    sizes = {"num_finetune": 20, "num_preference": 20, "num_prompts": 20, "num_held_out": 5}
+    sizes = {"num_finetune": 20, "num_preference": 20, "num_prompts": 20, "num_held_out": 5, "num_held_out_pairs": 5}
     assert list(rows(CafeArgs(**sizes))) == list(rows(CafeArgs(**sizes)))
     assert list(rows(CafeArgs(**sizes))) != list(rows(CafeArgs(seed=1, **sizes)))
 
