@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from helpers import VOCABULARY, rows_of, tiny_model, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightrlhf.common import rollout as engine
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
@@ -90,6 +92,21 @@ def test_long_runs_forget_old_columns_and_stay_right(architecture, monkeypatch):
         moves.clear()
         assert generate(policy, prompts, args, ENDS, uniforms, num_slots).responses == alone
         assert len(moves) > 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 15), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 9), st.integers(1, 30))
+def test_whatever_the_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=longest)
+    prompts, uniforms = rows_of(*lengths), noise(len(lengths), longest, seed=len(lengths))
+    before = engine.SPARE_COLUMNS
+    engine.SPARE_COLUMNS = spare
+    try:
+        together = generate(policy, prompts, args, ENDS, uniforms, num_slots)
+    finally:
+        engine.SPARE_COLUMNS = before
+    for prompt, row, answer in zip(prompts, uniforms, together.responses):
+        assert generate(policy, [prompt], args, ENDS, row[None], 1).responses == [answer]
 
 
 def test_a_run_longer_than_the_real_spare_columns_stays_right():
