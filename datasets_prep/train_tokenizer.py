@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from datasets_prep.reading import Source
-from lightrlhf.common.args import RunFailure, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import RunFailure, UsageError, check_at_least, one_line_errors, parse
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens
@@ -61,7 +62,11 @@ def main(argv: list[str] | None = None) -> str:
         texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
-    tokenizer.save_pretrained(args.destination_dir)
+    try:
+        Path(args.destination_dir).mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(args.destination_dir)
+    except OSError as problem:
+        raise UsageError(f"--destination_dir {args.destination_dir} cannot be written: {problem.strerror}") from None
     tokens = sum(len(ids) for ids in tokenizer(texts[:1000])["input_ids"])
     letters = sum(map(len, texts[:1000]))
     print(f"wrote {len(tokenizer)} tokens to {args.destination_dir}; {letters / tokens:.1f} characters a token")
