@@ -95,6 +95,8 @@ def follow(command, variables: dict[str, str], folder: Path) -> None:
         words = ["python", "-m", words[0].replace("lightrlhf-", "lightrlhf.").replace("-", "_"), *words[1:]]
     if words[:2] == ["python", "-m"]:
         words, output = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
+        if "--print_completion" in words:
+            return  # test_completion_is_printed_for_the_console_script
         if command.parse_only:
             parse_flags(words[2], words[3:], folder)
         else:
@@ -150,6 +152,15 @@ def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, mo
             parse_flags(words[2], words[3:], tmp_path)
 
 
+def test_completion_is_printed_for_the_console_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/lightrlhf-sft", "--print_completion", "shtab-bash"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("lightrlhf.sft").main()
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith(" lightrlhf-sft")
+    assert "--label_smoothing" in printed
+
+
 # ---------------------------------------------------------------------------------------------- metrics, flags, links
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
@@ -179,7 +190,7 @@ def test_flags_named_in_the_words_of_a_page_exist(page):
     names += [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "datasets_prep").glob("*/p*_*.py")]
     names.append("datasets_prep.train_tokenizer")
     ours = {field.name for name in names for field in dataclasses.fields(args_class(name))}
-    ours |= {"help", "config", "print_config", "model_name_or_path"}
+    ours |= {"help", "config", "print_config", "print_completion", "model_name_or_path"}
     if page.name != "from_the_seeds.md":  # which has other projects' flags, and a test of its own
         unknown = {flag for flag in re.findall(r"`--(\w+)", page.read_text(encoding="utf-8")) if flag not in ours}
         assert not unknown

@@ -258,6 +258,9 @@ def to_dict(args: Any) -> dict[str, Any]:
 
 
 def _program_name(args_class: type) -> str:
+    script = Path(sys.argv[0]).name
+    if script.startswith("lightrlhf-"):  # the console script; shell completion is printed for this name
+        return script
     module = sys.modules[args_class.__module__]
     spec = getattr(module, "__spec__", None)
     return f"python -m {spec.name}" if spec else args_class.__module__
