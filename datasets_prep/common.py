@@ -26,6 +26,7 @@ import tempfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -314,7 +315,7 @@ def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[t
         yield from map(encoder, first)
         yield from map(encoder, chunks)
         return
-    with ProcessPoolExecutor(num_proc, initializer=encoding.start_worker, initargs=(encoder,)) as pool:
+    with _pool(num_proc, encoder) as pool:
         waiting = deque(pool.submit(encoding.work, chunk) for chunk in first)
         for chunk in chunks:  # only a few chunks wait at a time, so memory does not grow with the file
             waiting.append(pool.submit(encoding.work, chunk))
@@ -322,6 +323,15 @@ def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[t
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+@contextmanager
+def _pool(num_proc: int, encoder: Encoder) -> Iterator[ProcessPoolExecutor]:
+    try:
+        with ProcessPoolExecutor(num_proc, initializer=encoding.start_worker, initargs=(encoder,)) as pool:
+            yield pool
+    except BrokenProcessPool:
+        raise RunFailure("a process that tokenised was killed, perhaps for memory; use a lower --num_proc") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- write
@@ -348,8 +358,11 @@ def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
 
 
 def save(path: Path, value: Any) -> None:
-    """`torch.save` of plain values and tensors."""
-    torch.save(value, path)
+    """`torch.save` of plain values and tensors. Raises: OSError."""
+    try:
+        torch.save(value, path)
+    except RuntimeError as problem:  # torch's own writer tells of a full disk this way
+        raise OSError(str(problem).splitlines()[0]) from None
 
 
 @contextmanager
@@ -359,9 +372,10 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
     Older splits of `stages` that were not written again are removed. Each file is flushed to disk before any is
     renamed, so `destination` never holds half a file.
     """
-    destination.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
+    folder = None
     try:
+        destination.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
         yield folder
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         for file in files:
@@ -371,15 +385,21 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
             target = destination / file.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             os.replace(file, target)
-        written = {file.name for file in files}
-        for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - written:
+        for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - {file.name for file in files}:
             (destination / stale).unlink(missing_ok=True)
+    except OSError as problem:
+        raise RunFailure(
+            f"--destination_dir {destination}: cannot be written ({problem.strerror or problem})"
+        ) from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:
     """Two stages may be prepared one after the other into one folder, but only alike."""
+    if destination.exists() and not destination.is_dir():
+        raise UsageError(f"--destination_dir {destination} is a file; name a folder")
     before = _stored(destination / "args.json")
     if args.stage == "all" or not before:
         return

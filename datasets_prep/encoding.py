@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -125,7 +126,8 @@ class Encoder:
     def _describe(self, example: Example, row: Row) -> None:
         prompt = example.ids[0][: example.prompt_len].tobytes()
         if example.stage == "dialogue":
-            example.extra = row.get("messages") or self._dialogue_of(row)
+            messages = row.get("messages") or self._dialogue_of(row)
+            example.extra = [{"role": m["role"], "content": m["content"]} for m in messages]
             prompt = repr([m["content"] for m in example.extra if m["role"] != "assistant"]).encode()
         elif example.stage in ("prompts", "preference"):
             example.extra = row.get("columns", {})
@@ -136,6 +138,8 @@ class Encoder:
         """The segments of each stage of a row. Raises: BadRow."""
         plans: list[tuple[str, list[Segment]]] = []
         if "messages" in row:
+            if stages == {"prompts"} and row["messages"] and row["messages"][-1]["role"] == "user":
+                return [("prompts", [self._start(row["messages"])])]
             turns = self._turns(row["messages"])
             plans += [(stage, turns) for stage in ("finetune", "dialogue") if stage in stages]
             if "prompts" in stages:
@@ -349,6 +353,7 @@ def start_worker(encoder: Encoder) -> None:
     """Give this process its encoder."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     _encoder = encoder
 
 

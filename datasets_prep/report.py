@@ -87,7 +87,9 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
 def _content_hash(examples: list[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(json.dumps([example.prompt_len, example.spans, example.extra], sort_keys=True).encode())
+        digest.update(
+            json.dumps([example.prompt_len, example.spans, example.extra], sort_keys=True, default=str).encode()
+        )
         for ids in example.ids:
             digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
     return digest.hexdigest()

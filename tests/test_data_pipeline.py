@@ -291,13 +291,46 @@ def test_an_error_leaves_the_folder_as_it_was(write, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(common.report, "write", fails)
-    with pytest.raises(OSError):
+    with pytest.raises(RunFailure, match="cannot be written .No space left on device."):
         write(pairs(90, seed=1))
     assert digest(folder) == before
     monkeypatch.undo()
     with pytest.raises(RunFailure, match="no row is left to train on"):
         write([{"prompt": "x", "chosen": "", "rejected": "b"}], "new")
     assert not (folder.parent / "new").exists() or not any((folder.parent / "new").iterdir())
+
+
+def test_a_full_disk_is_told_in_one_line(write, monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file\nand more")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RunFailure, match="cannot be written .*failed writing file.$"):
+        write(pairs(90))
+
+
+def test_a_killed_worker_is_told_in_one_line(write, monkeypatch):
+    monkeypatch.setattr(common, "CHUNK", 16)
+    monkeypatch.setattr(common.encoding, "work", die)
+    with pytest.raises(RunFailure, match="lower --num_proc"):
+        write(pairs(90), num_proc=2)
+
+
+def die(rows):
+    os._exit(9)
+
+
+def test_destination_that_is_a_file(write, tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        write(pairs(9), "taken")
+
+
+def test_messages_that_end_with_the_user_are_prompts():
+    messages = [*dialogue(1), {"role": "user", "content": "and now?"}]
+    examples, dropped = collected([{"messages": messages}])
+    assert set(examples) == {"prompts"} and not dropped
+    assert gpt2_like().decode(every(examples, "prompts")[0].ids[0].tolist()).endswith("Human: and now?\n\nAssistant:")
 
 
 def digest(folder: Path) -> dict[str, str]:

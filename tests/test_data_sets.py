@@ -272,6 +272,13 @@ def test_broken_dialogues_are_bad_rows(text):
         raise BadRow(dropped[0].reason) if dropped else AssertionError(examples)
 
 
+def test_pairs_that_answer_different_prompts_are_bad_rows():
+    with pytest.raises(BadRow, match="prompts_differ"):
+        helpful_harmless.to_row(HH | {"rejected": HH["rejected"].replace("wet", "dry")})
+    with pytest.raises(BadRow, match="prompts_differ"):
+        generic.to_row({"chosen": TRL_HH["chosen"], "rejected": [message(USER, "?"), message(ASSISTANT, "No.")]})
+
+
 @pytest.mark.parametrize("tests", ["", "[]", "{}", '{"inputs": []}', '{"inputs": [1], "outputs": []}', "{", "9" * 5000])
 def test_problems_without_tests_are_bad_rows(tests):
     with pytest.raises(BadRow):

@@ -97,6 +97,14 @@ def test_messages_train_every_assistant_turn_and_nothing_else(tokenizers, kind):
     assert prompt.ids[0].tolist() == encode_prompt(tokenizer, messages[:1])
 
 
+def test_rows_with_like_endings_keep_their_own_beginnings(tokenizers):
+    end = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+    rows = [{"prompt": [{"role": "user", "content": start}, *end], "completion": "because"} for start in ("one", "two")]
+    examples, _ = collected(rows, tokenizers["chatml"], stage="finetune", shuffle=False)
+    texts = [tokenizers["chatml"].decode(e.ids[0].tolist()) for e in every(examples, "finetune")]
+    assert ["one" in text for text in sorted(texts)] == [True, False] and len(texts) == 2
+
+
 def test_pad_may_be_the_end_token(tokenizers):
     for kind in ("gpt2", "chatml", "sentencepiece"):
         assert tokenizers[kind].pad_token_id == tokenizers[kind].eos_token_id
