@@ -20,6 +20,7 @@ PAIRS = [  # prompt, chosen, rejected
     ([5], [6, 7, 8, 9, 1], [10, 1]),  # differ at once, the chosen one is longer
     ([5, 6, 7], [8, 1], [8, 1]),  # equal
     ([5], [6, 7, 8], [6, 7]),  # one is the beginning of the other (both cut)
+    ([5], [6, 7], [6, 7, 8, 9]),  # and the other way round
 ]
 
 
@@ -66,7 +67,7 @@ def test_the_loss_and_its_gradient_equal_a_float64_reference(loss_type, pad_id):
     total = torch.zeros((), dtype=torch.float64)
     for i, (prompt, chosen, rejected) in enumerate(PAIRS):
         one, other = prompt + chosen, prompt + rejected
-        total = total + loss_by_hand(scores[i, : len(one)], scores[i + 4, : len(other)], one, other, loss_type)
+        total = total + loss_by_hand(scores[i, : len(one)], scores[i + len(PAIRS), : len(other)], one, other, loss_type)
     (expected,) = torch.autograd.grad(total, scores)
     assert float(loss) == pytest.approx(float(total), abs=1e-12)
     assert torch.allclose(gradient, expected, atol=1e-12)
