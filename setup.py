@@ -2,7 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PROGRAMS = ["sft", "rm", "ppo", "evaluate", "plot"]
+PROGRAMS = ["sft", "rm", "ppo", "dpo", "evaluate", "plot"]
 
 EXTRAS = {
     "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],

@@ -2,8 +2,9 @@
 
 For a language model: perplexity of the demonstrations' responses, ROUGE against them, and of its own responses to the
 prompts the mean reward, the KL to a reference, length, truncation, and the gold score where the data has a judge. All
-models answer with the same sampling noise. For a reward model: accuracy with a 95% interval, by group where the data
-names groups. Prints a table and writes `eval/{split}.json` and `eval/{split}.jsonl` into each experiment dir.
+models answer with the same sampling noise. For a DPO policy also how its implicit reward ranks preference pairs.
+For a reward model: accuracy with a 95% interval, by group where the data names groups. Prints a table and
+writes `eval/{split}.json` and `eval/{split}.jsonl` into each experiment dir.
 
 Left out: benchmark suites (lm-evaluation-harness reads our checkpoints as they are).
 """
@@ -68,7 +69,7 @@ class EvaluateArgs(GenerationArgs):
     rm_experiment_dir: str | None = None
     """Reward model that scores the responses."""
     reference_dir: str | None = None
-    """Model the KL is taken to; when not given what each experiment started its PPO from, if it did."""
+    """Model that KL and implicit rewards are taken to; when not given what each PPO or DPO experiment started from."""
     use_pretrained: bool = False
     """Evaluate the model the first experiment started from, too, as row zero."""
     num_samples: int | None = None
@@ -138,11 +139,15 @@ def evaluate_policy(
         if args.rouge:
             results |= rouge(args, policy, demonstrations, tokenizer)
     prompts = load_prompts(data_dir, args.split)[: args.num_samples]
-    reference_dir = args.reference_dir or stored(name, "sft_experiment_dir")
+    reference_dir, flag = reference_of(args, name)
     same = reference_dir is None
-    reference = (
-        policy if same else _place(load_policy(reference_dir, ModelArgs(), tokenizer, "--reference_dir"), device)
-    )
+    reference = policy if same else _place(load_policy(reference_dir, ModelArgs(), tokenizer, flag), device)
+    if stored(name, "program") == "dpo" and not same and Path(data_dir, f"preference_{args.split}.pt").is_file():
+        pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
+        check_vocabulary(pairs, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
+        results |= implicit_rewards(
+            policy, reference, pairs, stored(name, "beta"), tokenizer.pad_token_id, args.mini_batch_size
+        )
     rollout = respond(args, policy, reference, prompts, tokenizer)
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
     truncated = float(rollout.truncated.float().mean())
@@ -176,6 +181,34 @@ def perplexity(policy: Policy, rows: list[Row], pad_id: int, batch_size: int) ->
         total -= float(policy(**policy_inputs(batch)).logprobs.sum())
         count += batch.num_actions
     return math.exp(min(total / max(count, 1), 50.0))
+
+
+def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
+    """What the KL and the implicit rewards of an experiment are taken to, None if nothing, and the flag to blame."""
+    given = args.reference_dir or stored(name, "ref_model") or stored(name, "sft_experiment_dir")
+    started = stored(name, "model_name") if stored(name, "program") == "dpo" else None
+    if given is None and started not in (None, "tiny"):
+        return started, "--model_name"
+    return given, "--reference_dir"
+
+
+@torch.no_grad()
+def implicit_rewards(
+    policy: Policy, reference: Policy, rows: list[Row], beta: float, pad_id: int, batch_size: int
+) -> dict[str, Any]:
+    """How a DPO policy ranks pairs by its implicit reward, beta (log pi - log pi_ref); a tie is half right."""
+    right, margin = 0.0, 0.0
+    for micro in micro_batches(rows, batch_size):
+        inputs = policy_inputs(preference_batch(micro, pad_id).to(policy.model.device))
+        rewards = beta * (policy(**inputs).logprobs - reference(**inputs).logprobs).sum(1)  # (2B,)
+        chosen, rejected = rewards.chunk(2)
+        right += float((chosen > rejected).float().sum() + 0.5 * (chosen == rejected).float().sum())
+        margin += float((chosen - rejected).sum())
+    return {
+        "implicit_accuracy": right / len(rows),
+        "implicit_accuracy_interval": wilson_interval(right, len(rows)),
+        "implicit_margin": margin / len(rows),
+    }
 
 
 def respond(args: EvaluateArgs, policy: Policy, reference: Policy, rows: list[Row], tokenizer: Any) -> Rollout:

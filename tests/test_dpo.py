@@ -1,0 +1,721 @@
+"""DPO: every loss by its formula in plain Python, one gradient however it is cut, a reference that is checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import signal
+import time
+import typing
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    CPU,
+    RunOfOneStep,
+    assert_same_gradients,
+    last_checkpoint,
+    left_padded,
+    listing,
+    metrics,
+    run_program,
+    save_model,
+    start_program,
+    tiny_policy,
+    weights,
+)
+
+from lightrlhf import dpo, evaluate
+from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
+from lightrlhf.common.batch import load_split, preference_batch
+from lightrlhf.common.model import load_policy
+from lightrlhf.dpo import LOSSES, RAPO, DPOArgs, Pairs, chosen_nll, main, make_pairs, score_pairs, truncate
+
+COUPLED = sorted(dpo.RANKED_LOSSES)
+
+
+# ----------------------------------------------------------------------------- the formulas, in plain Python floats
+def s(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def log_s(x: float) -> float:
+    return -math.log(1 + math.exp(-x))
+
+
+def kl_by_hand(q: float, p: float) -> float:
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+def loss_by_hand(name: str, rows: list[dict]) -> float:
+    """The sum over pairs; a row has pc, pr, rc, rr (log-probabilities), beta, e, lam, alpha, lc, lr (lengths), m, d."""
+    if name in COUPLED:
+        if name == "aot":
+            one = sorted([r["pc"] - r["pr"] for r in rows])
+            other = sorted([r["rc"] - r["rr"] for r in rows])
+        else:
+            one = sorted([r["pc"] - r["rc"] for r in rows])
+            other = sorted([r["pr"] - r["rr"] for r in rows])
+        beta, e = rows[0]["beta"], rows[0]["e"]
+        gaps = [beta * (x - y) for x, y in zip(one, other)]
+        return sum(-(1 - e) * log_s(g) - e * log_s(-g) for g in gaps)
+    return sum(pair_by_hand(name, row) for row in rows)
+
+
+def pair_by_hand(name: str, r: dict) -> float:
+    a, b, beta, e, d = r["pc"] - r["rc"], r["pr"] - r["rr"], r["beta"], r["e"], r["d"]
+    z = beta * (a - r["lam"] * b) + r["alpha"] * (r["lc"] - r["lr"])
+    p = s(r["m"])
+    match name:
+        case "sigmoid":
+            return -(1 - e) * math.log(s(z)) - e * math.log(s(-z))
+        case "robust":
+            return (-(1 - e) * math.log(s(z)) + e * math.log(s(-z))) / (1 - 2 * e)
+        case "ipo":
+            return (a / r["lc"] - r["lam"] * b / r["lr"] - 1 / (2 * beta)) ** 2
+        case "hinge":
+            return max(0.0, 1 - z)
+        case "nca_pair":
+            return -log_s(beta * a) - log_s(-beta * a) / 2 - log_s(-beta * b) / 2
+        case "sppo_hard":
+            return (a - 1 / (2 * beta)) ** 2 + (b + 1 / (2 * beta)) ** 2
+        case "exo_pair":
+            return kl_by_hand(s(z), 1 - (e or 1e-3))
+        case "bco_pair":
+            return -log_s(beta * a - d) - log_s(-(beta * b - d))
+        case "apo_zero":
+            return 1 - s(beta * a) + s(beta * b)
+        case "apo_down":
+            return s(beta * a) + 1 - s(beta * (a - b))
+        case "rev_kl":
+            return -p * log_s(z) - (1 - p) * log_s(-z)
+        case "kl":
+            return kl_by_hand(s(z), p)
+        case "tv":
+            return abs(s(z) - p)
+        case "hellinger":
+            q = s(z)
+            return ((math.sqrt(q) - math.sqrt(p)) ** 2 + (math.sqrt(1 - q) - math.sqrt(1 - p)) ** 2) / 2
+        case "raft":
+            return -r["pc"]
+    raise AssertionError(name)
+
+
+def random_rows(**given: float) -> list[dict]:
+    rng = random.Random(3)
+    rows = []
+    for _ in range(7):
+        row = {key: -rng.uniform(1, 30) for key in ("pc", "pr", "rc", "rr")} | {"m": rng.gauss(0, 2)}
+        row |= {"lc": rng.randint(1, 20), "lr": rng.randint(1, 20), "beta": 0.3, "e": 0.0, "lam": 1.0, "alpha": 0.0}
+        rows.append(row | {"d": 0.0} | given)
+    return rows
+
+
+def pairs_of(rows: list[dict]) -> Pairs:
+    def column(key: str) -> torch.Tensor:
+        return torch.tensor([row[key] for row in rows], dtype=torch.float64)
+
+    return Pairs(
+        policy_chosen_logps=column("pc").requires_grad_(),
+        policy_rejected_logps=column("pr").requires_grad_(),
+        ref_chosen_logps=column("rc"),
+        ref_rejected_logps=column("rr"),
+        chosen_lengths=column("lc"),
+        rejected_lengths=column("lr"),
+        beta=rows[0]["beta"],
+        label_smoothing=rows[0]["e"],
+        rejected_weight=column("lam"),
+        length_alpha=rows[0]["alpha"],
+        margins=column("m"),
+        baseline=rows[0]["d"],
+    )
+
+
+def assert_equals_the_formula(name: str, rows: list[dict]) -> None:
+    """Value, and gradient by central differences of the plain formula."""
+    pairs = pairs_of(rows)
+    found = LOSSES[name](pairs)
+    assert found.shape == (len(rows),)
+    assert float(found.sum().detach()) == pytest.approx(loss_by_hand(name, rows), rel=1e-12)
+    inputs = {"pc": pairs.policy_chosen_logps, "pr": pairs.policy_rejected_logps}
+    slopes = torch.autograd.grad(found.sum(), list(inputs.values()), allow_unused=True, materialize_grads=True)
+    for key, slope in zip(inputs, slopes):
+        for i in range(len(rows)):
+            sides = []
+            for step in (1e-5, -1e-5):
+                moved = [dict(row) for row in rows]
+                moved[i][key] += step
+                sides.append(loss_by_hand(name, moved))
+            assert float(slope[i]) == pytest.approx((sides[0] - sides[1]) / 2e-5, abs=1e-6, rel=1e-6), (key, i)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_and_its_gradient_equal_the_plain_formula(name):
+    assert_equals_the_formula(name, random_rows())
+
+
+@pytest.mark.parametrize("name", sorted(dpo.SMOOTHED))
+def test_with_label_smoothing(name):
+    assert_equals_the_formula(name, random_rows(e=0.15))
+
+
+@pytest.mark.parametrize("name", sorted(dpo.LENGTH_LOSSES))
+def test_with_a_length_term_and_a_weight_of_the_rejected_side(name):
+    assert_equals_the_formula(name, random_rows(alpha=0.05, lam=0.6))
+
+
+def test_ipo_with_a_weight_of_the_rejected_side():
+    assert_equals_the_formula("ipo", random_rows(lam=0.6))
+
+
+def test_bco_with_a_baseline():
+    assert_equals_the_formula("bco_pair", random_rows(d=0.7))
+
+
+def test_the_flags_name_every_loss_and_every_weight():
+    hints = typing.get_type_hints(DPOArgs)
+    assert set(typing.get_args(hints["loss_type"])) == set(LOSSES)
+    assert {x for x in typing.get_args(typing.get_args(hints["rapo"])[0])} == set(RAPO)
+
+
+def test_dpo_at_the_reference_is_log_two_whatever_the_smoothing():
+    for e in (0.0, 0.2):
+        rows = [row | {"pc": row["rc"], "pr": row["rr"]} for row in random_rows(e=e)]
+        assert LOSSES["sigmoid"](pairs_of(rows)).tolist() == pytest.approx([math.log(2)] * 7, abs=1e-12)
+
+
+def test_losses_stay_finite_far_from_the_reference():
+    for name in LOSSES:
+        for pc, pr in ((-1.0, -9e3), (-9e3, -1.0)):
+            rows = [row | {"pc": pc, "pr": pr, "rc": -500.0, "rr": -500.0} for row in random_rows()]
+            pairs = pairs_of(rows)
+            loss = LOSSES[name](pairs).sum()
+            slopes = torch.autograd.grad(
+                loss, [pairs.policy_chosen_logps, pairs.policy_rejected_logps], None, allow_unused=True
+            )
+            assert torch.isfinite(loss) and all(torch.isfinite(g).all() for g in slopes if g is not None), name
+
+
+def test_a_longer_chosen_response_pulls_less_with_a_length_term():
+    """R-DPO's sign: length that is rewarded explains the preference, so less is left for the policy to learn."""
+
+    def pull(chosen_length: int) -> float:
+        pairs = pairs_of([row | {"lc": chosen_length, "lr": 5} for row in random_rows(alpha=0.1)])
+        return float(-torch.autograd.grad(LOSSES["sigmoid"](pairs).sum(), pairs.policy_chosen_logps)[0].sum())
+
+    assert pull(20) < pull(5) < pull(1)
+
+
+def test_the_chosen_nll_is_per_token():
+    rows = random_rows()
+    assert chosen_nll(pairs_of(rows)).tolist() == pytest.approx([-row["pc"] / row["lc"] for row in rows])
+
+
+# -------------------------------------------------------------------------------------------------- rows and models
+class Run(RunOfOneStep):
+    def autocast(self):
+        return nullcontext()
+
+
+def with_columns(rows: list[dict]) -> list[dict]:
+    """Rows with a reference of their own and annotated rewards."""
+    rng = random.Random(1)
+    return [
+        row
+        | {"ref_chosen_logps": -rng.uniform(5, 60), "ref_rejected_logps": -rng.uniform(5, 60)}
+        | {"columns": {"margin": rng.gauss(0, 2), "rejected_score": rng.gauss(0, 1)}}
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def pairs(cafe_data) -> list[dict]:
+    return with_columns(load_split(cafe_data, "preference", "train")[:8])
+
+
+def arguments(cafe_data, **flags) -> DPOArgs:
+    return DPOArgs(data_dir=str(cafe_data), model_name="tiny", **flags)
+
+
+def logps_by_hand(model, row: dict, side: str) -> torch.Tensor:
+    """Summed over the response, from transformers' own logits in the model's own precision."""
+    ids = torch.as_tensor(row[f"{side}_input_ids"]).long()
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    return sum(logprobs[t - 1, ids[t]] for t in range(row["prompt_len"], len(ids)))
+
+
+def test_the_gradient_of_a_step_equals_dpo_written_down_in_float64(cafe_data, tokenizer, pairs, tmp_path):
+    folder = save_model("llama", tmp_path, tokenizer)
+    policy = load_policy(str(folder), ModelArgs(), tokenizer).eval()
+    args = arguments(cafe_data, rpo_alpha=0.5, beta=0.2)
+    run = Run(args, policy=policy)
+    found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
+    model, total, nll = load_policy(str(folder), ModelArgs(), tokenizer).model.double().eval(), 0.0, 0.0
+    for row in pairs:
+        chosen, rejected = (logps_by_hand(model, row, side) for side in ("chosen", "rejected"))
+        gap = (chosen - row["ref_chosen_logps"]) - (rejected - row["ref_rejected_logps"])
+        total = total + torch.log(1 + torch.exp(-0.2 * gap))
+        nll = nll - chosen / (len(row["chosen_input_ids"]) - row["prompt_len"])
+    loss = (total + 0.5 * nll) / len(pairs)
+    loss.backward()
+    expected = {f"model.{name}": p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(run.gradients["policy"], expected, atol=2e-6)
+    assert found["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert found["train/preference_loss"] == pytest.approx(float(total.detach()) / len(pairs), rel=1e-5)
+    assert found["train/nll"] == pytest.approx(float(nll.detach()) / len(pairs), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSSES))
+def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(
+    loss_type, cafe_data, tokenizer, pairs, tmp_path
+):
+    policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
+    extra = {"rapo": "app_2", "length_alpha": 0.01} if loss_type in dpo.LENGTH_LOSSES else {}
+    found, reported = [], []
+    for micro_batch_size in (8, 1, 2):
+        args = arguments(cafe_data, micro_batch_size=micro_batch_size, loss_type=loss_type, rpo_alpha=0.1, **extra)
+        run = Run(args, policy=policy)
+        reported.append(dpo.train_step(run, policy, pairs, tokenizer.pad_token_id, baseline=0.3))
+        found.append(run.gradients["policy"])
+    for other in found[1:]:
+        assert_same_gradients(found[0], other, atol=5e-6)
+    for name, value in reported[0].items():
+        assert [row[name] for row in reported] == pytest.approx([value] * 3, abs=1e-4, rel=1e-5), name
+
+
+@pytest.mark.parametrize("loss_type", COUPLED)
+def test_a_ranked_loss_of_a_step_is_that_of_all_its_pairs_together(loss_type, cafe_data, tokenizer, pairs, tmp_path):
+    policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
+    run = Run(arguments(cafe_data, micro_batch_size=2, loss_type=loss_type), policy=policy)
+    found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
+    logps = dpo.sequence_logps(policy, preference_batch(pairs, tokenizer.pad_token_id))
+    loss = LOSSES[loss_type](make_pairs(run.args, pairs, logps)).mean()
+    loss.backward()
+    expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    assert_same_gradients(run.gradients["policy"], expected, atol=5e-6)
+    assert found["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_padding_on_either_side_changes_no_log_probability(architecture):
+    policy = tiny_policy(architecture)
+    rows = [
+        {"prompt_len": 2, "chosen_input_ids": [5, 6, 7, 8, 1], "rejected_input_ids": [5, 6, 9, 1]},
+        {"prompt_len": 1, "chosen_input_ids": [5, 1], "rejected_input_ids": [5, 9, 9, 3, 4, 7, 1]},
+    ]
+    batch = preference_batch(rows, 0)
+    together = dpo.sequence_logps(policy, batch)
+    assert torch.allclose(together, dpo.sequence_logps(policy, left_padded(batch)), atol=1e-4)
+    for i, row in enumerate(rows):
+        for side, logps in (("chosen", together[i]), ("rejected", together[i + 2])):
+            assert float(logps) == pytest.approx(float(logps_by_hand(policy.model, row, side)), abs=1e-4)
+
+
+@torch.no_grad()
+def test_scores_come_back_in_the_order_of_the_rows(cafe_data, tokenizer, pairs, tmp_path):
+    policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).train()
+    found = score_pairs(Run(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
+    expected = [float(logps_by_hand(policy.model, row, side)) for side in ("chosen", "rejected") for row in pairs]
+    assert found.tolist() == pytest.approx(expected, abs=1e-3)
+    assert policy.training and not found.requires_grad
+
+
+def test_what_a_loss_gets_of_a_row(cafe_data, pairs):
+    logps = -torch.arange(1.0, 17.0)
+
+    def made(**flags) -> Pairs:
+        return make_pairs(arguments(cafe_data, beta=0.5, **flags), pairs, logps, baseline=0.25)
+
+    found = made(loss_type="kl", margin_scale=3.0)
+    assert found.policy_rejected_logps.tolist() == [-float(n) for n in range(9, 17)]
+    assert found.margins.tolist() == pytest.approx([3 * row["columns"]["margin"] for row in pairs])
+    assert found.chosen_lengths.tolist() == [len(row["chosen_input_ids"]) - row["prompt_len"] for row in pairs]
+    assert (found.beta, found.baseline, found.rejected_weight) == (0.5, 0.25, 1.0)
+    assert made(rapo="const", rapo_lambda=0.7).rejected_weight == 0.7
+    by_pair = zip(pairs, *(made(rapo=name).rejected_weight.tolist() for name in ("ra", "app_1", "app_2")))
+    for i, (row, ra, app_1, app_2) in enumerate(by_pair):
+        implicit = 0.5 * (-(9 + i) - row["ref_rejected_logps"])
+        assert ra == pytest.approx(1 / (1 + max(row["columns"]["rejected_score"], 0)))
+        assert app_1 == pytest.approx(1 / (1 - 0.1 * 0.5 * row["ref_rejected_logps"]))
+        assert app_2 == pytest.approx(1 / (1 + max(implicit, 0)))
+
+
+def test_no_gradient_flows_through_the_weight_of_the_rejected_side(cafe_data, pairs):
+    logps = (-torch.arange(1.0, 17.0)).requires_grad_()
+    made = make_pairs(arguments(cafe_data, rapo="app_2"), pairs, logps)
+    assert not made.rejected_weight.requires_grad
+
+
+def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before():
+    mean = dpo.RunningMean()
+    assert mean.value == 0
+    mean.update(1.0 + 3.0, 2)
+    mean.update(-1.0 + 0.0, 1)
+    assert mean.value == pytest.approx((2 * 4.0 - 1.0) / 6)
+
+
+# ------------------------------------------------------------------------------------------------------- truncation
+ROW = {"prompt_len": 4, "chosen_input_ids": [1, 2, 3, 4, 11, 12, 13], "rejected_input_ids": [1, 2, 3, 4, 21]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt_len", "chosen", "rejected"),
+    [
+        ({}, 4, [1, 2, 3, 4, 11, 12, 13], [1, 2, 3, 4, 21]),
+        ({"max_length": 7}, 4, [1, 2, 3, 4, 11, 12, 13], [1, 2, 3, 4, 21]),
+        ({"max_length": 6}, 4, [1, 2, 3, 4, 11, 12], [1, 2, 3, 4, 21]),
+        ({"max_prompt_length": 3}, 3, [2, 3, 4, 11, 12, 13], [2, 3, 4, 21]),
+        ({"max_prompt_length": 3, "truncation_mode": "keep_start"}, 3, [1, 2, 3, 11, 12, 13], [1, 2, 3, 21]),
+        ({"max_prompt_length": 2, "max_length": 4}, 2, [3, 4, 11, 12], [3, 4, 21]),
+        ({"max_prompt_length": 9, "max_length": 10}, 4, [1, 2, 3, 4, 11, 12, 13], [1, 2, 3, 4, 21]),
+    ],
+)
+def test_a_pair_is_cut_at_its_named_end(flags, prompt_len, chosen, rejected, cafe_data):
+    cut = truncate(ROW, arguments(cafe_data, **flags))
+    assert cut["prompt_len"] == prompt_len
+    assert list(map(int, cut["chosen_input_ids"])) == chosen
+    assert list(map(int, cut["rejected_input_ids"])) == rejected
+
+
+def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data, tmp_path):
+    folder = shutil.copytree(cafe_data, tmp_path / "data")
+    same = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}
+    other = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 9, 8]}
+    torch.save([same, other], folder / "preference_train.pt")
+    rows, notes = dpo.load_pairs(arguments(folder, max_length=2), "train")
+    assert [list(map(int, row["rejected_input_ids"])) for row in rows] == [[5, 9]]
+    assert [note.split(" pairs")[0] for note in notes] == ["2 of 2", "1"]
+    torch.save([same], folder / "preference_train.pt")
+    with pytest.raises(UsageError, match="no pair differs within --max_length 2"):
+        dpo.load_pairs(arguments(folder, max_length=2), "train")
+
+
+# ------------------------------------------------------------------------------------------------------- the program
+FEW = ["--lr_warmup_steps", "0", "--log_interval", "1", *CPU]
+
+
+@pytest.fixture(scope="module")
+def dpo_dir(cafe_data, sft_dir, logs) -> str:
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(logs), *FEW]
+    return main([*flags, "--max_steps", "2", "--learning_rate", "1e-2"])
+
+
+@pytest.fixture(scope="module")
+def scored_data(cafe_data, tmp_path_factory) -> Path:
+    """The café's pairs with margins and rewards."""
+    folder = shutil.copytree(cafe_data, tmp_path_factory.mktemp("scored") / "cafe")
+    for split in ("train", "validation"):
+        rows = with_columns(load_split(cafe_data, "preference", split))
+        torch.save(rows, folder / f"preference_{split}.pt")
+    return folder
+
+
+CHECKPOINT = [
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "manifest.json",
+    "model.safetensors",
+    "resume.pt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+def test_an_experiment_dir_holds_exactly_what_is_promised(dpo_dir, sft_dir):
+    found = [name for name in listing(dpo_dir) if "events.out" not in name and not name.startswith("eval/")]
+    assert found == sorted(
+        ["README.md", "args.json", "metrics.jsonl", *(f"checkpoint-000002/{name}" for name in CHECKPOINT)]
+    )
+    assert Path(dpo_dir).parts[-4] == "rlhf-dpo"
+    rows = metrics(dpo_dir)
+    assert [row["step"] for row in rows] == [1, 2, 2]
+    common = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+    common |= {"logps/chosen", "logps/rejected"}
+    losses = {"loss", "preference_loss", "nll"}
+    assert rows[0].keys() == {"step", "train/grad_norm", "train/lr"} | {f"train/{name}" for name in losses} | common
+    assert rows[2].keys() == {"step"} | {f"val/{name}" for name in losses | common}
+    assert weights(last_checkpoint(dpo_dir)) != weights(last_checkpoint(sft_dir))
+
+
+def test_a_run_begins_at_log_two_and_moves_away(dpo_dir):
+    first, second, validation = metrics(dpo_dir)
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-3)
+    assert abs(second["rewards/margins"]) > 1e-3
+    assert validation["val/rewards/margins"] == pytest.approx(
+        validation["val/rewards/chosen"] - validation["val/rewards/rejected"]
+    )
+
+
+def test_training_learns_the_pairs_it_sees(cafe_data, sft_dir, logs):
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(logs), *FEW]
+    flags += ["--epochs", "4", "--mini_batch_size", "20", "--micro_batch_size", "20", "--learning_rate", "3e-3"]
+    found = [row for row in metrics(main([*flags, "--eval_interval", "0"])) if "train/loss" in row]
+    assert found[-1]["train/loss"] < 0.6 < found[0]["train/loss"]
+    assert found[-1]["rewards/accuracies"] > 0.6
+
+
+def implicit(folder: str, reference: str, tokenizer, rows: list[dict], beta: float) -> list[float]:
+    """Margins of the implicit rewards."""
+    policy, other = (
+        load_policy(str(last_checkpoint(d)), ModelArgs(), tokenizer).eval().model for d in (folder, reference)
+    )
+    with torch.no_grad():
+        ratios = [
+            [
+                float(logps_by_hand(policy, row, side) - logps_by_hand(other, row, side))
+                for side in ("chosen", "rejected")
+            ]
+            for row in rows
+        ]
+    return [beta * (chosen - rejected) for chosen, rejected in ratios]
+
+
+def test_validation_and_evaluation_measure_the_implicit_reward(dpo_dir, sft_dir, cafe_data, tokenizer):
+    margins = implicit(dpo_dir, sft_dir, tokenizer, load_split(cafe_data, "preference", "validation"), 0.1)
+    last = metrics(dpo_dir)[-1]
+    assert last["val/rewards/margins"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert last["val/rewards/accuracies"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
+    assert last["val/loss"] == pytest.approx(-sum(log_s(m) for m in margins) / len(margins), abs=1e-4)
+    pairs = load_split(cafe_data, "preference", "test")
+    margins = implicit(dpo_dir, sft_dir, tokenizer, pairs, 0.1)
+    (row,) = evaluate.main(["--experiment_dir", dpo_dir, "--max_new_tokens", "4", "--accelerator", "cpu"])
+    assert row["implicit_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
+    assert row["implicit_margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    low, high = row["implicit_accuracy_interval"]
+    assert low < row["implicit_accuracy"] < high and abs(row["kl"]) > 0
+
+
+def test_a_supervised_model_has_no_implicit_reward(sft_dir, tmp_path):
+    folder = shutil.copytree(sft_dir, tmp_path / "sft")
+    (row,) = evaluate.main(["--experiment_dir", str(folder), "--max_new_tokens", "4", "--accelerator", "cpu"])
+    assert "implicit_accuracy" not in row
+
+
+def test_another_reference_is_what_rewards_are_measured_from(cafe_data, sft_dir, base_model, tokenizer, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
+    flags += ["--mini_batch_size", "60", "--micro_batch_size", "60", "--max_steps", "1", "--eval_interval", "0"]
+    (row,) = metrics(main([*flags, "--ref_model", str(base_model)]))
+    pairs = load_split(cafe_data, "preference", "train")
+    policy = load_policy(str(last_checkpoint(sft_dir)), ModelArgs(), tokenizer).eval().model
+    reference = load_policy(str(base_model), ModelArgs(), tokenizer).eval().model
+    with torch.no_grad():
+        gaps = [logps_by_hand(policy, p, "chosen") - logps_by_hand(reference, p, "chosen") for p in pairs]
+    assert row["rewards/chosen"] == pytest.approx(0.1 * float(sum(gaps)) / len(pairs), abs=1e-3)
+    assert abs(row["rewards/chosen"]) > 1e-3
+
+
+@pytest.mark.parametrize("flags", [["--loss_type", "aot_pair"], ["--loss_type", "kl", "--rapo", "ra"]], ids=str)
+def test_losses_that_need_more_run_from_the_command_line(flags, scored_data, base_model, tmp_path):
+    more = ["--data_dir", str(scored_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
+    folder = main([*more, *flags, "--max_steps", "2", "--micro_batch_size", "4", "--eval_iters", "1"])
+    assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
+
+
+@pytest.mark.parametrize("mode", ["lora", "last_layer"])
+def test_a_checkpoint_is_a_plain_folder_and_every_mode_starts_at_the_reference(
+    mode, cafe_data, sft_dir, tokenizer, tmp_path
+):
+    from transformers import AutoModelForCausalLM
+
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
+    folder = main([*flags, "--max_steps", "3", "--learning_rate", "1e-2", "--finetune_mode", mode])
+    assert metrics(folder)[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    theirs = AutoModelForCausalLM.from_pretrained(last_checkpoint(folder)).eval()
+    rows = load_split(cafe_data, "preference", "validation")
+    margins = implicit(folder, sft_dir, tokenizer, rows, 0.1)
+    assert metrics(folder)[-1]["val/rewards/margins"] == pytest.approx(sum(margins) / len(rows), abs=1e-3)
+    assert theirs.config.architectures == ["LlamaForCausalLM"]
+    assert weights(last_checkpoint(folder)) != weights(last_checkpoint(sft_dir))
+
+
+def test_a_policy_that_does_not_start_at_its_reference_is_refused(cafe_data, sft_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dpo, "with_reference", lambda rows, logps: make_wrong(rows, logps))
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
+    with pytest.raises(SystemExit) as stopped:
+        main([*flags, "--max_steps", "1"])
+    assert stopped.value.code == RunFailure.exit_status
+    assert "nats per token away from the reference" in capsys.readouterr().err
+
+
+def make_wrong(rows, logps):
+    return [row | {"ref_chosen_logps": one + 5, "ref_rejected_logps": one} for row, one in zip(rows, logps)]
+
+
+# --------------------------------------------------------------------------------------------------------- resuming
+@pytest.fixture(scope="module")
+def noisy_model(tmp_path_factory, tokenizer):
+    """A model with dropout, so that resuming must bring back the random numbers too."""
+    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    return save_model("gpt2", tmp_path_factory.mktemp("models") / "gpt2", tokenizer, **dropout)
+
+
+def long_run(data, model) -> list[str]:
+    flags = ["--data_dir", str(data), "--model_name", str(model), "--log_interval", "1", "--disable_dropout", "False"]
+    return [*flags, "--mini_batch_size", "8", "--micro_batch_size", "4", "--lr_warmup_steps", "3", *CPU]
+
+
+@pytest.mark.parametrize(
+    "more", [["--loss_type", "bco_pair"], ["--loss_type", "aot_pair", "--finetune_mode", "lora"]], ids=str
+)
+def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(more, cafe_data, noisy_model, tmp_path, monkeypatch):
+    flags = [*long_run(cafe_data, noisy_model), *more, "--max_steps", "6", "--save_interval", "2", "--keep_last", "0"]
+    whole = main([*flags, "--learning_rate", "1e-3", "--log_dir", str(tmp_path)])
+    expected, rows = weights(last_checkpoint(whole)), metrics(whole)
+    for later in ("checkpoint-000004", "checkpoint-000006"):
+        shutil.rmtree(Path(whole) / later)
+    scored: list[int] = []
+    original = dpo.score_pairs
+    monkeypatch.setattr(
+        dpo,
+        "score_pairs",
+        lambda run, model, rows, pad_id: scored.append(len(rows)) or original(run, model, rows, pad_id),
+    )
+    main(["--resume_from", whole])
+    assert weights(last_checkpoint(whole)) == expected
+    assert metrics(whole) == rows
+    everything = sum(len(load_split(cafe_data, "preference", split)) for split in ("train", "validation"))
+    assert everything not in scored, "the reference was computed again"
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_data, noisy_model, tmp_path):
+    flags = [*long_run(cafe_data, noisy_model), "--loss_type", "bco_pair", "--learning_rate", "1e-3", "--epochs", "99"]
+    flags += ["--max_steps", "60", "--save_interval", "4", "--eval_interval", "30"]
+    whole = main([*flags, "--log_dir", str(tmp_path / "whole")])
+    chosen = random.SystemRandom().randint(6, 30)
+    process = start_program("lightrlhf.dpo", *flags, "--log_dir", str(tmp_path / "killed"))
+    try:
+        started, rows = time.time(), 0
+        while rows <= chosen and time.time() - started < 120 and process.poll() is None:
+            time.sleep(0.005)
+            rows = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/**/metrics.jsonl"))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, f"ended by itself with {process.returncode}"
+    (args,) = tmp_path.glob("killed/**/args.json")
+    assert main(["--resume_from", str(args.parent)]) == str(args.parent)
+    assert weights(last_checkpoint(args.parent)) == weights(last_checkpoint(whole)), chosen
+    assert metrics(args.parent) == metrics(whole), chosen
+    one, other = (torch.load(last_checkpoint(d) / "resume.pt", weights_only=True) for d in (args.parent, whole))
+    assert str(one["optimizers"]) == str(other["optimizers"]) and one["extra"] == other["extra"]
+
+
+def test_a_reference_that_is_no_longer_the_same_is_computed_anew(cafe_data, base_model, tokenizer, tmp_path, capsys):
+    folder = shutil.copytree(base_model, tmp_path / "model")
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(folder), "--log_dir", str(tmp_path / "logs"), *FEW]
+    run = main([*flags, "--max_steps", "2"])
+
+    def stored() -> dict:
+        return torch.load(last_checkpoint(run) / "resume.pt", weights_only=True)["extra"]["reference"]
+
+    before = stored()
+    main(["--resume_from", run, "--max_steps", "3"])
+    assert stored() == before and "computed anew" not in capsys.readouterr().out
+    save_model("llama", folder, tokenizer, initializer_range=0.5)
+    main(["--resume_from", run, "--max_steps", "4"])
+    assert "computed anew" in capsys.readouterr().out
+    assert stored()["fingerprint"] != before["fingerprint"] and stored()["logps"] != before["logps"]
+
+
+def test_a_fingerprint_follows_weights_and_tokens():
+    policy, rows = tiny_policy("llama"), [{**ROW}]
+    first = dpo.fingerprint(policy, rows)
+    assert dpo.fingerprint(policy, [{**ROW, "columns": {"group": "x"}}]) == first
+    assert dpo.fingerprint(policy, [{**ROW, "prompt_len": 3}]) != first
+    assert dpo.fingerprint(policy, [{**ROW, "rejected_input_ids": [1, 2, 3, 4, 22]}]) != first
+    with torch.no_grad():
+        next(policy.parameters())[0, 0] += 1e-6
+    assert dpo.fingerprint(policy, rows) != first
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["sigmoid", "aot_pair"])
+def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, cafe_data, base_model, tmp_path):
+    """60 rows in global batches of 14: the last one of an epoch is uneven."""
+    from safetensors.torch import load_file
+
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_interval", "1"]
+    flags += ["--optimizer_eps", "1e-2", "--accelerator", "cpu", "--loss_type", loss_type, "--rpo_alpha", "0.1"]
+    flags += ["--micro_batch_size", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-2"]
+    one = main([*flags, "--mini_batch_size", "14", "--devices", "1", "--log_dir", str(tmp_path / "one")])
+    ranks = ["--mini_batch_size", "7", "--devices", "2", "--strategy", "ddp"]
+    run_program("lightrlhf.dpo", *flags, *ranks, "--log_dir", str(tmp_path / "two"))
+    (args,) = (tmp_path / "two").rglob("args.json")
+    for row, other in zip(metrics(one), metrics(args.parent), strict=True):
+        assert row.keys() == other.keys()
+        for name in row:
+            assert other[name] == pytest.approx(row[name], abs=1e-4, rel=1e-4), (row["step"], name)
+    weights_of = [load_file(last_checkpoint(folder) / "model.safetensors") for folder in (one, args.parent)]
+    assert max(float((weights_of[0][n] - weights_of[1][n]).abs().max()) for n in weights_of[0]) < 1e-5
+    assert weights(last_checkpoint(one)) != (base_model / "model.safetensors").read_bytes()
+
+
+# --------------------------------------------------------------------------------------------------------- bad calls
+def refused(flags: list, capsys) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(flag) for flag in flags])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert stopped.value.code == 2 and len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--bta", "0.1"], "did you mean --beta?"),
+        (["--beta", "0"], "--beta 0"),
+        (["--beta", "nan"], "beta"),
+        (["--loss_type", "best"], "loss_type"),
+        (["--label_smoothing", "0.5"], "--label_smoothing 0.5 must lie in [0, 0.5)"),
+        (
+            ["--label_smoothing", "0.1", "--loss_type", "hinge"],
+            "--label_smoothing 0.1 has no place in --loss_type hinge",
+        ),
+        (["--rapo", "ra", "--loss_type", "nca_pair"], "--rapo ra has no place in --loss_type nca_pair"),
+        (["--length_alpha", "0.1", "--loss_type", "ipo"], "--length_alpha 0.1 has no place in --loss_type ipo"),
+        (["--length_alpha=-1"], "--length_alpha -1"),
+        (["--rpo_alpha=-1"], "--rpo_alpha -1"),
+        (["--margin_scale", "0"], "--margin_scale 0"),
+        (["--max_length", "0"], "--max_length 0"),
+        (["--max_length", "8", "--max_prompt_length", "8"], "try --max_prompt_length 4"),
+        (["--max_length", "3"], "--max_length 3 leaves no room behind a prompt of"),
+        (["--truncation_mode", "keep_middle"], "truncation_mode"),
+        (["--loss_type", "kl"], "--loss_type kl reads the column margin of each pair, but row 0 of"),
+        (["--rapo", "ra"], "--rapo ra reads the column rejected_score of each pair, but row 0 of"),
+        (["--ref_model", "nowhere"], "--ref_model nowhere does not exist"),
+        (["--sft_experiment_dir", "nowhere"], "--sft_experiment_dir nowhere does not exist"),
+    ],
+)
+def test_a_bad_call_is_one_line_and_leaves_nothing_behind(flags, told, cafe_data, base_model, tmp_path, capsys):
+    good = ["--data_dir", cafe_data, "--model_name", base_model, "--log_dir", tmp_path / "logs", *CPU]
+    assert told in refused([*good, *flags], capsys)
+    assert not list(tmp_path.rglob("args.json"))
+
+
+def test_bad_models_and_columns_are_one_line(cafe_data, scored_data, base_model, rm_dir, tmp_path, capsys):
+    start = ["--log_dir", tmp_path / "logs", *CPU]
+    assert "--sft_experiment_dir or --model_name is needed" in refused([*start, "--data_dir", cafe_data], capsys)
+    given = [*start, "--model_name", base_model]
+    assert "holds a reward model" in refused([*given, "--data_dir", cafe_data, "--ref_model", rm_dir], capsys)
+    folder = shutil.copytree(scored_data, tmp_path / "data")
+    rows = load_split(folder, "preference", "train")
+    rows[2]["columns"]["margin"] = math.nan
+    torch.save(rows, folder / "preference_train.pt")
+    line = refused([*given, "--data_dir", folder, "--loss_type", "tv"], capsys)
+    assert "row 2" in line and "nan" in line
+
+
+def test_arguments_are_stored_with_the_run(dpo_dir):
+    stored = json.loads((Path(dpo_dir) / "args.json").read_text())
+    assert stored["program"] == "dpo" and stored["beta"] == 0.1 and stored["loss_type"] == "sigmoid"
