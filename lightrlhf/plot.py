@@ -93,7 +93,7 @@ def labels(folders: list[str]) -> dict[str, str]:
             name = json.loads((path / "args.json").read_text(encoding="utf-8"))["experiment_name"]
         except (OSError, ValueError, KeyError):
             name = path.name
-        shortest = [label for label in (name, f"{name} {path.name}", folder) if label not in names]
+        shortest = [label for label in (name, f"{name} {path.name}") if label not in names]
         names[shortest[0] if shortest else folder] = folder  # the same folder given twice is one run
     return names
 

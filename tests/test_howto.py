@@ -152,6 +152,16 @@ def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, mo
             parse_flags(words[2], words[3:], tmp_path)
 
 
+def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
+    sft = importlib.import_module("lightrlhf.sft")
+    model = ["--model_name", "datasets_prep/cafe/base"]
+    experiment = sft.main(["--data_dir", "data/cafe/tiny", "--log_dir", "logs", *model, *TINY["lightrlhf.sft"]])
+    card = Path(experiment, "README.md").read_text()
+    assert "| val/loss |" in card
+    assert sft.main(["--resume_from", experiment]) == experiment
+    assert Path(experiment, "README.md").read_text() == card
+
+
 def test_completion_is_printed_for_the_console_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/lightrlhf-sft", "--print_completion", "shtab-bash"])
     with pytest.raises(SystemExit):

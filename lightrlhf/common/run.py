@@ -273,7 +273,8 @@ class Run:
         """Close the logs and tell where the run is; `results` go into its model card."""
         if self.is_first:
             self._logger.finalize("success")
-            write_text(self.directory / "README.md", self._card(results))
+            if results:  # none when a finished run is resumed: its card keeps those it has
+                write_text(self.directory / "README.md", self._card(results))
             self.say(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
                 self._push_to_hub(self.args.push_to_hub)
