@@ -43,6 +43,20 @@ sheeprl/algos/rlhf/rlhf_ppo.py --data_dir=data/rlhf-helpful_harmless/mini-opt --
     --sft_experiment_dir=logs/sft --rm_experiment_dir=logs/rm --actor_learning_rate=1e-6 \
     --critic_learning_rate=1e-6 --ppo_epochs=1 --init_kl_coeff=0.02
 """
+# Every flag of its args.py.
+FLAGS = """
+    log_dir data_dir seed epochs save_interval eval_interval log_interval eval_iters num_workers mini_batch_size
+    micro_batch_size gradient_clip_val weight_decay optimizer optimizer_eps optimizer_beta1 optimizer_beta2
+    experiment_name label_smoothing use_targets learning_rate lr_warmup_steps sft_experiment_dir loss_type rollout_size
+    rollout_mini_batch_size ppo_epochs normalize_rewards normalize_advantages adaptive_kl_coeff clip_rewards
+    reward_clip_value init_kl_coeff target_kl_coeff clip_coeff vf_coeff gae_gamma gae_lambd rm_experiment_dir
+    actor_learning_rate critic_learning_rate model_name embedding_dim_name transformer_name casual freeze_transformer
+    finetune_mode use_cache trust_remote_code load_in_8bit low_cpu_mem_usage disable_dropout lora_targets lora_rank
+    lora_alpha lora_dropout max_new_tokens num_beams do_sample top_k top_p temperature num_return_sequences
+    destination_dir tokenizer_name stage max_length max_prompt_length num_samples mask_prompt ignore_index
+    remove_same_responses remove_same_inputs minimum_response_length save_skipped_examples shuffle
+    validation_percentage experiment_dir use_pretrained
+"""
 PROGRAMS = [
     *("lightrlhf.sft", "lightrlhf.rm", "lightrlhf.ppo", "lightrlhf.evaluate", "lightrlhf.plot"),
     *(f"datasets_prep.{name}.prepare_data" for name in ("helpful_harmless", "summarization", "generic", "apps")),
@@ -69,9 +83,9 @@ def test_its_alias_of_the_model_name_is_accepted(tmp_path, monkeypatch):
 def test_the_page_names_each_of_its_scripts_and_flags():
     for script, module in SCRIPTS.items():
         assert f"| `{script}` | `python -m {module}` |" in PAGE
-    for command in commands_of(SHEEPRL):
-        for flag in command.words[1:]:
-            assert f"`{flag.partition('=')[0]}`" in PAGE, flag
+    named = {name for theirs, *_ in rows() for name in re.findall(r"`--(\w+)", theirs)}
+    typed = {flag[2:].partition("=")[0] for command in commands_of(SHEEPRL) for flag in command.words[1:]}
+    assert not (typed | set(FLAGS.split())) - named
 
 
 def rows() -> list[list[str]]:
