@@ -58,7 +58,7 @@ FLAGS = """
     validation_percentage experiment_dir use_pretrained
 """
 PROGRAMS = [
-    *("lightrlhf.sft", "lightrlhf.rm", "lightrlhf.ppo", "lightrlhf.evaluate", "lightrlhf.plot"),
+    *(f"lightrlhf.{name}" for name in ("sft", "rm", "ppo", "dpo", "evaluate", "plot")),
     *(f"datasets_prep.{name}.prepare_data" for name in ("helpful_harmless", "summarization", "generic", "apps")),
 ]
 

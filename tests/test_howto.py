@@ -19,13 +19,14 @@ from pages import PAGES, args_class, blocks, commands_of, parse_flags
 
 from lightrlhf.plot import read_metrics
 
-ALGORITHMS = ("sft", "rm", "ppo")
+ALGORITHMS = ("sft", "rm", "ppo", "dpo")
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
+    "lightrlhf.dpo": LEARN,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "rloo": [*LEARN, "--max_new_tokens", "6"],
 }
@@ -35,7 +36,7 @@ DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py,
 
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
-    """A folder as the pages find it: the café's data and base model, one SFT, one RM and one PPO experiment."""
+    """A folder as the pages find it: the café's data and base model, one experiment of each algorithm."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(cafe_data, folder / "data" / "cafe" / "tiny")
     base = folder / "datasets_prep" / "cafe" / "base"
@@ -45,10 +46,10 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
     for experiment in (sft_dir, rm_dir):
         target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
         shutil.copytree(experiment, target)
-    ppo = importlib.import_module("lightrlhf.ppo")
-    models = ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir]
     data = ["--data_dir", str(folder / "data" / "cafe" / "tiny"), "--log_dir", str(folder / "logs")]
-    ppo.main([*data, *models, *TINY["lightrlhf.ppo"]])
+    for name, models in (("ppo", ["--rm_experiment_dir", rm_dir]), ("dpo", [])):
+        program = importlib.import_module(f"lightrlhf.{name}")
+        program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
     return folder
 
 
@@ -174,8 +175,8 @@ def test_completion_is_printed_for_the_console_script(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- metrics, flags, links
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
-    folder = {"sft": "rlhf-supervised-finetuning", "rm": "rlhf-reward-modelling", "ppo": "rlhf-ppo"}[algorithm]
-    (experiment,) = (furnished / "logs" / folder / "cafe" / "tiny").iterdir()
+    name = args_class(f"lightrlhf.{algorithm}").experiment_name
+    (experiment,) = (furnished / "logs" / name / "cafe" / "tiny").iterdir()
     logged = {name for row in read_metrics(str(experiment)) for name in row} - {"step"}
     page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
     table = page.split("## Metrics")[1].split("\n## ")[0]
