@@ -5,7 +5,7 @@ the chosen and the rejected response,
 
     L = -log sigmoid(beta (a - b)),  summed over pairs, divided once by their global number                      (eq. 7)
 
-`LOSSES` holds this and seventeen others, to be called on `Pairs`. `--rapo` weighs the rejected side, u = a - lambda b
+`LOSSES` holds this and sixteen others, to be called on `Pairs`. `--rapo` weighs the rejected side, u = a - lambda b
 (the RAPO code of Online-RLHF); `--length_alpha` corrects for length (R-DPO); `--rpo_alpha` adds the likelihood of the
 chosen response (RPO). The reference's log-probabilities are computed once, before training, by the policy itself as it
 was loaded (or by `--ref_model`), so no second model is in memory.

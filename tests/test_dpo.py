@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 from helpers import (
     CPU,
+    ROOT,
     RunOfOneStep,
     assert_same_gradients,
     last_checkpoint,
@@ -30,7 +32,7 @@ from helpers import (
 )
 
 from lightrlhf import dpo, evaluate
-from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
+from lightrlhf.common.args import ModelArgs, RunFailure, TrainArgs, UsageError
 from lightrlhf.common.batch import load_split, preference_batch
 from lightrlhf.common.model import load_policy
 from lightrlhf.dpo import LOSSES, RAPO, DPOArgs, Pairs, chosen_nll, main, make_pairs, score_pairs, truncate
@@ -719,3 +721,18 @@ def test_bad_models_and_columns_are_one_line(cafe_data, scored_data, base_model,
 def test_arguments_are_stored_with_the_run(dpo_dir):
     stored = json.loads((Path(dpo_dir) / "args.json").read_text())
     assert stored["program"] == "dpo" and stored["beta"] == 0.1 and stored["loss_type"] == "sigmoid"
+
+
+# -------------------------------------------------------------------------------------------------------------- page
+def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
+    from dataclasses import fields
+
+    page = (ROOT / "howto" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
+    table = page.split("## Losses")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LOSSES)
+    assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
+    logged = {name for row in metrics(dpo_dir) for name in row} - {"step"}
+    table = page.split("## Metrics")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
+    shared = {field.name for base in (TrainArgs, ModelArgs) for field in fields(base)}
+    assert not {f.name for f in fields(DPOArgs) if f.name not in shared and f"`--{f.name}" not in page}
