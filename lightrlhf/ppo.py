@@ -480,10 +480,11 @@ def rollout_metrics(run: Run, rollout: Rollout, scores: Tensor, rewards: Tensor,
         "objective/reward": reward,
         "objective/entropy": entropy,
         "completions/macro_length": macro_length,
+        "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
         "completions/mean_length": length,
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
-        "value/explained_variance": float(explained_variance(batch.values, batch.returns, mask)),
+        "value/explained_variance": float(explained_variance(batch.values, batch.returns, mask, run.sum_over_ranks)),
     }
 
 

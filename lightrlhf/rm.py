@@ -12,6 +12,7 @@ Left out: ranked lists of more than two answers, margins and regression on ratin
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,11 +103,12 @@ def main(argv: list[str] | None = None) -> str:
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
+        started = time.perf_counter()
         rows = run.share(run.global_batch(train, step, args.mini_batch_size))
         metrics = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("reward")})
+            run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(rows, started)})
         save_now = run.due(args.save_interval, num_steps)
         if save_now or run.due(args.eval_interval, num_steps):
             results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)

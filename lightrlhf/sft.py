@@ -11,6 +11,7 @@ Left out: data mixtures, curricula and multi-epoch shuffling buffers.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -85,11 +86,13 @@ def main(argv: list[str] | None = None) -> str:
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
+        started = time.perf_counter()
         rows = run.share(run.global_batch(train, step, args.mini_batch_size))
         loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")})
+            metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
+            run.log(metrics | run.speed(rows, started))
         if validation and run.due(args.eval_interval, num_steps):
             loss = evaluate(run, model, validation, tokenizer.pad_token_id)
             results = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
@@ -103,7 +106,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tupl
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
     batches = [layout(args, micro, pad_id).to(run.device) for micro in micro_batches(rows, args.micro_batch_size)]
-    count = run.total(sum(batch.num_actions for batch in batches))
+    count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
         with run.accumulate(model, enabled=i + 1 < len(batches)):

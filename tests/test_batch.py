@@ -8,6 +8,7 @@ from helpers import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrlhf.common.args import UsageError
 from lightrlhf.common.batch import (
     IGNORE_INDEX,
     Batch,
@@ -238,3 +239,10 @@ def test_prompts_come_from_their_own_split_else_from_the_demonstrations(cafe_dat
 
 def test_a_vocabulary_that_just_fits_is_accepted():
     check_vocabulary([{"input_ids": [1, 2, 60]}, {"chosen_input_ids": [], "rejected_input_ids": [3]}], 61, "data")
+
+
+def test_a_foreign_ignore_index_is_refused(tmp_path):
+    row = {"prompt_len": 1, "input_ids": [5, 6, 7], "targets": [-1, 6, 7]}
+    torch.save([row], tmp_path / "finetune_train.pt")
+    with pytest.raises(UsageError, match="row 0 ignores targets by another number than -100"):
+        load_split(tmp_path, "finetune", "train")

@@ -76,6 +76,7 @@ class Rollout(Batch):
     logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, whole vocabulary, 0 off actions
     ref_logprobs: Tensor  # (B, T-1) the same under the reference
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the data's other columns, a dict a row
+    removed_mass: float = 0.0  # mean probability that top-k and top-p took out of the sampling distribution
 
     def response_ids(self) -> list[list[int]]:
         """The sampled tokens of each row, end token included where there is one."""
@@ -147,15 +148,20 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
     for index, row in enumerate(rows):
-        if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
-            keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise UsageError(f"{path}: row {index} has {keys}, but the {stage} stage needs {sorted(COLUMNS[stage])}")
-        if "targets" in row and len(row["targets"]) != len(row["input_ids"]):
-            raise UsageError(
-                f"{path}: row {index} has {len(row['input_ids'])} input_ids but {len(row['targets'])} targets; "
-                "prepare it again"
-            )
+        _check_row(row, stage, f"{path}: row {index}")
     return rows
+
+
+def _check_row(row: Any, stage: str, where: str) -> None:
+    if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise UsageError(f"{where} has {keys}, but the {stage} stage needs {sorted(COLUMNS[stage])}")
+    if stage == "finetune":
+        ids, targets = row["input_ids"], torch.as_tensor(row["targets"])
+        if len(targets) != len(ids):
+            raise UsageError(f"{where} has {len(ids)} input_ids but {len(targets)} targets; prepare it again")
+        if ((targets < 0) & (targets != IGNORE_INDEX)).any():
+            raise UsageError(f"{where} ignores targets by another number than {IGNORE_INDEX}; prepare it again")
 
 
 def load_prompts(data_dir: str | Path, split: str) -> list[Row]:

@@ -120,12 +120,20 @@ def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
     return -F.logsigmoid(chosen_scores - rejected_scores)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over what is counted; 1 is perfect, 0 no better than a constant."""
-    if not mask.any():
-        return returns.new_zeros(())
-    error = (returns - values)[mask]
-    return 1 - error.var(correction=0) / returns[mask].var(correction=0).clamp(min=1e-8)
+def explained_variance(
+    values: Tensor, returns: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks | None = None
+) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over what all ranks count; 1 is perfect, 0 no better than a constant.
+
+    A scalar, in float64; 0 where nothing is counted.
+    """
+    counted = torch.stack([(returns - values)[mask], returns[mask]]).double()  # (2, N)
+    sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), mask.sum()[None].double()])
+    *sums, count = sum_over_ranks(sums) if sum_over_ranks else sums
+    if count == 0:
+        return count
+    error, total = (square / count - (linear / count) ** 2 for linear, square in zip(sums[:2], sums[2:]))
+    return 1 - error / total.clamp(min=1e-8)
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:

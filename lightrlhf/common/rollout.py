@@ -312,6 +312,7 @@ def generate_rollout(
         logprobs=score_logprobs(policy, batch, args.temperature, num_slots),
         ref_logprobs=score_logprobs(reference, batch, args.temperature, num_slots),
         columns=[row.get("columns", {}) for row in rows],
+        removed_mass=sampled.removed_mass,
     )
 
 

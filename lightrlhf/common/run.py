@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
-from lightrlhf.common.batch import Row, epoch_order
+from lightrlhf.common.batch import Row, epoch_order, row_length
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
 from lightrlhf.common.model import Policy, ScalarModel, merged_model
 
@@ -216,6 +216,12 @@ class Run:
         ]
         if shown and hasattr(self, "_bar"):
             self._bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
+
+    def speed(self, rows: Sequence[Row], started: float) -> dict[str, float]:
+        """Seconds of a step that began at `started`, and real tokens (no padding) per second over all ranks."""
+        seconds = time.perf_counter() - started
+        tokens = self.total(sum(map(row_length, rows)))
+        return {"time/update": seconds, "time/tokens_per_second": tokens / seconds}
 
     def log_samples(self, samples: Sequence[dict[str, Any]]) -> None:
         """Append texts of the current step to `samples.jsonl` (first rank only)."""
