@@ -353,6 +353,26 @@ def test_no_gradient_flows_through_the_weight_of_the_rejected_side(cafe_data, pa
     assert not made.rejected_weight.requires_grad
 
 
+def test_the_metrics_of_pairs_and_a_tie_is_half_right(cafe_data):
+    def row(pc: float, pr: float) -> dict:
+        return random_rows(beta=0.5)[0] | {"pc": pc, "pr": pr, "rc": -4.0, "rr": -6.0}
+
+    pairs = pairs_of([row(-3.0, -8.0), row(-5.0, -7.0), row(-4.0, -2.0), row(-2.0, -6.0)])  # right, tie, wrong, right
+    sums = torch.stack([torch.tensor(6.0), torch.tensor(2.0), *dpo.pair_sums(pairs)]).detach() / 4
+    found = dpo.pair_metrics(arguments(cafe_data, rpo_alpha=0.5), sums.tolist())
+    assert found == {
+        "loss": 1.75,
+        "preference_loss": 1.5,
+        "nll": 0.5,
+        "rewards/chosen": 0.5 * (1 - 1 + 0 + 2) / 4,
+        "rewards/rejected": 0.5 * (-2 - 1 + 4 + 0) / 4,
+        "rewards/margins": 0.5 * (3 + 0 - 4 + 2) / 4,
+        "rewards/accuracies": 2.5 / 4,
+        "logps/chosen": -14 / 4,
+        "logps/rejected": -23 / 4,
+    }
+
+
 def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before():
     mean = dpo.RunningMean()
     assert mean.value == 0
@@ -493,6 +513,22 @@ def test_validation_and_evaluation_measure_the_implicit_reward(dpo_dir, sft_dir,
     assert row["implicit_margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
     low, high = row["implicit_accuracy_interval"]
     assert low < row["implicit_accuracy"] < high and abs(row["kl"]) > 0
+
+
+def test_what_evaluation_takes_as_reference(dpo_dir, sft_dir, tmp_path):
+    def reference(*flags: str, **stored: object) -> tuple:
+        folder = shutil.copytree(dpo_dir, tmp_path / str(len(list(tmp_path.iterdir()))))
+        args = json.loads((folder / "args.json").read_text()) | stored
+        (folder / "args.json").write_text(json.dumps(args))
+        given = evaluate.EvaluateArgs(experiment_dir=[str(folder)], **dict(zip(flags[::2], flags[1::2])))
+        return evaluate.reference_of(given, str(folder))
+
+    assert reference() == (sft_dir, "--reference_dir")
+    assert reference(ref_model="other") == ("other", "--reference_dir")
+    assert reference("reference_dir", dpo_dir, ref_model="other") == (dpo_dir, "--reference_dir")
+    assert reference(sft_experiment_dir=None, model_name="hub/name") == ("hub/name", "--model_name")
+    assert reference(sft_experiment_dir=None, model_name="tiny")[0] is None
+    assert reference(sft_experiment_dir=None, model_name="hub/name", program="sft")[0] is None
 
 
 def test_a_supervised_model_has_no_implicit_reward(sft_dir, tmp_path):
