@@ -65,7 +65,7 @@ def measured(source: Path, tokenizer: Path, destination: Path, stage: str, num_p
     process = subprocess.Popen([*command, *(f"--{name}={value}" for name, value in flags.items())])
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
-        time.sleep(0.1)
+        time.sleep(0.5)  # looking costs time too
     if process.returncode:
         raise SystemExit(process.returncode)
     after = os.times()

@@ -249,6 +249,8 @@ def prepare(
             for split, members in splits.items():
                 save(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
         tokenizer.save_pretrained(folder / "tokenizer")
+        if isinstance(example_prompt, str) and args.chat_template:
+            example_prompt = [{"role": "user", "content": example_prompt}]
         ids = encode_prompt(tokenizer, example_prompt)
         text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
         save(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})

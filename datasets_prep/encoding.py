@@ -11,9 +11,11 @@ Left out: templates that rewrite earlier turns when a turn is added (their rows 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -354,6 +356,8 @@ def start_worker(encoder: Encoder) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent leaves no worker behind
     _encoder = encoder
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from datasets_prep.splits import Placement, shares_of
 from lightrlhf.common.args import RunFailure, UsageError, parse
 from lightrlhf.common.batch import COLUMNS, IGNORE_INDEX, SPLITS, load_split, preference_batch
 
+ROOT = Path(__file__).resolve().parents[1]
 WORDS = "latte muffin bread please large small order coffee".split()
 
 
@@ -320,6 +322,32 @@ def die(rows):
     os._exit(9)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers outlive a killed parent")
+def test_a_killed_parent_leaves_no_worker(tmp_path, tokenizer_dir):
+    file = write_lines(tmp_path / "long.jsonl", ({"prompt": f"prompt {n}"} for n in range(200_000)))
+    flags = {"destination_dir": tmp_path / "out", "dataset_name": file, "tokenizer_name": tokenizer_dir, "num_proc": 2}
+    command = [sys.executable, "-m", "datasets_prep.generic.prepare_data"]
+    parent = subprocess.Popen([*command, *(f"--{name}={value}" for name, value in flags.items())], cwd=ROOT)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) == 2)
+    workers = [Path("/proc", pid, "stat") for pid in children.read_text().split()]
+    time.sleep(0.2)  # until they have started
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(alive(worker) for worker in workers), seconds=20)
+
+
+def alive(stat: Path) -> bool:
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until(holds, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_destination_that_is_a_file(write, tmp_path):
     (tmp_path / "taken").touch()
     with pytest.raises(UsageError, match="is a file"):
@@ -379,11 +407,10 @@ def test_sheeprl_command_lines(tmp_path, tokenizer_dir):
 @pytest.mark.parametrize("as_module", [True, False])
 def test_script_runs_as_module_and_as_path(tmp_path, tokenizer_dir, as_module):
     file = write_lines(tmp_path / "mine.jsonl", [{"prompt": f"p{n}", "completion": " answer"} for n in range(40)])
-    root = Path(__file__).resolve().parents[1]
     start = ["-m", "datasets_prep.generic.prepare_data"] if as_module else ["datasets_prep/generic/prepare_data.py"]
     flags = ["--destination_dir", tmp_path / "out", "--dataset_name", file, "--tokenizer_name", tokenizer_dir]
     done = subprocess.run(
-        [sys.executable, *start, *map(str, flags)], cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+        [sys.executable, *start, *map(str, flags)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
