@@ -39,5 +39,7 @@ setup(
         "rich>=13",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": [f"lightrlhf-{name.replace('_', '-')}=lightrlhf.{name}:main" for name in PROGRAMS]},
+    entry_points={
+        "console_scripts": [f"lightrlhf-{name.replace('_', '-')}=lightrlhf.{name}:main" for name in PROGRAMS]
+    },
 )
