@@ -416,7 +416,7 @@ def _forget_rows_after(path: Path, step: int) -> None:
     """Drop logged rows of steps that will be done again."""
     if path.is_file():
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # a text may hold U+2028
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
