@@ -42,9 +42,9 @@ def long_run(program: str, cafe_data, model, rm_dir) -> list[str]:
         flags += ["--rm_experiment_dir", rm_dir, "--adaptive_kl_coeff", "True", "--target_kl_coeff", "0.5"]
         flags += ["--rollout_size", "16", "--mini_batch_size", "8", "--micro_batch_size", "4", "--ppo_epochs", "2"]
         flags += ["--max_new_tokens", "6", "--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
-        return flags + ["--max_steps", "24", "--eval_interval", "9", "--disable_dropout", "False"]
+        return flags + ["--max_steps", "36", "--eval_interval", "9", "--disable_dropout", "False"]
     flags += ["--mini_batch_size", "8", "--micro_batch_size", "4", "--lr_warmup_steps", "5"]
-    return flags + ["--max_steps", "80", "--eval_interval", "30"]
+    return flags + ["--max_steps", "120", "--eval_interval", "30"]
 
 
 def kill_at_some_step(program: str, flags: list[str], log_dir: Path, first: int, last: int) -> tuple[Path, int]:
@@ -118,6 +118,30 @@ def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
     before = weights(last_checkpoint(folder)), metrics(folder)
     main(["--resume_from", str(folder)])
     assert (weights(last_checkpoint(folder)), metrics(folder)) == before
+
+
+def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tmp_path):
+    from lightrlhf.sft import main
+
+    folder = tmp_path / "copy"
+    shutil.copytree(sft_dir, folder)
+    before = metrics(folder)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (folder / name).open("ab") as file:
+            file.write('{"step": 2, "response": "☕'.encode()[:-1])
+    main(["--resume_from", str(folder)])
+    assert metrics(folder) == before and samples(folder) == ""
+
+
+def test_texts_with_line_separators_of_unicode_survive_resuming(sft_dir, tmp_path):
+    from lightrlhf.sft import main
+
+    folder = tmp_path / "copy"
+    shutil.copytree(sft_dir, folder)
+    line = json.dumps({"step": 1, "response": "one\u2028two\x85three"}, ensure_ascii=False) + "\n"
+    (folder / "samples.jsonl").write_text(line, encoding="utf-8")
+    main(["--resume_from", str(folder)])
+    assert samples(folder) == line
 
 
 def test_a_resumed_run_may_go_on_longer(sft_dir, tmp_path):
