@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -357,12 +358,13 @@ def main(argv: list[str] | None = None) -> str:
     elif args.ref_model is None:
         check_start(run, model, train, tokenizer.pad_token_id)
     for step in run.steps(num_steps):
+        started = time.perf_counter()
         batch = run.global_batch(train, step, args.mini_batch_size)
         metrics = train_step(run, model, batch, tokenizer.pad_token_id, baseline.value)
         baseline.update(metrics["rewards/chosen"] + metrics["rewards/rejected"], len(batch))
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("policy")})
+            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
         if validation and run.due(args.eval_interval, num_steps):
             results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
             run.log(results)

@@ -36,6 +36,7 @@ from lightrlhf.common.args import ModelArgs, RunFailure, TrainArgs, UsageError
 from lightrlhf.common.batch import load_split, preference_batch
 from lightrlhf.common.model import load_policy
 from lightrlhf.dpo import LOSSES, RAPO, DPOArgs, Pairs, chosen_nll, main, make_pairs, score_pairs, truncate
+from lightrlhf.plot import read_metrics
 
 COUPLED = sorted(dpo.RANKED_LOSSES)
 
@@ -767,7 +768,7 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
     table = page.split("## Losses")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LOSSES)
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
-    logged = {name for row in metrics(dpo_dir) for name in row} - {"step"}
+    logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
     table = page.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
     shared = {field.name for base in (TrainArgs, ModelArgs) for field in fields(base)}
