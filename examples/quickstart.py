@@ -111,7 +111,7 @@ def call(name: str, *argv: str) -> Any:
 def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
     """Answers to the same requests before and after PPO, picked with a fixed seed."""
     before, after = (
-        [json.loads(line) for line in Path(folder, "eval", "test.jsonl").read_text(encoding="utf-8").splitlines()]
+        [json.loads(line) for line in Path(folder, "eval", "test.jsonl").open(encoding="utf-8")]
         for folder in (sft_dir, ppo_dir)
     )
     for i in random.Random(0).sample(range(len(before)), count):

@@ -26,10 +26,9 @@ from datasets_prep.cafe.world import (
     random_flaws,
     request,
 )
-from datasets_prep.common import PrepareArgs, prepare
+from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import SPLITS
-from lightrlhf.common.model import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ def two_of_the_mixture(rng: random.Random, text: str, order: Order) -> tuple[Pla
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = parse(CafeArgs, argv)
-    tokenizer = load_tokenizer(None, args.tokenizer_name) if args.tokenizer_name else train_tokenizer(seed=args.seed)
+    tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else train_tokenizer(seed=args.seed)
     example = PROMPT.format(request="Could I get a large oat latte and two muffins, please?")
     prepare(args, rows(args), tokenizer=tokenizer, judge="datasets_prep.cafe.judge:gold", example_prompt=example)
 
