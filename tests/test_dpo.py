@@ -635,7 +635,7 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_dat
         started, rows = time.time(), 0
         while rows <= chosen and time.time() - started < 120 and process.poll() is None:
             time.sleep(0.005)
-            rows = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/**/metrics.jsonl"))
+            rows = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/*/*/*/*/metrics.jsonl"))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
