@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from datasets_prep.cafe.judge import judge_answer
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import (
+    CONTENT_FLAWS,
     MIXTURE,
     Order,
     Plan,
@@ -93,25 +93,29 @@ def preference(rng: random.Random, order: Order, noise: float) -> dict[str, Any]
         better = good_plan(rng, order)
         worse = flawed(rng, better, flaw)
     else:
-        flaw, (better, worse) = "mixed", two_of_the_mixture(rng, row["prompt"], order)
+        flaw, (better, worse) = "mixed", two_of_the_mixture(rng, order)
     swapped = rng.random() < noise
     chosen, rejected = (worse, better) if swapped else (better, worse)
     columns = {"group": flaw, "swapped": swapped}
     return row | {"chosen": " " + chosen.text(), "rejected": " " + rejected.text(), "columns": columns}
 
 
-def two_of_the_mixture(rng: random.Random, text: str, order: Order) -> tuple[Plan, Plan]:
-    """Two answers with different numbers or kinds of flaws, the better one first."""
+def two_of_the_mixture(rng: random.Random, order: Order) -> tuple[Plan, Plan]:
+    """Two answers of unlike worth, the better one first.
+
+    The guest knows what was done wrong: a wrong order counts for two, being rude and rambling for one each.
+    """
     while True:
-        plans = []
+        answers = []
         for _ in range(2):
             plan = good_plan(rng, order)
-            for flaw in random_flaws(rng, order, **MIXTURE):
+            flaws = random_flaws(rng, order, **MIXTURE)
+            for flaw in flaws:
                 plan = flawed(rng, plan, flaw)
-            plans.append(plan)
-        worth = [judge_answer(text, plan.text()).score for plan in plans]
-        if worth[0] != worth[1]:
-            return (plans[0], plans[1]) if worth[0] > worth[1] else (plans[1], plans[0])
+            answers.append((sum(2 if flaw in CONTENT_FLAWS else 1 for flaw in flaws), plan))
+        (one, first), (two, second) = answers
+        if one != two:
+            return (first, second) if one < two else (second, first)
 
 
 @one_line_errors
