@@ -45,6 +45,7 @@ from lightrlhf.common.model import (
     load_policy,
     load_tokenizer,
     policy_inputs,
+    starting_model,
     vocabulary_size,
 )
 from lightrlhf.common.run import Run
@@ -339,7 +340,7 @@ def main(argv: list[str] | None = None) -> str:
     train, notes = load_pairs(args, "train")
     validation = load_pairs(args, "validation")[0] if args.eval_interval else []
     run = Run(args, "dpo")
-    source, flag = start_from(args)
+    source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     policy = load_policy(source, args, tokenizer, flag)
     check_vocabulary(train + validation, vocabulary_size(policy), args.data_dir)
@@ -371,13 +372,6 @@ def main(argv: list[str] | None = None) -> str:
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer, extra={"reference": reference, "baseline": vars(baseline)})
     return str(run.finish(results))
-
-
-def start_from(args: DPOArgs) -> tuple[str, str]:
-    """What the policy starts from, and the flag that said so."""
-    if args.sft_experiment_dir:
-        return args.sft_experiment_dir, "--sft_experiment_dir"
-    return args.model_name, "--model_name"
 
 
 @dataclass

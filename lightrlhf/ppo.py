@@ -22,7 +22,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,7 @@ from lightrlhf.common.model import (
     load_tokenizer,
     policy_inputs,
     resolve,
+    starting_model,
     vocabulary_size,
 )
 from lightrlhf.common.ops import explained_variance, gae, masked_mean, whiten
@@ -175,7 +176,6 @@ class PPOBatch(Batch):
     advantages: Tensor
     returns: Tensor
     segments: Tensor  # int64, number of each action's macro action in its row, -1 off actions
-    columns: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_segments(self) -> int:
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> str:
     prompts = load_prompts(args.data_dir, "train")
     held_out = load_prompts(args.data_dir, "validation") if args.eval_interval else []
     run = Run(args, "ppo")
-    source, flag = policy_source(args)
+    source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     policy = load_policy(source, args, tokenizer, flag)
     check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
@@ -256,13 +256,6 @@ def main(argv: list[str] | None = None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- the models
-def policy_source(args: PPOArgs) -> tuple[str, str]:
-    """What the policy starts from, and the flag that said so."""
-    if args.sft_experiment_dir:
-        return args.sft_experiment_dir, "--sft_experiment_dir"
-    return args.model_name, "--model_name"
-
-
 def make_scorer(run: Run, tokenizer: Any) -> Scorer:
     """The reward model (with its own tokenizer) or the reward function, as `Rollout -> (B,)`."""
     args: PPOArgs = run.args
@@ -280,7 +273,7 @@ def load_critic(args: PPOArgs, tokenizer: Any) -> nn.Module:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     if args.rm_experiment_dir and args.critic_init != "policy":
         return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir")
-    source, flag = policy_source(args)
+    source, flag = starting_model(args)
     return load_scalar(source, args, tokenizer, args.seed, flag)
 
 

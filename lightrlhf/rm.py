@@ -28,6 +28,7 @@ from lightrlhf.common.model import (
     load_scalar,
     load_tokenizer,
     separate_pad_token,
+    starting_model,
     vocabulary_size,
 )
 from lightrlhf.common.ops import masked_mean, preference_loss
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> str:
     train = load_split(args.data_dir, "preference", "train")
     validation = load_split(args.data_dir, "preference", "validation")
     run = Run(args, "rm")
-    source, flag = start_from(args)
+    source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
     check_vocabulary(train, vocabulary_size(reward_model), args.data_dir)
@@ -116,13 +117,6 @@ def main(argv: list[str] | None = None) -> str:
         if save_now:
             run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
     return str(run.finish(results))
-
-
-def start_from(args: RMArgs) -> tuple[str, str]:
-    """What the reward model starts from, and the flag that said so."""
-    if args.sft_experiment_dir:
-        return args.sft_experiment_dir, "--sft_experiment_dir"
-    return args.model_name, "--model_name"
 
 
 def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

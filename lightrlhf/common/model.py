@@ -27,7 +27,7 @@ TINY = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "initializer_range": 0.1,  # about hidden_size ** -0.5; at 0.02 so narrow a model takes long to attend to anything
+    "initializer_range": 0.1,  # about hidden_size ** -0.5, as for a wide model 0.02 is
 }
 MAX_TINY_POSITIONS = 2048
 
@@ -263,6 +263,13 @@ def tiny_config(tokenizer: Any, **changes: Any) -> Any:
     )
 
 
+def starting_model(args: Any) -> tuple[str, str]:
+    """What a later stage starts from, `--sft_experiment_dir` or else `--model_name`, and the flag that said so."""
+    if args.sft_experiment_dir:
+        return args.sft_experiment_dir, "--sft_experiment_dir"
+    return args.model_name, "--model_name"
+
+
 def resolve(name: str, flag: str = "--model_name") -> str:
     """Folder or hub id behind a name; an experiment dir becomes its newest intact checkpoint.
 
@@ -348,7 +355,6 @@ def _train_last_layer(model: nn.Module) -> None:
 def _add_adapters(model: nn.Module, args: ModelArgs) -> None:
     quiet_libraries()
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.utils import infer_device  # noqa: F401  (fails early, with peft's own words, on a broken install)
 
     targets = args.lora_targets.split(",")
     if args.lora_targets == "all-linear":
