@@ -365,16 +365,19 @@ def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Ten
 def policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
     """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus."""
     surrogate = clipped_surrogate(stats.logprobs - batch.logprobs, batch.advantages, clip_coeff)  # (B, T-1)
-    return -(surrogate + entropy_coeff * stats.entropy)[batch.action_mask].sum()
+    if entropy_coeff:
+        surrogate = surrogate + entropy_coeff * stats.entropy
+    return -surrogate[batch.action_mask].sum()
 
 
 def macro_policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
     """Minus the sum over macro actions of the surrogate with the product of their ratios (Chai et al. 2025, eq. 3)."""
     log_ratio = macro.reduce_sum(stats.logprobs - batch.logprobs, batch.segments)  # (B, M)
     advantages = macro.value_first(batch.advantages, batch.segments)  # (B, M)
-    entropy = macro.reduce_sum(stats.entropy, batch.segments)  # (B, M)
     surrogate = clipped_surrogate(log_ratio, advantages, clip_coeff)
-    return -(surrogate + entropy_coeff * entropy)[macro.segment_mask(batch.segments)].sum()
+    if entropy_coeff:
+        surrogate = surrogate + entropy_coeff * macro.reduce_sum(stats.entropy, batch.segments)
+    return -surrogate[macro.segment_mask(batch.segments)].sum()
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) -> Tensor:
@@ -424,7 +427,7 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
         micro = minibatch.select(rows)
         more = i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
-            stats = actor(**policy_inputs(micro), temperature=args.temperature)
+            stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
             loss = loss_of(stats, micro, args.clip_coeff, args.entropy_coeff)
             run.backward(loss / policy_count)
         with run.accumulate(critic, enabled=more):

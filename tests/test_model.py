@@ -61,7 +61,7 @@ def alone(batch: Batch, row: int) -> Batch:
 def test_logprobs_are_those_of_the_whole_model_run_on_each_row_alone(architecture):
     policy, batch = tiny_policy(architecture), mixed_batch()
     for layout in (batch, left_padded(batch)):
-        stats = policy(**policy_inputs(layout), temperature=0.7, with_mean=True)
+        stats = policy(**policy_inputs(layout), temperature=0.7, with_entropy=True, with_mean=True)
         for row in range(len(batch)):
             ids = alone(batch, row).input_ids
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, :-1].double() / 0.7

@@ -125,7 +125,7 @@ def test_head_logprobs_equal_a_log_softmax_by_hand(temperature):
     weight = torch.randn(11, 5, dtype=torch.float64)
     targets = torch.randint(11, (7,))
     logprobs, entropy, mean = ops.head_logprobs(
-        hidden.float(), lambda h: h @ weight.float().T, targets, temperature, True
+        hidden.float(), lambda h: h @ weight.float().T, targets, temperature, with_entropy=True, with_mean=True
     )
     for n in range(7):
         logits = [sum(float(hidden[n, i] * weight[v, i]) for i in range(5)) / temperature for v in range(11)]
@@ -143,15 +143,24 @@ def test_head_logprobs_in_chunks_have_the_same_values_and_gradients():
     for chunk_size in (2, 4096):
         hidden = torch.randn(9, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
         head = weight.clone().requires_grad_()
-        rows = ops.head_logprobs(hidden, lambda h, head=head: h @ head.T, targets, 1.0, True, chunk_size)
+        rows = ops.head_logprobs(hidden, lambda h, head=head: h @ head.T, targets, 1.0, True, True, chunk_size)
         sum(row.sum() for row in rows).backward()
         results.append([*rows, hidden.grad, head.grad])
     for one, other in zip(*results):
         assert torch.allclose(one, other, atol=1e-6)
 
 
+def test_head_logprobs_are_the_same_whatever_else_is_asked():
+    hidden, weight, targets = torch.randn(9, 5), torch.randn(11, 5), torch.randint(11, (9,))
+    plain = ops.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7)
+    assert plain[1] is None and plain[2] is None
+    for asked in ({"with_entropy": True}, {"with_mean": True}):
+        assert torch.allclose(plain[0], ops.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7, **asked)[0])
+
+
 def test_head_logprobs_of_no_actions_are_empty():
-    logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, torch.zeros(0).long())
+    none = torch.zeros(0).long()
+    logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_entropy=True)
     assert logprobs.shape == entropy.shape == (0,) and mean is None
 
 

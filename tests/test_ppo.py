@@ -67,7 +67,7 @@ def test_the_policy_loss_and_its_gradient_equal_a_float64_reference(entropy_coef
     logprobs = (batch.logprobs + 0.4 * torch.randn_like(batch.logprobs)).requires_grad_()
     entropy = torch.rand_like(batch.logprobs).requires_grad_()
     loss = policy_loss(TokenStats(logprobs, entropy, None), batch, 0.2, entropy_coeff)
-    found = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+    found = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
     total, clipped = torch.zeros((), dtype=torch.float64), 0
     for b, t in batch.action_mask.nonzero().tolist():
         ratio = torch.exp(logprobs[b, t] - batch.logprobs[b, t])

@@ -36,7 +36,7 @@ class TokenStats(NamedTuple):
     """What a language model says of the actions of a batch; each (B, T-1), 0 where there is no action."""
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None  # only when asked for
     mean_logprobs: Tensor | None  # over the vocabulary; only when asked for
 
 
@@ -55,17 +55,18 @@ class Policy(nn.Module):
         action_mask: Tensor,
         sequence_ids: Tensor | None = None,
         temperature: float = 1.0,
+        with_entropy: bool = False,
         with_mean: bool = False,
     ) -> TokenStats:
-        """(B, T) ids and masks -> log-probabilities and entropies of the actions at `temperature`."""
+        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked."""
         inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if self.head_is_plain:
-            hidden = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]  # (N, H)
-            rows = head_logprobs(hidden, self.model.get_output_embeddings(), targets, temperature, with_mean)
+            states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]  # (N, H)
+            head = self.model.get_output_embeddings()
         else:  # the architecture changes its logits behind the head (soft caps, scales)
-            logits = self.model(**inputs).logits[:, :-1][action_mask]  # (N, V)
-            rows = head_logprobs(logits, lambda chunk: chunk, targets, temperature, with_mean)
+            states, head = self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()  # (N, V)
+        rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
         return TokenStats(*(None if row is None else _scatter(row, action_mask) for row in rows))
 
 

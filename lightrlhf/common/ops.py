@@ -49,28 +49,36 @@ def head_logprobs(
     head: Callable[[Tensor], Tensor],
     targets: Tensor,
     temperature: float = 1.0,
+    with_entropy: bool = False,
     with_mean: bool = False,
     chunk_size: int = 4096,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probability of each target, entropy of each prediction and (for label smoothing) mean log-probability.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probability of each target and, where asked, entropy and (for label smoothing) mean log-probability.
 
-    hidden (N, H), targets (N,) -> three (N,) float32 tensors. Logits exist for `chunk_size` rows at a time, in the
-    backward pass too, so (N, V) never stands in memory.
+    hidden (N, H), targets (N,) -> (N,) float32 tensors, None for what was not asked: over a large vocabulary each
+    costs about as much again. Logits exist for `chunk_size` rows at a time, in the backward pass too, so (N, V) never
+    stands in memory.
     """
 
     def chunk(h: Tensor, target: Tensor) -> Tensor:
-        logits = head(h).float() / temperature  # (n, V)
+        logits = head(h).float()  # (n, V)
+        if temperature != 1.0:
+            logits = logits / temperature
+        if not (with_entropy or with_mean):
+            return -F.cross_entropy(logits, target, reduction="none")[None]  # (1, n)
         logprobs = logits.log_softmax(-1)  # (n, V)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        rows = [logprobs.gather(-1, target[:, None])[:, 0], entropy]
-        return torch.stack([*rows, logprobs.mean(-1)] if with_mean else rows)  # (2 or 3, n)
+        rows = [logprobs.gather(-1, target[:, None])[:, 0]]
+        rows += [-(logprobs.exp() * logprobs).sum(-1)] if with_entropy else []
+        rows += [logprobs.mean(-1)] if with_mean else []
+        return torch.stack(rows)  # (2 or 3, n)
 
     pieces = []
     for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size)):
         save_memory = torch.is_grad_enabled() and len(targets) > chunk_size
         pieces.append(checkpoint(chunk, h, target, use_reentrant=False) if save_memory else chunk(h, target))
-    out = torch.cat(pieces, -1) if pieces else hidden.new_zeros((3 if with_mean else 2, 0), dtype=torch.float32)
-    return out[0], out[1], (out[2] if with_mean else None)
+    num_rows = 1 + with_entropy + with_mean
+    out = torch.cat(pieces, -1) if pieces else hidden.new_zeros((num_rows, 0), dtype=torch.float32)
+    return out[0], (out[1] if with_entropy else None), (out[-1] if with_mean else None)
 
 
 def gae(
