@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 PROGRAMS = ["sft", "rm", "ppo", "dpo", "evaluate", "plot"]
 
 EXTRAS = {
+    "serve": ["transformers[serving]>=5.0"],
     "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
@@ -36,6 +37,8 @@ setup(
         "nltk>=3.8",
         "matplotlib>=3.8",
         "tqdm>=4.65",
+        "httpx2>=2.0",
+        "tenacity>=8.2",
         "rich>=13",
     ],
     extras_require=EXTRAS,

@@ -9,7 +9,19 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-COMMON = ["args", "checkpoint", "batch", "ops", "segments", "model", "rollout", "rewards", "run"]  # earlier ones only
+COMMON = [
+    "args",
+    "checkpoint",
+    "jsonl",
+    "remote",
+    "batch",
+    "ops",
+    "segments",
+    "model",
+    "rollout",
+    "rewards",
+    "run",
+]  # earlier ones only
 EDGES = {  # beside `common`
     "online_dpo": {"dpo", "sft", "generate", "annotate"},
     "refuel": {"generate", "annotate"},

@@ -1,0 +1,267 @@
+"""The client of OpenAI-compatible servers: a scripted one that misbehaves, and a real `transformers serve`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from helpers import environment, save_model
+
+from lightrlhf.common.args import RunFailure
+from lightrlhf.common.remote import RemoteArgs, Reply, Servers
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers each prompt by what the script says for its first, second, … request; then by an echo."""
+
+    daemon_threads = True
+
+    def __init__(self, script: dict[str, list], healthy_after: int = 0, health: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script, self.healthy_after, self.health = script, healthy_after, health
+        self.asked: dict[str, int] = defaultdict(int)
+        self.headers_seen: list[dict[str, str]] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def send(self, status: int, body: object, **headers: str) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.asked[self.path] += 1
+            count = self.server.asked[self.path]
+        if self.path == "/health" and not self.server.health:
+            return self.send(404, {})
+        self.send(200 if count > self.server.healthy_after else 503, {})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        chat = self.path == "/v1/chat/completions"
+        prompt = request["messages"][-1]["content"] if chat else request["prompt"]
+        server = self.server
+        with server.lock:
+            server.asked[prompt] += 1
+            server.headers_seen.append({k.lower(): v for k, v in self.headers.items()})
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+            steps = server.script.get(prompt, [])
+            step = steps[server.asked[prompt] - 1] if server.asked[prompt] <= len(steps) else None
+        try:
+            if step is not None:
+                return step(self)
+            text = f"{prompt}!"
+            choice = {"message": {"content": text}} if chat else {"text": text}
+            self.send(200, {"choices": [{**choice, "finish_reason": "length" if prompt == "long" else "stop"}]})
+        finally:
+            with server.lock:
+                server.at_once -= 1
+
+
+def status(code: int, body: object = None, **headers: str):
+    return lambda handler: handler.send(code, body if body is not None else {"error": {"message": "no"}}, **headers)
+
+
+def half_closed(handler: Handler) -> None:
+    """Promises more than it sends, then hangs up."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def silent(handler: Handler) -> None:
+    time.sleep(1.0)
+    handler.close_connection = True
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(script=None, **options) -> Scripted:
+        server = Scripted(script or {}, **options)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def client(*servers: Scripted, **options) -> Servers:
+    args = RemoteArgs(base_url=[s.url for s in servers], **{"request_timeout": 5.0, "health_timeout": 5.0, **options})
+    return Servers(args, "tiny", first_wait=0.01)
+
+
+def prompts(*texts: str) -> list[dict]:
+    return [{"prompt": text} for text in texts]
+
+
+def test_replies_keep_the_order_and_no_more_requests_are_out_than_allowed(serve):
+    slow = {str(n): [lambda h: time.sleep(0.02) or h.send(500, {})] for n in range(0, 40, 7)}
+    one, two = serve(slow), serve(slow)
+    with client(one, two, max_workers=3) as servers:
+        replies = list(servers.replies(prompts(*map(str, range(40)))))
+    assert replies == [Reply(f"{n}!") for n in range(40)]
+    assert one.most_at_once + two.most_at_once <= 4  # a server counts one out a moment after its reply is read
+    assert min(len(one.asked), len(two.asked)) >= 18
+
+
+def test_chat_and_plain_completions_and_what_stopped_them(serve):
+    server = serve()
+    with client(server) as servers:
+        chat, plain = servers.replies([{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "long"}])
+    assert chat == Reply("hi!", truncated=False) and plain == Reply("long!", truncated=True)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        status(429, Retry_After="0.05"),
+        status(429, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
+        status(503),
+        status(200, b"<html>gateway</html>"),
+        status(200, {"choices": []}),
+        status(200, {"choices": [{"message": None, "text": None}]} | {"choices": None}),
+        half_closed,
+        silent,
+    ],
+    ids=["429", "429 until a date", "503", "html", "no choice", "null", "half closed", "time-out"],
+)
+def test_what_may_pass_is_tried_again(serve, failure):
+    server = serve({"a": [failure, failure]})
+    with client(server, request_timeout=0.3 if failure is silent else 5.0) as servers:
+        assert list(servers.replies(prompts("a", "b"))) == [Reply("a!"), Reply("b!")]
+    assert server.asked["a"] == 3 and server.asked["b"] == 1
+
+
+def test_retry_after_is_waited_for(serve):
+    server = serve({"a": [status(429, Retry_After="0.5")]})
+    began = time.monotonic()
+    with client(server) as servers:
+        assert next(servers.replies(prompts("a"))) == Reply("a!")
+    assert time.monotonic() - began >= 0.5
+
+
+def test_a_request_goes_on_to_a_server_that_works(serve):
+    dead, alive = serve({"a": [half_closed] * 99, "b": [half_closed] * 99}), serve()
+    with client(dead, alive) as servers:
+        assert [r.text for r in servers.replies(prompts("a", "b"))] == ["a!", "b!"]
+
+
+def test_giving_up_is_one_line_that_names_the_server(serve):
+    server = serve({"b": [status(500, {"error": "on\nfire"})] * 9})
+    with client(server, max_attempts=3) as servers:
+        replies = servers.replies(prompts("a", "b", "c"))
+        assert next(replies) == Reply("a!")
+        with pytest.raises(RunFailure, match=rf"{server.url} failed 3 times, at last with: status 500: on fire;"):
+            next(replies)
+
+
+def test_a_request_that_is_refused_is_told_and_the_others_go_on(serve):
+    server = serve({"b": [status(400, {"detail": "too long"})]})
+    with client(server) as servers:
+        assert [r.error for r in servers.replies(prompts("a", "b", "c"))] == [None, "status 400: too long", None]
+
+
+def test_refusing_all_or_the_model_or_the_key_ends_it(serve):
+    everything = {str(n): [status(422, {"detail": "top_k?"})] for n in range(20)}
+    with client(serve(everything)) as servers, pytest.raises(RunFailure, match="every request: status 422: top_k?"):
+        list(servers.replies(prompts(*map(str, range(20)))))
+    with client(serve({"a": [status(404)]})) as servers, pytest.raises(RunFailure, match="status 404: no"):
+        list(servers.replies(prompts("a")))
+    with client(serve({"a": [status(401)]})) as servers, pytest.raises(RunFailure, match="set OPENAI_API_KEY"):
+        list(servers.replies(prompts("a")))
+
+
+def test_the_key_is_sent_and_never_told(serve, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server = serve({"b": [status(401)]})
+    with client(server) as servers:
+        list(servers.replies(prompts("a")))
+        with pytest.raises(RunFailure) as told:
+            list(servers.replies(prompts("b")))
+        assert "secret" not in str(told.value) + repr(servers.args)
+    assert server.headers_seen[0]["authorization"] == "Bearer sk-secret"
+
+
+def test_health_is_waited_for_and_asked_of_models_where_it_has_no_page(serve):
+    late, plain = serve(healthy_after=3), serve(health=False)
+    with client(late, plain) as servers:
+        servers.wait_until_healthy()
+    assert late.asked["/health"] == 4 and plain.asked["/v1/models"] == 1
+
+
+def test_a_server_that_never_comes_is_one_line():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    args = RemoteArgs(base_url=[url], health_timeout=0.2)
+    with (
+        Servers(args, "tiny", first_wait=0.05) as servers,
+        pytest.raises(RunFailure, match="did not answer within 0.2"),
+    ):
+        servers.wait_until_healthy()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://me:secret@host/v1"])
+def test_an_address_that_is_none_or_holds_a_password_is_refused(url):
+    with pytest.raises(ValueError, match="--base_url") as told:
+        RemoteArgs(base_url=[url]).check_remote()
+    assert "secret" not in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------------ a real server
+@pytest.fixture(scope="module")
+def transformers_serve(tmp_path_factory, tokenizer):
+    """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
+    pytest.importorskip("uvicorn", reason="needs pip install 'lightrlhf[serve]'")
+    pytest.importorskip("fastapi", reason="needs pip install 'lightrlhf[serve]'")
+    folder = save_model("llama", tmp_path_factory.mktemp("served") / "tiny", tokenizer)
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    yield f"http://127.0.0.1:{port}/v1", str(folder)
+    process.terminate()
+    process.wait(10)
+
+
+def test_transformers_serve_answers(transformers_serve):
+    url, model = transformers_serve
+    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=60.0)
+    conversation = [{"role": "user", "content": "Two coffees, please."}]
+    options = {"max_tokens": 5, "temperature": 0.0}
+    with Servers(args, model) as servers:
+        servers.wait_until_healthy()
+        replies = list(servers.replies([{"prompt": "A tea", **options}, {"messages": conversation, **options}] * 2))
+    assert replies[:2] == replies[2:] and all(reply.text and reply.error is None for reply in replies)
+    assert all(reply.truncated for reply in replies)
