@@ -202,6 +202,12 @@ def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     return _pad(ids, [_behind(n, len(row)) for row, n in zip(ids, prompt_lens)], pad_id)
 
 
+def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Ids by which a pair-preference model is asked whether the first response is the better one."""
+    marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
+    return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
+
+
 def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
     """Right-padded `[prompt][response]` rows; actions are the response tokens."""
     ids = [[*prompt, *response] for prompt, response in zip(prompts, responses)]

@@ -55,8 +55,10 @@ class JsonlWriter:
             self._file = self.path.open("ab")
             self._claim()
             self.rows = self._whole_rows()
-            if settings is not None:
-                self._check_settings(json.loads(json.dumps(settings)))
+            if self.rows and settings is not None:
+                check_settings(self.path, settings)
+            elif settings is not None:
+                write_settings(self.path, settings)
         except OSError as problem:
             raise UsageError(f"{self.path} cannot be written: {problem.strerror}") from None
 
@@ -100,21 +102,27 @@ class JsonlWriter:
         lines = content[:end].decode("utf-8", errors="replace").split("\n")[:-1]
         return [_parse(line, self.path, number) for number, line in enumerate(lines, start=1)]
 
-    def _check_settings(self, settings: Row) -> None:
-        beside = self.path.with_suffix(".args.json")
-        if self.rows:
-            try:
-                stored = json.loads(beside.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                raise UsageError(f"{self.path} holds rows already, and no {beside.name} tells of what") from None
-            changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
-            if changed:
-                name = changed[0]
-                raise UsageError(
-                    f"{self.path} holds rows of other settings: {name} was {stored.get(name)}, now "
-                    f"{settings.get(name)}; remove it or write elsewhere"
-                )
-        write_text(beside, json.dumps(settings, indent=1))
+
+def check_settings(path: Path, settings: Row) -> None:
+    """Raises: UsageError when the rows of a file are of other settings than these."""
+    beside = path.with_suffix(".args.json")
+    try:
+        stored = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"{path} holds rows already, and no {beside.name} tells of what") from None
+    settings = json.loads(json.dumps(settings))
+    changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"{path} holds rows of other settings: {name} was {stored.get(name)}, now {settings.get(name)}; "
+            "remove it or write elsewhere"
+        )
+
+
+def write_settings(path: Path, settings: Row) -> None:
+    """Write down what made a file's rows, beside it."""
+    write_text(path.with_suffix(".args.json"), json.dumps(settings, indent=1))
 
 
 def _line(row: Row) -> str:

@@ -1,0 +1,294 @@
+"""Scores of texts, whoever wrote them: a reward model with its own tokenizer and chat template, a model that compares
+two responses, or a Python function.
+
+Responses come in groups, one group a prompt, because a comparing model scores a response by how often it beats the
+others of its group. A score that is not a finite number is None: it is for the caller to count. Where the scorer has
+the writer's tokenizer the sampled ids are scored as they are, never tokenised again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
+from lightrlhf.common.batch import encode_prompt, encode_response, pair_prompt, response_batch
+from lightrlhf.common.model import ScalarModel, last_token, load_scalar, load_tokenizer, quiet_libraries, resolve
+from lightrlhf.common.rewards import reward_statistics, same_tokenizer
+
+Messages = list[dict[str, str]]
+
+
+class Sample(NamedTuple):
+    """A response to be scored."""
+
+    prompt: str | Messages
+    response: str
+    truncated: bool = False  # stopped by its length: no end token is put behind it
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    columns: dict[str, Any] = {}
+
+
+Groups = Sequence[Sequence[Sample]]
+GroupScorer = Callable[[Groups], list[list[float | None]]]
+
+
+@dataclass
+class Encoding:
+    """How samples become ids of a scorer."""
+
+    tokenizer: Any
+    ids_fit: bool  # whether the samples' own ids are of this tokenizer
+    wrap_prompts: bool = False  # whether a text prompt becomes a user message
+    longest: int | None = None  # positions of the model
+
+    def prompt_and_response(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Ids of both, the response ending with one end token unless it was truncated."""
+        if self.ids_fit and sample.prompt_ids and sample.response_ids:
+            return list(sample.prompt_ids), list(sample.response_ids)
+        prompt = sample.prompt
+        if self.wrap_prompts and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        start = encode_prompt(self.tokenizer, prompt)
+        if isinstance(prompt, str):
+            response = encode_response(self.tokenizer, sample.response)
+            return start, response[:-1] if sample.truncated else response
+        whole = [*prompt, {"role": "assistant", "content": sample.response}]
+        text = self.tokenizer.apply_chat_template(whole, tokenize=False).rstrip()
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids[: len(start)], ids[len(start) :]
+
+    def fits(self, length: int) -> bool:
+        return 0 < length <= (self.longest or math.inf)
+
+
+@dataclass
+class ModelScorer:
+    """A reward model: ours, any sequence classifier with one label, or one whose own code gives a `score`."""
+
+    model: nn.Module
+    encoding: Encoding
+    batch_size: int
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, groups: Groups) -> list[list[float | None]]:
+        """Standardised scores; None for a text with more tokens than the model has positions."""
+        samples = [sample for group in groups for sample in group]
+        if is_encoder(self.model):
+            values = iter(self._score_texts(samples))
+        else:
+            values = iter(self._score_ids([self.encoding.prompt_and_response(sample) for sample in samples]))
+        return [[finite((next(values) - self.mean) / self.std) for _ in group] for group in groups]
+
+    def _score_ids(self, rows: list[tuple[list[int], list[int]]]) -> list[float]:
+        def score(batch: list[tuple[list[int], list[int]]]) -> Tensor:
+            pad = self.encoding.tokenizer.pad_token_id
+            laid = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(self.model.device)
+            return score_batch(self.model, laid.input_ids, laid.attention_mask)
+
+        lengths = [len(prompt) + len(response) for prompt, response in rows]
+        return in_batches(rows, lengths, self.encoding, self.batch_size, score)
+
+    def _score_texts(self, samples: list[Sample]) -> list[float]:
+        """Encoders read prompt and response as the two texts of a pair."""
+        tokenizer = self.encoding.tokenizer
+        texts = [(as_text(sample.prompt), sample.response) for sample in samples]
+
+        @torch.no_grad()
+        def score(batch: list[tuple[str, str]]) -> Tensor:
+            prompts, responses = zip(*batch)
+            inputs = tokenizer(list(prompts), list(responses), padding=True, return_tensors="pt")
+            return self.model(**inputs.to(self.model.device)).logits[:, 0].float()
+
+        lengths = [len(tokenizer(*text)["input_ids"]) for text in texts]
+        return in_batches(texts, lengths, self.encoding, self.batch_size, score)
+
+
+@dataclass
+class PairScorer:
+    """A model that compares two responses (`rm --loss_type pair`).
+
+    A response's score is its mean chance of beating each other response of its group, asked in both orders: in [0, 1],
+    of K responses K (K - 1) comparisons. Without another response there is none.
+    """
+
+    model: nn.Module
+    encoding: Encoding
+    batch_size: int
+
+    def __call__(self, groups: Groups) -> list[list[float | None]]:
+        """Mean chances of winning."""
+        rows, places = [], []
+        for g, group in enumerate(groups):
+            encoded = [self.encoding.prompt_and_response(sample) for sample in group]
+            for a, (prompt, first) in enumerate(encoded):
+                for b, (_, second) in enumerate(encoded):
+                    if a != b:
+                        rows.append(pair_prompt(self.encoding.tokenizer, prompt, first, second))
+                        places.append((g, a, b))
+
+        def score(batch: list[list[int]]) -> Tensor:
+            laid = response_batch(batch, [[] for _ in batch], self.encoding.tokenizer.pad_token_id)
+            laid = laid.to(self.model.device)
+            return score_batch(self.model, laid.input_ids, laid.attention_mask)
+
+        logits = in_batches(rows, [len(row) for row in rows], self.encoding, self.batch_size, score)
+        chances: list[list[list[float]]] = [[[] for _ in group] for group in groups]
+        for (g, a, b), logit in zip(places, logits):
+            chance = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
+            chances[g][a].append(chance)
+            chances[g][b].append(1 - chance)
+        return [[finite(sum(c) / len(c)) if c else None for c in group] for group in chances]
+
+
+@dataclass
+class FunctionGroupScorer:
+    """A Python function `f(prompts, completions, **columns) -> list[float]`, as PPO takes it."""
+
+    function: Callable[..., Sequence[float]]
+    name: str = "the reward function"
+    failures: int = field(default=0, init=False)
+
+    def __call__(self, groups: Groups) -> list[list[float | None]]:
+        """Its numbers. Raises: RunFailure when it fails or does not return one for each completion."""
+        samples = [sample for group in groups for sample in group]
+        names = {name for sample in samples for name in sample.columns}
+        columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
+        try:
+            scores = list(self.function([as_text(s.prompt) for s in samples], [s.response for s in samples], **columns))
+        except Exception as problem:  # whatever a user's function raises
+            raise RunFailure(f"{self.name} failed with {type(problem).__name__}: {problem}") from problem
+        if len(scores) != len(samples):
+            raise RunFailure(f"{self.name} returned {len(scores)} scores for {len(samples)} completions")
+        values = iter(scores)
+        return [[number(next(values)) for _ in group] for group in groups]
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+def load_scorer(
+    name: str,
+    writer_tokenizer: Any,
+    device: torch.device,
+    batch_size: int,
+    flag: str,
+    trust_remote_code: bool = False,
+    wrap_prompts: bool = False,
+) -> GroupScorer:
+    """The scorer of a reward model or a pair-preference model.
+
+    writer_tokenizer: the one the samples' ids are of, None when there are none.
+    Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
+    """
+    source = resolve(name, flag)
+    config = _config(source)
+    custom = "AutoModelForSequenceClassification" in config.get("auto_map", {})
+    if custom and not trust_remote_code:
+        raise UsageError(f"{flag} {name} needs the code in its own folder; allow it by --trust_remote_code True")
+    if custom:
+        model, tokenizer = _load_custom(source, flag)
+    elif "ForSequenceClassification" in str(config.get("architectures")) and not _has_end_token(source):
+        model, tokenizer = load_scalar(source, ModelArgs(), None, 0, flag, needs_head=True).model, _plain(source)
+    else:
+        tokenizer = load_tokenizer(None, source)
+        model = load_scalar(source, ModelArgs(), tokenizer, 0, flag, needs_head=True).model
+    model = model.requires_grad_(False).eval().to(device)
+    ids_fit = writer_tokenizer is not None and same_tokenizer(tokenizer, writer_tokenizer)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    encoding = Encoding(tokenizer, ids_fit, wrap_prompts, longest)
+    if getattr(model.config, "compares_pairs", False):
+        return PairScorer(model, encoding, batch_size)
+    return ModelScorer(model, encoding, batch_size, *reward_statistics(source))
+
+
+def _config(source: str) -> dict[str, Any]:
+    try:
+        return json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # loading says what is wrong
+
+
+def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
+    quiet_libraries()
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(None, source)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
+    except Exception as problem:  # the folder's code may raise anything
+        line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise UsageError(f"{flag} {source} cannot be loaded: {line}") from None
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _plain(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)
+
+
+def _has_end_token(source: str) -> bool:
+    try:
+        return _plain(source).eos_token_id is not None
+    except (OSError, ValueError):
+        return True  # load_tokenizer tells in one line
+
+
+# ---------------------------------------------------------------------------------------------------------- helpers
+def in_batches(
+    rows: Sequence[Any],
+    lengths: Sequence[int],
+    encoding: Encoding,
+    batch_size: int,
+    score: Callable[[list[Any]], Tensor],
+) -> list[float]:
+    """`score` of rows of like length together; NaN for rows that do not fit the model."""
+    values = [math.nan] * len(rows)
+    order = sorted((i for i in range(len(rows)) if encoding.fits(lengths[i])), key=lambda i: lengths[i])
+    for start in range(0, len(order), batch_size):
+        index = order[start : start + batch_size]
+        for i, value in zip(index, score([rows[i] for i in index]).tolist()):
+            values[i] = value
+    return values
+
+
+@torch.no_grad()
+def score_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, T) right-padded rows -> (B,): the head at the last token, or what the model's own code calls `score`."""
+    if hasattr(model, "score"):
+        return last_token(ScalarModel(model)(input_ids, attention_mask), attention_mask)
+    out = model(input_ids=input_ids, attention_mask=attention_mask.long())
+    score = getattr(out, "score", None)
+    return (out.logits if score is None else score).reshape(len(input_ids), -1)[:, 0].float()
+
+
+def is_encoder(model: nn.Module) -> bool:
+    """Whether a classifier reads pairs of texts (BERT and its kin): no head `score`, no code of its own."""
+    return not hasattr(model, "score") and not hasattr(model.config, "auto_map")
+
+
+def as_text(prompt: str | Messages) -> str:
+    """A prompt as plain text: of messages, what each says, a line apart."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None."""
+    try:
+        return finite(float(value))
+    except (TypeError, ValueError):
+        return None
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
