@@ -97,7 +97,7 @@ def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data,
     model = load_scalar(rm_dir, ModelArgs(), tokenizer, 0).eval()
     mean, std = reward_statistics(last_checkpoint(rm_dir))
     ids = torch.tensor([rows[0]["prompt_ids"] + rows[0]["response_ids"][1]])
-    alone = (float(last_token(model(ids, ids >= 0), ids >= 0)) - mean) / std
+    alone = (last_token(model(ids, ids >= 0), ids >= 0).item() - mean) / std
     assert rows[0]["rewards"][1] == pytest.approx(alone, abs=1e-5)
 
 

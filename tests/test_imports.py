@@ -20,6 +20,7 @@ COMMON = [
     "model",
     "rollout",
     "rewards",
+    "scoring",
     "run",
 ]  # earlier ones only
 EDGES = {  # beside `common`
