@@ -36,6 +36,7 @@ from lightrlhf.common.batch import (
     load_prompts,
     load_split,
     micro_batches,
+    pair_rows,
     preference_batch,
 )
 from lightrlhf.common.checkpoint import write_text
@@ -54,6 +55,7 @@ from lightrlhf.common.model import (
 from lightrlhf.common.ops import preference_loss, wilson_interval
 from lightrlhf.common.rewards import RewardModelScorer, Scorer, load_function, reward_statistics
 from lightrlhf.common.rollout import generate_rollout
+from lightrlhf.common.scoring import find_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,14 @@ class EvaluateArgs(GenerationArgs):
         for flag, name in given:
             if name is not None and not Path(name).is_dir():
                 raise ValueError(f"--{flag} {name} does not exist")
-        _device(self.accelerator)
+        find_device(self.accelerator)
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the program; returns one row of results per model, in the order of the table."""
     args = parse(EvaluateArgs, argv)
-    device = _device(args.accelerator)
+    device = find_device(args.accelerator)
     data_dir = args.data_dir or stored(args.experiment_dir[0], "data_dir")
     if data_dir is None:
         raise UsageError(f"--data_dir is needed: {args.experiment_dir[0]} does not tell what it was trained on")
@@ -263,6 +265,8 @@ def evaluate_reward_model(
     source = resolve(name, "--experiment_dir")
     model: ScalarModel = _place(load_scalar(source, ModelArgs(), tokenizer, args.seed, "--experiment_dir"), device)
     pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
+    if getattr(model.model.config, "compares_pairs", False):
+        pairs = pair_rows(tokenizer, pairs)
     check_vocabulary(pairs, vocabulary_size(model), data_dir)
     records: list[dict[str, Any]] = []
     for micro in micro_batches(pairs, args.mini_batch_size):
@@ -351,17 +355,6 @@ def _cell(row: dict[str, Any], name: str) -> str:
         return ""
     interval = row.get(f"{name}_interval")
     return f"{row[name]:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
-
-
-def _device(accelerator: str) -> torch.device:
-    """Raises: ValueError when this machine has no such device."""
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if accelerator == "auto":
-        accelerator = "cuda" if here["cuda"] else "cpu"
-    if not here.get(accelerator):
-        found = ", ".join(name for name, available in here.items() if available)
-        raise ValueError(f"--accelerator {accelerator} is not on this machine, which has {found}")
-    return torch.device(accelerator)
 
 
 def _place(module: Any, device: torch.device) -> Any:

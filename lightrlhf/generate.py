@@ -44,9 +44,8 @@ from lightrlhf.common.jsonl import JsonlWriter, check_settings, read_jsonl, writ
 from lightrlhf.common.model import Policy, load_policy, load_tokenizer, resolve, vocabulary_size
 from lightrlhf.common.remote import RemoteArgs, Servers
 from lightrlhf.common.rollout import check_room, generate
-from lightrlhf.common.scoring import GroupScorer, Sample, load_scorer
+from lightrlhf.common.scoring import ROW, GroupScorer, Sample, find_device, load_scorer, score_rows
 
-OWN = ("index", "prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards", "response", "reward")
 WITHOUT_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "local_index", "my_world_size", "temperatures"}
 WITHOUT_EFFECT |= {field.name for field in dataclasses.fields(RemoteArgs)}
 CHUNKS = 8  # passes of the engine between two writes: long enough to fill its slots, short enough to lose little
@@ -100,6 +99,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
     def __post_init__(self) -> None:
         self.check_generation()
         self.check_remote()
+        find_device(self.accelerator)
         for name in ("num_responses", "mini_batch_size", "devices", "my_world_size"):
             check_at_least(self, name, 1)
         if self.num_prompts is not None:
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> list[str]:
 def start_parts(args: GenerateArgs) -> tuple[Part, torch.device, Any]:
     """This process's part, its device, and a function that waits for the other ranks."""
     if args.my_world_size > 1 or args.devices == 1:
-        return Part(args.local_index, args.my_world_size), _device(args.accelerator), lambda: None
+        return Part(args.local_index, args.my_world_size), find_device(args.accelerator), lambda: None
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=args.accelerator, devices=args.devices, strategy="ddp")
@@ -249,7 +249,7 @@ class Local:
         self.tokenizer = load_tokenizer(args.data_dir, args.model_name)
         models = ModelArgs(trust_remote_code=args.trust_remote_code)
         self.policy: Policy = load_policy(args.model_name, models, self.tokenizer).eval().to(device)
-        self.scorer = reward_model(args, self.tokenizer, device)
+        self.scorer = reward_model(args, device)
 
     def respond(self, args: GenerateArgs, rows: Sequence[Row]) -> Iterator[Row]:
         """The rows with their responses, in order."""
@@ -262,7 +262,7 @@ class Remote:
     def __init__(self, args: GenerateArgs, device: torch.device) -> None:
         needs_text = args.data_dir is not None or args.rm_experiment_dir is not None
         self.tokenizer = load_tokenizer(args.data_dir, args.rm_experiment_dir) if needs_text else None
-        self.scorer = reward_model(args, self.tokenizer, device)
+        self.scorer = reward_model(args, device)
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()
 
@@ -274,7 +274,8 @@ class Remote:
             said = [next(replies) for _ in range(args.num_responses)]
             errors = [reply.error for reply in said if reply.error]
             told = {"errors": errors} if errors else {}
-            yield {**row, "responses": [r.text for r in said], "truncated": [r.truncated for r in said], **told}
+            texts = [reply.text if reply.error is None else None for reply in said]
+            yield {**row, "responses": texts, "truncated": [r.truncated for r in said], **told}
 
 
 def make_engine(args: GenerateArgs, device: torch.device) -> Local | Remote:
@@ -331,13 +332,12 @@ def requests(row: Row, args: GenerateArgs, tokenizer: Any) -> Iterator[Row]:
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
-def reward_model(args: GenerateArgs, tokenizer: Any, device: torch.device) -> GroupScorer | None:
+def reward_model(args: GenerateArgs, device: torch.device) -> GroupScorer | None:
     """The scorer of `--rm_experiment_dir`."""
     if args.rm_experiment_dir is None:
         return None
     return load_scorer(
         args.rm_experiment_dir,
-        tokenizer,
         device,
         args.mini_batch_size,
         "--rm_experiment_dir",
@@ -347,8 +347,7 @@ def reward_model(args: GenerateArgs, tokenizer: Any, device: torch.device) -> Gr
 
 def scored(args: GenerateArgs, rows: Sequence[Row], scorer: GroupScorer, tokenizer: Any) -> list[Row]:
     """The rows with `rewards`, the best response and its reward; with `--ref_scores` those of the data's answers."""
-    rewards = scorer([samples_of(row) for row in rows])
-    rows = [{**row, "rewards": values} for row, values in zip(rows, rewards)]
+    rows = [{**row, "rewards": values} for row, values in zip(rows, score_rows(scorer, rows))]
     rows = [{**row, **best_of(row)} for row in rows]
     for name in ("ref", "rejected") if args.ref_scores else ():
         known = [row for row in rows if f"{name}_ids" in row]
@@ -361,13 +360,6 @@ def scored(args: GenerateArgs, rows: Sequence[Row], scorer: GroupScorer, tokeniz
             row |= {f"{name}_response": text, f"{name}_reward": values[0]}
             del row[f"{name}_ids"]
     return rows
-
-
-def samples_of(row: Row) -> list[Sample]:
-    """The responses of a row as a scorer takes them."""
-    ids = row.get("response_ids") or [None] * len(row["responses"])
-    cut = row.get("truncated") or [False] * len(row["responses"])
-    return [Sample(row["prompt"], r, t, row.get("prompt_ids"), i) for r, t, i in zip(row["responses"], cut, ids)]
 
 
 def best_of(row: Row) -> Row:
@@ -443,7 +435,7 @@ def write_part(
 
 def tidy(row: Row) -> Row:
     """Columns in an order that reads well."""
-    first = {name: row[name] for name in OWN if name in row}
+    first = {name: row[name] for name in ROW if name in row}
     return {**first, **{name: value for name, value in row.items() if name not in first}}
 
 
@@ -488,12 +480,6 @@ def describe(output: Path, num_rows: int) -> str:
     if same:
         text += f"; {same:,} prompts got the same response each time"
     return text
-
-
-def _device(accelerator: str) -> torch.device:
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(accelerator)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,13 @@
 from the first token that differs; `per_sample` the scores token by token from there on, each pair's mean counting once
 (as DeepSpeed-Chat does). Whatever trained it, a reward model is read at its last token.
 
+With `--loss_type pair` the model reads two responses at once and learns which is better (Dong et al. 2024, 2405.07863,
+section 3.2): s(x, y, y') is the logit of "the first is better", and both orders are trained,
+
+    L = 1/2 [-log sigmoid s(x, y_chosen, y_rejected) - log sigmoid(-s(x, y_rejected, y_chosen))]
+
+`lightrlhf.annotate` holds tournaments by such a model; PPO, which needs a score of one response, refuses it.
+
 Left out: ranked lists of more than two answers, margins and regression on ratings.
 """
 
@@ -20,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
-from lightrlhf.common.batch import Row, check_vocabulary, load_split, micro_batches, preference_batch
+from lightrlhf.common.batch import Row, check_vocabulary, load_split, micro_batches, pair_rows, preference_batch
 from lightrlhf.common.model import (
     check_positions,
     count_parameters,
@@ -48,8 +55,8 @@ class RMArgs(TrainArgs, ModelArgs):
     """Peak learning rate."""
     lr_warmup_steps: int = 100
     """Steps of linear warm-up from 0."""
-    loss_type: Literal["per_sample", "last_token", "average"] = "per_sample"
-    """Which scores of a pair are compared: token by token, the last ones, or their means."""
+    loss_type: Literal["per_sample", "last_token", "average", "pair"] = "per_sample"
+    """Which scores of a pair are compared: token by token, the last ones, or their means; or read both responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +77,9 @@ def rm_loss(scores: Tensor, input_ids: Tensor, attention_mask: Tensor, loss_type
     steps = torch.arange(scores.shape[1], device=scores.device)[None]  # (1, T)
     held = scores.gather(1, torch.minimum(steps, last))  # (2B, T), behind its end a row keeps its last score
     chosen, rejected = held.chunk(2)  # (B, T)
+    if loss_type == "pair":  # rows are both orders of two responses; their scores are logits by themselves
+        nothing = torch.zeros_like(chosen[:, -1])
+        return 0.5 * (preference_loss(chosen[:, -1], nothing) + preference_loss(nothing, rejected[:, -1])).sum()
     if loss_type == "last_token":
         return preference_loss(chosen[:, -1], rejected[:, -1]).sum()
     (chosen_ids, rejected_ids), (chosen_last, rejected_last) = input_ids.chunk(2), last.chunk(2)
@@ -96,6 +106,9 @@ def main(argv: list[str] | None = None) -> str:
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
+    if args.loss_type == "pair":
+        train, validation = pair_rows(tokenizer, train), pair_rows(tokenizer, validation)
+        reward_model.model.config.compares_pairs = True
     check_vocabulary(train, vocabulary_size(reward_model), args.data_dir)
     check_positions(train + validation, reward_model, args.data_dir)
     separate_pad_token(reward_model, tokenizer)

@@ -126,7 +126,7 @@ def adds_bos(tokenizer: Any) -> bool:
     return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
-# ------------------------------------------------------------------------------------------------- reading splits
+# ------------------------------------------------------------------------------------- reading and writing splits
 def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
     """Rows of `{data_dir}/{stage}_{split}.pt`.
 
@@ -150,6 +150,25 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
     for index, row in enumerate(rows):
         _check_row(row, stage, f"{path}: row {index}")
     return rows
+
+
+def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
+    """Write `{data_dir}/{stage}_{split}.pt`, whole or not at all: ids as int32 views of one tensor, as prepared data.
+
+    Raises: UsageError when it cannot be written.
+    """
+    names = [name for name in rows[0] if name.endswith("input_ids")]
+    parts = [torch.as_tensor(row[name], dtype=torch.int32) for row in rows for name in names]
+    views = iter(torch.cat(parts).split([len(part) for part in parts]))
+    laid = [{**row, **{name: next(views) for name in names}} for row in rows]
+    path = Path(data_dir) / f"{stage}_{split}.pt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(laid, path.with_name(path.name + ".partial"))
+        path.with_name(path.name + ".partial").replace(path)
+    except (OSError, RuntimeError) as problem:  # torch tells of a full disk by the latter
+        raise UsageError(f"{path} cannot be written: {str(problem).partition(chr(10))[0]}") from None
+    return path
 
 
 def _check_row(row: Any, stage: str, where: str) -> None:
@@ -206,6 +225,24 @@ def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], sec
     """Ids by which a pair-preference model is asked whether the first response is the better one."""
     marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
     return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
+
+
+def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
+    """Preference rows for a pair-preference model: both orders of the two responses, the better one first in `chosen`.
+
+    So all that works on preference rows works on these: the score of `chosen` must be the higher one.
+    """
+    found = []
+    for row in rows:
+        start = row["prompt_len"]
+        chosen, rejected = (torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
+        prompt, better, worse = chosen[:start], chosen[start:], rejected[start:]
+        sides = {
+            "chosen_input_ids": pair_prompt(tokenizer, prompt, better, worse),
+            "rejected_input_ids": pair_prompt(tokenizer, prompt, worse, better),
+        }
+        found.append({**row, **sides})
+    return found
 
 
 def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:

@@ -229,6 +229,10 @@ def load_scalar(
         model = _from_pretrained(
             AutoModelForSequenceClassification, source, flag, trust_remote_code=args.trust_remote_code, num_labels=1
         )
+        if needs_head and getattr(model.config, "compares_pairs", False):
+            raise UsageError(
+                f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
+            )
         if has_head and model.config.num_labels != 1:
             raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
     if not has_head:

@@ -2,8 +2,8 @@
 two responses, or a Python function.
 
 Responses come in groups, one group a prompt, because a comparing model scores a response by how often it beats the
-others of its group. A score that is not a finite number is None: it is for the caller to count. Where the scorer has
-the writer's tokenizer the sampled ids are scored as they are, never tokenised again.
+others of its group. A score that is not a finite number is None: it is for the caller to count. Where the sampled ids
+spell the same text in the scorer's tokenizer they are scored as they are, never tokenised again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
-from lightrlhf.common.batch import encode_prompt, encode_response, pair_prompt, response_batch
+from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, response_batch
 from lightrlhf.common.model import ScalarModel, last_token, load_scalar, load_tokenizer, quiet_libraries, resolve
-from lightrlhf.common.rewards import reward_statistics, same_tokenizer
+from lightrlhf.common.rewards import reward_statistics
 
 Messages = list[dict[str, str]]
+
+
+# What a row of responses (a line of `lightrlhf.generate`) holds; other names in it are columns of the data.
+ROW = ("index", "prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards", "response", "reward")
+ROW += ("errors", "ref_ids", "rejected_ids", "ref_response", "ref_reward", "rejected_response", "rejected_reward")
 
 
 class Sample(NamedTuple):
@@ -46,14 +51,13 @@ class Encoding:
     """How samples become ids of a scorer."""
 
     tokenizer: Any
-    ids_fit: bool  # whether the samples' own ids are of this tokenizer
     wrap_prompts: bool = False  # whether a text prompt becomes a user message
     longest: int | None = None  # positions of the model
 
     def prompt_and_response(self, sample: Sample) -> tuple[list[int], list[int]]:
         """Ids of both, the response ending with one end token unless it was truncated."""
-        if self.ids_fit and sample.prompt_ids and sample.response_ids:
-            return list(sample.prompt_ids), list(sample.response_ids)
+        if ids := self.own_ids(sample):
+            return ids
         prompt = sample.prompt
         if self.wrap_prompts and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -65,6 +69,21 @@ class Encoding:
         text = self.tokenizer.apply_chat_template(whole, tokenize=False).rstrip()
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[: len(start)], ids[len(start) :]
+
+    def own_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
+        """The ids a sample came with, when in this tokenizer they are just this prompt and response."""
+        prompt, response = sample.prompt_ids, sample.response_ids
+        if not prompt or not response or max(*prompt, *response) >= len(self.tokenizer):
+            return None
+        ends = (response[-1] == self.tokenizer.eos_token_id) != sample.truncated
+        wrapped = self.wrap_prompts and isinstance(sample.prompt, str)
+        if not ends or wrapped or decode(self.tokenizer, response) != sample.response:
+            return None
+        if isinstance(sample.prompt, str):
+            same = decode(self.tokenizer, prompt) == sample.prompt
+        else:
+            same = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
+        return (list(prompt), list(response)) if same else None
 
     def fits(self, length: int) -> bool:
         return 0 < length <= (self.longest or math.inf)
@@ -173,10 +192,39 @@ class FunctionGroupScorer:
         return [[number(next(values)) for _ in group] for group in groups]
 
 
+def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list[float | None]]:
+    """Scores of the responses of rows as `lightrlhf.generate` writes them; None for a response that is missing."""
+    groups, places = [], []
+    for row in rows:
+        kept = [k for k, response in enumerate(row["responses"]) if response is not None]
+        ids, cut = row.get("response_ids"), row.get("truncated")
+        columns = {name: value for name, value in row.items() if name not in ROW}
+        groups.append(
+            [
+                Sample(
+                    prompt=row["prompt"],
+                    response=row["responses"][k],
+                    truncated=bool(cut[k]) if cut else False,
+                    prompt_ids=row.get("prompt_ids"),
+                    response_ids=ids[k] if ids else None,
+                    columns=columns,
+                )
+                for k in kept
+            ]
+        )
+        places.append(kept)
+    found = []
+    for row, kept, values in zip(rows, places, scorer(groups)):
+        scores: list[float | None] = [None] * len(row["responses"])
+        for k, value in zip(kept, values):
+            scores[k] = value
+        found.append(scores)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------------- loading
 def load_scorer(
     name: str,
-    writer_tokenizer: Any,
     device: torch.device,
     batch_size: int,
     flag: str,
@@ -185,7 +233,7 @@ def load_scorer(
 ) -> GroupScorer:
     """The scorer of a reward model or a pair-preference model.
 
-    writer_tokenizer: the one the samples' ids are of, None when there are none.
+    wrap_prompts: whether a text prompt becomes a user message of the model's chat template.
     Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
     """
     source = resolve(name, flag)
@@ -195,15 +243,14 @@ def load_scorer(
         raise UsageError(f"{flag} {name} needs the code in its own folder; allow it by --trust_remote_code True")
     if custom:
         model, tokenizer = _load_custom(source, flag)
-    elif "ForSequenceClassification" in str(config.get("architectures")) and not _has_end_token(source):
-        model, tokenizer = load_scalar(source, ModelArgs(), None, 0, flag, needs_head=True).model, _plain(source)
+    elif "ForSequenceClassification" not in str(config.get("architectures")):
+        raise UsageError(f"{flag} {name} holds no reward model: its head is none that classifies")
     else:
-        tokenizer = load_tokenizer(None, source)
-        model = load_scalar(source, ModelArgs(), tokenizer, 0, flag, needs_head=True).model
+        model = load_scalar(source, ModelArgs(), None, 0, flag).model
+        tokenizer = _plain(source) if is_encoder(model) else load_tokenizer(None, source)
     model = model.requires_grad_(False).eval().to(device)
-    ids_fit = writer_tokenizer is not None and same_tokenizer(tokenizer, writer_tokenizer)
     longest = getattr(model.config, "max_position_embeddings", None)
-    encoding = Encoding(tokenizer, ids_fit, wrap_prompts, longest)
+    encoding = Encoding(tokenizer, wrap_prompts, longest)
     if getattr(model.config, "compares_pairs", False):
         return PairScorer(model, encoding, batch_size)
     return ModelScorer(model, encoding, batch_size, *reward_statistics(source))
@@ -232,16 +279,13 @@ def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
 
 
 def _plain(source: str) -> Any:
+    """An encoder's tokenizer, which may have no end token."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source)
-
-
-def _has_end_token(source: str) -> bool:
     try:
-        return _plain(source).eos_token_id is not None
-    except (OSError, ValueError):
-        return True  # load_tokenizer tells in one line
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"no tokenizer in {source}: {next(iter(str(problem).splitlines()), '')}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -292,3 +336,14 @@ def number(value: Any) -> float | None:
 
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def find_device(accelerator: str) -> torch.device:
+    """The device of cpu, cuda, mps or auto. Raises: ValueError when this machine has none."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if accelerator == "auto":
+        accelerator = "cuda" if here["cuda"] else "cpu"
+    if not here.get(accelerator):
+        found = ", ".join(name for name, available in here.items() if available)
+        raise ValueError(f"--accelerator {accelerator} is not on this machine, which has {found}")
+    return torch.device(accelerator)
