@@ -21,6 +21,7 @@ COMMON = [
     "rollout",
     "rewards",
     "scoring",
+    "roofline",
     "run",
 ]  # earlier ones only
 EDGES = {  # beside `common`

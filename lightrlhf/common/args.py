@@ -85,6 +85,8 @@ class TrainArgs:
     """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
     logger: Literal["tensorboard", "csv", "wandb"] = "tensorboard"
     """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
+    profile: bool = False
+    """Write `profile.json` and `profile.md`: the time of each phase beside the least this machine needs for it."""
     push_to_hub: str | None = None
     """Hub repository that gets the last checkpoint when training ends, private if it is new."""
 

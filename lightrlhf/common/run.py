@@ -51,6 +51,7 @@ class Run:
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
         self.optimizers: dict[str, tuple[nn.Module, Any, Any]] = {}
+        self._timed: list[dict[str, Any]] = []  # for --profile: times of the logged steps and how much they did
         self._started = time.perf_counter()
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -208,6 +209,8 @@ class Run:
         if not self.is_first:
             return
         row = {"step": self.step, **{name: float(value) for name, value in metrics.items()}}
+        if self.args.profile and "time/rollout" in row:
+            self._timed.append(row)
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, self.step)
@@ -221,6 +224,8 @@ class Run:
         """Seconds of a step that began at `started`, and real tokens (no padding) per second over all ranks."""
         seconds = time.perf_counter() - started
         tokens = self.total(sum(map(row_length, rows)))
+        if self.args.profile:
+            self._timed.append({"time/update": seconds, "rows": list(rows)})
         return {"time/update": seconds, "time/tokens_per_second": tokens / seconds}
 
     def log_samples(self, samples: Sequence[dict[str, Any]]) -> None:
@@ -279,12 +284,24 @@ class Run:
         """Close the logs and tell where the run is; `results` go into its model card."""
         if self.is_first:
             self._logger.finalize("success")
+            if self._timed:
+                self._write_profile()
             if results:  # none when a finished run is resumed: its card keeps those it has
                 write_text(self.directory / "README.md", self._card(results))
             self.say(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
                 self._push_to_hub(self.args.push_to_hub)
         return self.directory
+
+    def _write_profile(self) -> None:
+        from lightrlhf.common import roofline
+
+        dtype = torch.bfloat16 if self.args.precision == "bf16-mixed" else torch.float32
+        ceilings = roofline.measure_ceilings(self.device, dtype)
+        shapes = {name: roofline.Shape.of(entry[0].module.model) for name, entry in self.optimizers.items()}
+        phases = roofline.profile(self._timed, shapes, self.args, ceilings, self.world_size)
+        write_text(self.directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
+        write_text(self.directory / "profile.md", roofline.table(phases, ceilings))
 
     def _push_to_hub(self, repository: str) -> None:
         """Upload the last checkpoint, less what only a resumed run reads. Raises: RunFailure; the run is kept."""

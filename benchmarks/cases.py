@@ -1,0 +1,356 @@
+"""What is compared: each case names our side, the peer's settings to try, the unit of work and the goal.
+
+Both sides get the same models and data (`inputs.py`), the same number of optimiser steps on the same effective batch,
+the same precision and the same threads. How a batch is cut into passes and padded is each side's own business. Peers
+run in several settings, of which the fastest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.inputs import SIZES, DataSize, write_data, write_models
+from benchmarks.peers.install import interpreter
+
+HERE = Path(__file__).resolve().parent
+LEARNING_RATE = 1e-7  # so small that the models, and with them the lengths of responses, stay as they are
+
+
+@dataclass(frozen=True)
+class Side:
+    """A worker to start."""
+
+    label: str
+    command: list[str]
+    job: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    what: str
+    unit: str  # of the work that is counted: tokens, pairs, samples; of memory: bytes; of starting: seconds
+    ours: Side
+    peers: list[Side] = field(default_factory=list)
+    goal: float | None = None  # ours over the peer's, at least; where `less_is_better`, at most
+    limit_goal: float | None = None  # share of the machine's limit, at least
+    units: float | None = None  # work of a repetition; None where each repetition says it
+    floor: dict[str, Any] | None = None  # what the machine's limit is computed from
+    less_is_better: bool = False
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much work a repetition is, for one size of model."""
+
+    size: str
+    batch: int  # demonstrations per optimiser step; half as many pairs
+    steps: int  # optimiser steps of a repetition
+    prompts: int  # of a rollout with the engine
+    rollout: int  # samples of an iteration of PPO or RLOO
+    slots: int = 32
+    max_new_tokens: int = 128
+    ppo_new_tokens: int = 64
+    samples: int = 8  # to a prompt, of the engine
+    rloo_samples: int = 4
+
+
+CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16)]
+GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
+QUICK = [Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, rloo_samples=2)]
+MEAN_SHARE = 0.2  # of the longest response, where lengths are skewed
+
+
+class Bench:
+    """Where inputs lie and how workers are started."""
+
+    def __init__(self, folder: Path, suite: str, quick: bool) -> None:
+        self.folder, self.quick = folder, quick
+        self.cuda = suite == "gpu"
+        self.scales = QUICK if quick else GPU if self.cuda else CPU
+        self.device = "cuda" if self.cuda else "cpu"
+
+    def models(self, scale: Scale, longest: int | None) -> Path:
+        """Folder of `policy` and `reward`; `longest` of skewed lengths, None where all are full."""
+        folder = self.folder / "models" / f"{scale.size}-{longest or 'full'}"
+        if not folder.is_dir():
+            write_models(folder, SIZES[scale.size], longest and max(MEAN_SHARE * longest, 2))
+        return folder
+
+    def data(self, scale: Scale) -> Path:
+        folder = self.folder / "data" / scale.size
+        if not folder.is_dir():
+            rows = scale.batch * scale.steps
+            size = DataSize(rows, rows // 2, max(scale.prompts, scale.rollout))
+            write_data(folder, size, SIZES[scale.size].vocab_size)
+        return folder
+
+    def subset(self, scale: Scale, prompts: int) -> Path:
+        """The same data with fewer prompts."""
+        import shutil
+
+        import torch
+
+        folder = self.folder / "data" / f"{scale.size}-{prompts}"
+        if not folder.is_dir():
+            shutil.copytree(self.data(scale), folder)
+            rows = torch.load(folder / "prompts_train.pt", weights_only=True)
+            torch.save(rows[:prompts], folder / "prompts_train.pt")
+        return folder
+
+    def counts(self, scale: Scale) -> dict[str, int]:
+        return json.loads((self.data(scale) / "counts.json").read_text())
+
+    # ------------------------------------------------------------------------------------------------------ sides
+    def program(self, name: str, scale: Scale, flags: dict[str, Any], bf16: bool, steps: int, data: Path) -> Side:
+        """One of our training programs, without logging, evaluation and saving."""
+        never = 10**9
+        common = {
+            "data_dir": data,
+            "log_dir": self.folder / "logs",
+            "epochs": 100_000,
+            "log_interval": never,
+            "save_interval": never,
+            "eval_interval": 0,
+            "logger": "csv",
+            "accelerator": self.device,
+            "precision": "bf16-mixed" if bf16 else "32-true",
+        }
+        job = {"kind": "train", "program": name, "flags": {k: str(v) for k, v in (common | flags).items()}}
+        job |= {"steps": steps, "cuda": self.cuda}
+        return Side(f"{name.removeprefix('lightrlhf.')}", [sys.executable, "-m", "benchmarks.ours"], job)
+
+    def trl(self, kind: str, scale: Scale, label: str, models: Path, data: Path, bf16: bool, **job: Any) -> Side:
+        """One of TRL's trainers in one setting."""
+        python = interpreter("trl-1.10" if kind == "ppo" else "trl")
+        job = {"kind": kind, "models": str(models), "data": str(data), "cuda": self.cuda, "bf16": bf16, **job}
+        job |= {"learning_rate": LEARNING_RATE, "output_dir": str(self.folder / "trl")}
+        return Side(label, [str(python), str(HERE / "peers" / "trl_worker.py")], job)
+
+    def engine(self, scale: Scale, models: Path, data: Path, bf16: bool, samples: int) -> tuple[Side, list[Side]]:
+        """Our generation engine, and Hugging Face `generate` with each kind of cache."""
+        job = {
+            "kind": "generate",
+            "model": str(models / "policy"),
+            "data": str(data),
+            "samples": samples,
+            "slots": scale.slots,
+            "max_new_tokens": scale.max_new_tokens,
+            "bf16": bf16,
+            "device": self.device,
+            "cuda": self.cuda,
+            "steps": 1,
+        }
+        ours = Side("engine", [sys.executable, "-m", "benchmarks.ours"], job)
+        peer = [sys.executable, "-m", "benchmarks.peers.hf_generate"]
+        return ours, [Side(f"generate, {cache} cache", peer, job | {"cache": cache}) for cache in ("dynamic", "static")]
+
+
+# -------------------------------------------------------------------------------------------------------- the cases
+def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
+    """The cases of a suite, in the order of the table. no_bf16: why bf16 cannot be measured here."""
+    for scale in bench.scales:
+        bf16 = bench.cuda
+        yield sft(bench, scale, bf16)
+        yield rm(bench, scale, bf16)
+        yield dpo(bench, scale, bf16)
+        yield rollout(bench, scale, "skewed", bf16, goal=3)
+        yield rollout(bench, scale, "equal", bf16, goal=1.3)
+        yield rollout(bench, scale, "samples", bf16, goal=3.5 if bf16 else 4)
+        yield ppo(bench, scale, "full", bf16, goal=1.8)
+        yield ppo(bench, scale, "skewed", bf16, goal=3)
+        yield rloo(bench, scale, bf16)
+    if not bench.cuda:
+        first = bench.scales[0]
+        yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
+        yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
+
+
+def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
+    data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch
+    micro = max(batch // 4, 1)
+    flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
+    flags |= {"learning_rate": LEARNING_RATE}
+    tokens = bench.counts(scale)["tokens"]
+    packed = {"packing": True, "max_length": 512}
+    packed_batch = max(round(tokens / scale.steps / packed["max_length"]), 1)
+
+    def peer(label: str, batch: int, accumulation: int, **options: Any) -> Side:
+        cut = {"batch": batch, "accumulation": accumulation, "options": options, "steps": scale.steps}
+        return bench.trl("sft", scale, f"SFTTrainer, {label}", models, data, bf16, **cut)
+
+    return Case(
+        name=f"sft-{scale.size}",
+        what=f"SFT, {scale.size}",
+        unit="tokens",
+        units=tokens,
+        goal=2,
+        limit_goal=0.5 if bench.cuda else None,
+        ours=bench.program("lightrlhf.sft", scale, flags, bf16, scale.steps, data),
+        peers=[
+            peer("one batch", batch, 1),
+            peer("by length", micro, batch // micro, train_sampling_strategy="group_by_length"),
+            peer("packing", packed_batch, 1, **packed),
+        ],
+        floor={"kind": "sft", "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
+    )
+
+
+def rm(bench: Bench, scale: Scale, bf16: bool) -> Case:
+    return pairs_case(bench, scale, bf16, "rm", "reward", "RewardTrainer", 1.7, {"loss_type": "last_token"})
+
+
+def dpo(bench: Bench, scale: Scale, bf16: bool) -> Case:
+    return pairs_case(bench, scale, bf16, "dpo", "dpo", "DPOTrainer", 2, {})
+
+
+def pairs_case(
+    bench: Bench, scale: Scale, bf16: bool, name: str, kind: str, trainer: str, goal: float, more: dict[str, Any]
+) -> Case:
+    """Training on pairs; the reference's log-probabilities of DPO are computed before the start on both sides."""
+    data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch // 2
+    micro = max(batch // 4, 1)
+    flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
+    flags |= {"learning_rate": LEARNING_RATE, **more}
+    settings = {"one batch": (batch, 1), "smaller batches": (micro, batch // micro)}
+    return Case(
+        name=f"{name}-{scale.size}",
+        what=f"{name.upper()}, {scale.size}",
+        unit="pairs",
+        units=bench.counts(scale)["pairs"],
+        goal=goal,
+        ours=bench.program(f"lightrlhf.{name}", scale, flags, bf16, scale.steps, data),
+        peers=[
+            bench.trl(
+                kind, scale, f"{trainer}, {label}", models, data, bf16, batch=b, accumulation=a, steps=scale.steps
+            )
+            for label, (b, a) in settings.items()
+        ],
+        floor={"kind": name, "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
+    )
+
+
+def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:
+    samples = scale.samples if lengths == "samples" else 1
+    prompts = max(scale.prompts // (2 if lengths == "equal" else samples), 1)
+    models = bench.models(scale, None if lengths == "equal" else scale.max_new_tokens)
+    data = bench.subset(scale, prompts)
+    ours, peers = bench.engine(scale, models, data, bf16, samples)
+    mean = scale.max_new_tokens if lengths == "equal" else round(MEAN_SHARE * scale.max_new_tokens)
+    words = {
+        "skewed": f"{prompts} prompts, most stop early (mean {mean} of {scale.max_new_tokens} tokens)",
+        "equal": f"{prompts} prompts, all {scale.max_new_tokens} tokens",
+        "samples": f"{samples} samples for each of {prompts} prompts, most stop early",
+    }
+    return Case(
+        name=f"rollout-{lengths}-{scale.size}" + ("-bf16" if bf16 else ""),
+        what=f"Rollout, {scale.size}{', bf16' if bf16 else ''}: {words[lengths]}",
+        unit="tokens",
+        goal=goal,
+        limit_goal=0.6 if bench.cuda and lengths == "equal" else None,
+        ours=ours,
+        peers=peers,
+        unavailable=unavailable,
+        floor={"kind": "rollout", "model": str(models / "policy"), "data": str(data), "samples": samples}
+        | {"slots": scale.slots, "bytes_per_number": 2 if bf16 else 4},
+    )
+
+
+def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:
+    longest, rows = scale.ppo_new_tokens, scale.rollout
+    models = bench.models(scale, longest if lengths == "skewed" else None)
+    data = bench.subset(scale, rows)
+    slots = min(scale.slots, rows)
+    flags = {
+        "sft_experiment_dir": models / "policy",
+        "rm_experiment_dir": models / "reward",
+        "rollout_size": rows,
+        "rollout_mini_batch_size": slots,
+        "mini_batch_size": rows // 2,
+        "micro_batch_size": rows // 4,
+        "max_new_tokens": longest,
+        "actor_learning_rate": LEARNING_RATE,
+        "critic_learning_rate": LEARNING_RATE,
+    }
+    tried = sorted({slots, rows})
+    peers = [
+        bench.trl(
+            "ppo",
+            scale,
+            f"PPOTrainer (1.10), {forward} rows at a time",
+            models,
+            data,
+            bf16,
+            batch=rows,
+            mini_batches=2,
+            max_new_tokens=longest,
+            steps=1,
+            options={"local_rollout_forward_batch_size": forward},
+        )
+        for forward in tried
+    ]
+    words = f"mean {round(MEAN_SHARE * longest)} of {longest}" if lengths == "skewed" else f"all {longest}"
+    return Case(
+        name=f"ppo-{lengths}-{scale.size}" + ("-bf16" if bf16 else ""),
+        what=f"PPO iteration, {scale.size}{', bf16' if bf16 else ''}: {rows} samples, {words} tokens, one epoch",
+        unit="samples",
+        units=rows,
+        goal=5 if bench.cuda else goal,
+        limit_goal=0.5 if bench.cuda else None,
+        ours=bench.program("lightrlhf.ppo", scale, flags, bf16, 1, data),
+        peers=peers,
+        unavailable=unavailable,
+        floor={"kind": "ppo", "models": str(models), "data": str(data), "slots": slots}
+        | {"mean_length": longest if lengths == "full" else MEAN_SHARE * longest, "optimizer_steps": 2}
+        | {"bytes_per_number": 2 if bf16 else 4},
+    )
+
+
+def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
+    """RLOO is no program of ours yet: what is measured is the one that howto/add_an_algorithm.md builds."""
+    longest, rows, k = scale.ppo_new_tokens, scale.rollout, scale.rloo_samples
+    models, prompts = bench.models(scale, longest), max(rows // k, 1)
+    data = bench.subset(scale, prompts)
+    flags = {
+        "sft_experiment_dir": models / "policy",
+        "rm_experiment_dir": models / "reward",
+        "num_generations": k,
+        "mini_batch_size": prompts,
+        "micro_batch_size": prompts,
+        "max_new_tokens": longest,
+        "learning_rate": LEARNING_RATE,
+    }
+    cuts = {"one batch": (rows, 1), "smaller batches": (max(rows // 4, 1), math.ceil(rows / max(rows // 4, 1)))}
+    return Case(
+        name=f"rloo-{scale.size}",
+        what=f"RLOO iteration, {scale.size}: {k} samples for each of {prompts} prompts, most stop early",
+        unit="samples",
+        units=rows,
+        goal=5 if bench.cuda else None,
+        ours=bench.program("rloo", scale, flags, bf16, 1, data),
+        peers=[
+            bench.trl(
+                "rloo",
+                scale,
+                f"RLOOTrainer, {label}",
+                models,
+                data,
+                bf16,
+                batch=batch,
+                accumulation=accumulation,
+                samples=k,
+                max_new_tokens=longest,
+                steps=1,
+            )
+            for label, (batch, accumulation) in cuts.items()
+        ],
+    )

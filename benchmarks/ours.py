@@ -1,0 +1,80 @@
+"""Our side as a worker: a program's own `main` with a gate between its steps, or the generation engine."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.worker import Gate, job, versions
+from lightrlhf.common.run import Run
+
+PACKAGES = ("torch", "transformers", "lightning")
+PAGE = Path(__file__).resolve().parents[1] / "howto" / "add_an_algorithm.md"
+
+
+def main() -> None:
+    work = job()
+    gate = Gate(work["steps"], versions(*PACKAGES), torch.cuda.max_memory_allocated if work["cuda"] else None)
+    if work["kind"] == "generate":
+        generate(work, gate)
+    else:
+        train(work, gate)
+
+
+def train(work: dict[str, Any], gate: Gate) -> None:
+    """The program as users run it; a step is what its loop does from one step number to the next."""
+    steps = Run.steps
+
+    def gated(run: Run, num_steps: int):
+        for step in steps(run, num_steps):
+            gate()
+            yield step
+
+    Run.steps = gated
+    program = rloo() if work["program"] == "rloo" else importlib.import_module(work["program"])
+    program.main([word for flag, value in work["flags"].items() for word in (f"--{flag}", str(value))])
+
+
+def rloo() -> Any:
+    """The program that howto/add_an_algorithm.md tells to save as rloo.py."""
+    code = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "rloo.py").write_text(code, encoding="utf-8")
+        sys.path.insert(0, folder)
+        program = importlib.import_module("rloo")
+        linecache.getlines(program.__file__, program.__dict__)  # the help of its flags is read from its source
+    return program
+
+
+def generate(work: dict[str, Any], gate: Gate) -> None:
+    """The generation engine on all prompts; each of them `samples` times."""
+    from lightrlhf.common.args import GenerationArgs, ModelArgs
+    from lightrlhf.common.batch import load_prompts
+    from lightrlhf.common.model import load_policy, load_tokenizer
+    from lightrlhf.common.rollout import generate
+
+    tokenizer = load_tokenizer(work["data"])
+    policy = load_policy(work["model"], ModelArgs(), tokenizer).to(work["device"])
+    prompts = [row["input_ids"].tolist() for row in load_prompts(work["data"], "train")]
+    prompts = [prompt for prompt in prompts for _ in range(work["samples"])]
+    args = GenerationArgs(max_new_tokens=work["max_new_tokens"])
+    precision = torch.autocast(work["device"], torch.bfloat16, enabled=work["bf16"])
+    generator = torch.Generator().manual_seed(0)
+    sampled = 0
+    while True:
+        gate(sampled)
+        uniforms = torch.rand(len(prompts), args.max_new_tokens, generator=generator)
+        with precision:
+            done = generate(policy, prompts, args, [tokenizer.eos_token_id], uniforms, work["slots"])
+        sampled = sum(map(len, done.responses))
+
+
+if __name__ == "__main__":
+    main()

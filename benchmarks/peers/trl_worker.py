@@ -1,0 +1,187 @@
+"""TRL's trainers as workers, in an environment of their own: a real `trainer.train()` with a gate between its steps.
+
+Started as a file, since this project is not installed there. Gradient checkpointing, evaluation, saving and reports
+are off; the dataset comes tokenised.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from worker import Gate, job, versions
+
+work = job()
+
+
+def load(kind: str, name: str) -> Any:
+    import transformers
+
+    model = getattr(transformers, f"AutoModelFor{kind}")
+    options = {"num_labels": 1} if kind == "SequenceClassification" else {}
+    return model.from_pretrained(f"{work['models']}/{name}", dtype=torch.float32, **options)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """A split as plain lists."""
+    found = torch.load(f"{work['data']}/{name}_train.pt", weights_only=True)
+    return [{key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in row.items()} for row in found]
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """What all trainers are given."""
+    return {
+        "output_dir": work["output_dir"],
+        "per_device_train_batch_size": work["batch"],
+        "gradient_accumulation_steps": work.get("accumulation", 1),
+        "learning_rate": work["learning_rate"],
+        "num_train_epochs": 100_000,
+        "gradient_checkpointing": False,
+        "bf16": work["bf16"],
+        "use_cpu": not work["cuda"],
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+        "lr_scheduler_type": "constant",
+        **more,
+        **work.get("options", {}),
+    }
+
+
+def gated() -> tuple[Any, Gate]:
+    """A callback that calls a gate before the first step and after each."""
+    from transformers import TrainerCallback
+
+    gate = Gate(
+        work["steps"],
+        versions("torch", "transformers", "trl"),
+        torch.cuda.max_memory_allocated if work["cuda"] else None,
+    )
+
+    class Gated(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            gate()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gate()
+
+    return Gated(), gate
+
+
+def sft(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    data = dataset.from_list([{"input_ids": row["input_ids"]} for row in rows("finetune")])
+    args = SFTConfig(**settings(max_length=None))
+    trainer = SFTTrainer(load("CausalLM", "policy"), args, train_dataset=data, processing_class=tokenizer)
+    trainer.add_callback(callback)
+    if args.packing:  # fewer, longer rows: a repetition is one pass through the data here too
+        gate.steps = max(len(trainer.train_dataset) // args.per_device_train_batch_size, 1)
+    return trainer
+
+
+def reward(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    data = [
+        {side: row[f"{side[:-4]}_input_ids"] for side in ("chosen_ids", "rejected_ids")} for row in rows("preference")
+    ]
+    args = RewardConfig(**settings(max_length=None))
+    model = load("SequenceClassification", "policy")
+    return RewardTrainer(
+        model, args, train_dataset=dataset.from_list(data), processing_class=tokenizer, callbacks=[callback]
+    )
+
+
+def dpo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    """It takes text only; every id is a word of its own, so it arrives at the same ids."""
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = rows("preference")
+    data = [
+        {
+            "prompt": tokenizer.decode(row["chosen_input_ids"][: row["prompt_len"]]) + " ",
+            **{
+                side: tokenizer.decode(row[f"{side}_input_ids"][row["prompt_len"] :]) for side in ("chosen", "rejected")
+            },
+        }
+        for row in pairs
+    ]
+    args = DPOConfig(**settings(max_length=None, precompute_ref_log_probs=True))
+    trainer = DPOTrainer(
+        load("CausalLM", "policy"),
+        args=args,
+        train_dataset=dataset.from_list(data),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+    read = [row["prompt_ids"] + row["chosen_ids"] for row in trainer.train_dataset]
+    assert read == [row["chosen_input_ids"] for row in pairs], "the text was tokenised differently"
+    return trainer
+
+
+def rloo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    from trl import RLOOConfig, RLOOTrainer
+
+    data = dataset.from_list([{"prompt": tokenizer.decode(row["input_ids"])} for row in rows("prompts")])
+    args = RLOOConfig(
+        **settings(
+            num_generations=work["samples"], max_completion_length=work["max_new_tokens"], beta=0.05, temperature=1.0
+        )
+    )
+    return RLOOTrainer(
+        load("CausalLM", "policy"),
+        reward_funcs=load("SequenceClassification", "reward"),
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        reward_processing_classes=tokenizer,
+        callbacks=[callback],
+    )
+
+
+def ppo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    data = dataset.from_list([{"input_ids": row["input_ids"]} for row in rows("prompts")])
+    args = PPOConfig(
+        **settings(
+            response_length=work["max_new_tokens"],
+            temperature=1.0,
+            num_ppo_epochs=1,
+            num_mini_batches=work["mini_batches"],
+            num_sample_generations=0,
+            stop_token="eos",
+            total_episodes=10_000_000,
+        )
+    )
+    return PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=load("CausalLM", "policy"),
+        ref_model=load("CausalLM", "policy"),
+        reward_model=load("SequenceClassification", "reward"),
+        value_model=load("SequenceClassification", "reward"),
+        train_dataset=data,
+        callbacks=[callback],
+    )
+
+
+def main() -> None:
+    callback, gate = gated()
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{work['models']}/policy")
+    trainers = {"sft": sft, "reward": reward, "dpo": dpo, "rloo": rloo, "ppo": ppo}
+    trainers[work["kind"]](callback, gate, tokenizer, Dataset).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The machine's limits, and how far the phases of a PPO iteration are from them: `python -m benchmarks.roofline`.
+
+Ceilings are measured: operations per second by matrix products, bytes per second by reading and copying a large block.
+The floor of a phase is counted work over these ceilings; the formulas are in `lightrlhf/common/roofline.py`. The times
+are those of `lightrlhf.ppo` itself, run with `--profile` on random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.inputs import SIZES, DataSize, write_data, write_models
+from lightrlhf.common.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, supervised_floors
+from lightrlhf.common.roofline import generate as generate_work
+
+
+class Limits:
+    """Floors of the benchmark's cases on this machine."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        return measure_ceilings(self.device, self.dtype)
+
+    def floor(self, facts: dict[str, Any], ours: dict[str, Any]) -> float:
+        """Seconds that a repetition of a case takes at least."""
+        data = Path(facts["data"])
+        if facts["kind"] == "rollout":
+            prompts = [length for length in prompt_lengths(data) for _ in range(facts["samples"])]
+            mean = ours["units"] / len(prompts)
+            shape = shape_of(facts["model"])
+            work = generate_work(shape, prompts, [mean] * len(prompts), facts["slots"], facts["bytes_per_number"])
+            return self.ceilings.seconds(work)
+        if facts["kind"] == "ppo":
+            models, prompts = Path(facts["models"]), prompt_lengths(data)
+            floors = ppo_floors(
+                shape_of(models / "policy"),
+                shape_of(models / "reward", scalar=True),
+                prompts,
+                [facts["mean_length"]] * len(prompts),
+                self.ceilings,
+                slots=facts["slots"],
+                bytes_per_number=facts["bytes_per_number"],
+                optimizer_steps=facts["optimizer_steps"],
+            )
+            return sum(floors.values())
+        scalar = facts["kind"] == "rm"
+        lengths, responses = text_lengths(data, "finetune" if facts["kind"] == "sft" else "preference")
+        num_logits = sum(responses) if facts["kind"] == "dpo" else sum(lengths)
+        shape = shape_of(facts["model"], scalar)
+        floor = supervised_floors(shape, lengths, num_logits, self.ceilings)["update"]
+        more_steps = supervised_floors(shape, [], 0, self.ceilings)["update"] * (facts["steps"] - 1)
+        return floor + more_steps
+
+
+def shape_of(folder: str | Path, scalar: bool = False) -> Shape:
+    """The shape of a stored model, without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder)
+    config.num_labels = 1
+    with torch.device("meta"):
+        return Shape.of((AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config))
+
+
+def prompt_lengths(data: Path) -> list[int]:
+    return [row["prompt_len"] for row in torch.load(data / "prompts_train.pt", weights_only=True)]
+
+
+def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int]]:
+    """Tokens of each text and of the response in it; of both sides of a pair."""
+    rows = torch.load(data / f"{stage}_train.pt", weights_only=True)
+    keys = ("input_ids",) if stage == "finetune" else ("chosen_input_ids", "rejected_input_ids")
+    lengths = [len(row[key]) for row in rows for key in keys]
+    return lengths, [len(row[key]) - row["prompt_len"] for row in rows for key in keys]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--size", choices=SIZES, default="4M", help="model")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
+    parser.add_argument("--rows", type=int, default=64, help="responses of a rollout")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="longest response; the mean is a fifth of it")
+    parser.add_argument("--steps", type=int, default=4, help="rollouts")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    from lightrlhf.ppo import main as ppo
+
+    with tempfile.TemporaryDirectory() as work:
+        data, models = Path(work, "data", "random"), Path(work, "models")
+        write_data(data, DataSize(4, 4, args.rows), SIZES[args.size].vocab_size)
+        write_models(models, SIZES[args.size], max(args.max_new_tokens / 5, 2))
+        flags = {
+            "data_dir": data,
+            "log_dir": Path(work, "logs"),
+            "sft_experiment_dir": models / "policy",
+            "rm_experiment_dir": models / "reward",
+            "rollout_size": args.rows,
+            "rollout_mini_batch_size": min(args.rows, 32),
+            "mini_batch_size": max(args.rows // 2, 1),
+            "micro_batch_size": max(args.rows // 2, 1),
+            "max_new_tokens": args.max_new_tokens,
+            "epochs": args.steps,
+            "log_interval": 1,
+            "eval_interval": 0,
+            "accelerator": args.accelerator,
+            "precision": args.precision,
+            "profile": True,
+        }
+        run = Path(ppo([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]))
+        print((run / "profile.md").read_text(encoding="utf-8"))
+        print(json.dumps(json.loads((run / "profile.json").read_text(encoding="utf-8")), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Speed beside peers: `python -m benchmarks.run --suite cpu` (or gpu).
+
+Each side of a case is a process that loads everything first and then works only while it is told to. After a warm-up
+repetition of everyone, in which the fastest setting of the peer is found, both sides take turns (A B A B), and the
+ratio of each turn counts: the table shows its median with the smallest and the largest. A peer that is not installed or
+dies leaves a row that says so. Results are written after each case, so a run that was stopped keeps what it had.
+
+`--insert` puts the last results into README.md and howto/speed.md. Install the peers first:
+`python -m benchmarks.peers.install`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Bench, Case, Side, all_cases
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
+START_SECONDS, REPETITION_SECONDS = 300, 600  # after which a worker counts as hanging
+STARTUP_GOAL = 2.5
+
+
+class WorkerFailed(Exception):
+    """Why a side could not be measured, in one line."""
+
+
+class Worker:
+    """A side's process."""
+
+    def __init__(self, side: Side, log: Path, threads: int) -> None:
+        self.side, self.log = side, log
+        if not Path(side.command[0]).is_file():
+            raise WorkerFailed(f"{side.command[0]} does not exist: not installed")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.process = subprocess.Popen(
+            [*side.command, json.dumps(side.job)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w", encoding="utf-8"),
+            text=True,
+        )
+
+    def ready(self) -> dict[str, str]:
+        """Wait until everything is loaded; the versions of what was."""
+        return self._answer(START_SECONDS)["versions"]
+
+    def repetition(self) -> dict[str, float]:
+        """Seconds, units and peak memory of one repetition. Raises: WorkerFailed."""
+        try:
+            self.process.stdin.write('{"repetition": 1}\n')
+            self.process.stdin.flush()
+        except OSError:
+            raise WorkerFailed(self._last_words()) from None
+        return self._answer(REPETITION_SECONDS)
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+    def _answer(self, limit: float) -> dict[str, Any]:
+        timer = threading.Timer(limit, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if not line:
+            self.process.wait()
+            raise WorkerFailed(self._last_words())
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        last = next((line for line in reversed(lines) if line), "no output")
+        return f"{self.side.label} ended with status {self.process.poll()}: {last[:200]}"
+
+
+# ------------------------------------------------------------------------------------------------------ one case
+def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
+    """Measure one case: the row of `results`, with everything that was seen."""
+    if case.unavailable:
+        return {"not_measured": case.unavailable}
+    with started([case.ours, *case.peers], folder, threads) as (workers, failures):
+        ours, peers = workers.get(0), [workers[i] for i in range(1, len(case.peers) + 1) if i in workers]
+        if ours is None:
+            return {"not_measured": failures[case.ours.label]}
+        result: dict[str, Any] = {"versions": {"ours": ours.versions}, "failed": failures, "tried": {}}
+        try:
+            ours.repetition()
+            peer, tried = fastest(case, peers, failures)
+            result["tried"] = tried
+            runs = take_turns(ours, peer, repetitions)
+        except WorkerFailed as problem:
+            return result | {"not_measured": str(problem)}
+    speeds = [case.units or run["units"] for run in runs["ours"]]
+    result["ours"] = side_result(case, runs["ours"])
+    if peer:
+        result["versions"]["peer"] = peer.versions
+        result["peer"] = side_result(case, runs["peer"]) | {"label": peer.side.label}
+        ratios = [
+            (units / ours["seconds"]) / ((case.units or theirs["units"]) / theirs["seconds"])
+            for units, ours, theirs in zip(speeds, runs["ours"], runs["peer"])
+        ]
+        result["ratio"] = spread(ratios)
+    elif case.peers:
+        result["not_measured"] = "; ".join(failures.values())
+    return result
+
+
+@contextlib.contextmanager
+def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dict[int, Worker], dict[str, str]]]:
+    """All sides loaded and waiting, by number, and why the others are not; stopped in the end."""
+    workers, failures = {}, {}
+    for number, side in enumerate(sides):
+        try:
+            workers[number] = Worker(side, folder / f"worker-{number}.log", threads)
+        except WorkerFailed as problem:
+            failures[side.label] = str(problem)
+    try:
+        for number, worker in list(workers.items()):
+            try:
+                worker.versions = worker.ready()
+            except WorkerFailed as problem:
+                failures[worker.side.label] = str(problem)
+                workers.pop(number).stop()
+        yield workers, failures
+    finally:
+        for worker in workers.values():
+            worker.stop()
+
+
+def fastest(case: Case, peers: list[Worker], failures: dict[str, str]) -> tuple[Worker | None, dict[str, float]]:
+    """The peer's best setting by a warm-up and, where there is a choice, one more repetition of each."""
+    speeds: dict[str, float] = {}
+    for worker in peers:
+        try:
+            worker.repetition()
+            run = worker.repetition() if len(peers) > 1 else None
+        except WorkerFailed as problem:
+            failures[worker.side.label] = str(problem)
+            continue
+        speeds[worker.side.label] = (case.units or run["units"]) / run["seconds"] if run else 0.0
+    left = [worker for worker in peers if worker.side.label in speeds]
+    best = max(left, key=lambda worker: speeds[worker.side.label], default=None)
+    for worker in left:
+        if worker is not best:
+            worker.stop()
+    return best, speeds if len(peers) > 1 else {}
+
+
+def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str, list[dict[str, float]]]:
+    """A B A B: the repetitions of both sides."""
+    runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+    for _ in range(repetitions):
+        runs["ours"].append(ours.repetition())
+        if peer:
+            runs["peer"].append(peer.repetition())
+    return runs
+
+
+def side_result(case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
+    return {
+        "per_second": spread([(case.units or run["units"]) / run["seconds"] for run in runs]),
+        "seconds": spread([run["seconds"] for run in runs]),
+        "units": statistics.median([case.units or run["units"] for run in runs]),
+        "peak_bytes": max(run["peak_bytes"] for run in runs),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# ------------------------------------------------------------------------------------------------- other measures
+def measure_start(folder: Path, threads: int, repetitions: int = 5) -> dict[str, Any]:
+    """Seconds of `python -m lightrlhf.ppo --help`."""
+    command = [sys.executable, "-m", "lightrlhf.ppo", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    seconds = []
+    for _ in range(repetitions + 1):
+        began = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": spread(seconds[1:])}
+
+
+def machine(threads: int, cuda: bool) -> dict[str, Any]:
+    """What was measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file() and (found := re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)):
+        model = found[1]
+    described = {"cpu": model, "cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
+    if cuda:
+        import torch
+
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def without_bf16(cuda: bool) -> str | None:
+    """Why bf16 cannot be measured here; None where it can."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    if cuda or "avx512_bf16" in flags or "amx_bf16" in flags:
+        return None
+    return "this CPU has no bf16 instructions"
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+def verdict(case: dict[str, Any]) -> str:
+    """What a row says of its goal."""
+    if "not_measured" in case:
+        return f"not measured ({case['not_measured']})"
+    if "ratio" not in case or case["goal"] is None:
+        return ""
+    ratio = case["ratio"]["median"]
+    if case["less_is_better"]:
+        return "met" if ratio <= case["goal"] else "missed"
+    return "met" if ratio >= case["goal"] else "missed, the peer wins" if ratio < 1 else "missed"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    where, cases = results["machine"], results["cases"]
+    versions = {k: v for c in cases.values() for side in c.get("versions", {}).values() for k, v in side.items()}
+    trl = sorted(
+        {c["versions"]["peer"]["trl"] for c in cases.values() if "trl" in c.get("versions", {}).get("peer", {})}
+    )
+    versions = {**versions, **({"trl": " and ".join(trl)} if trl else {})}
+    lines = [
+        f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
+        + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
+        + f"; {results['date']}. Ratios are medians over {results['repetitions']} turns (smallest to largest).",
+        "",
+        "| work | ours | the peer's fastest setting | ratio | goal | | of the limit | memory, ours / peer |",
+        "|---|---|---|---|---|---|---|---|",
+        *(row(case) for case in cases.values()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def row(case: dict[str, Any]) -> str:
+    unit = case["unit"]
+    cells = [case["what"], "", "", "", "", verdict(case), "", ""]
+    if "ours" in case:
+        cells[1] = f"{number(case['ours']['per_second']['median'])} {unit}/s"
+    if "peer" in case:
+        cells[2] = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
+        cells[7] = f"{case['ours']['peak_bytes'] / 2**20:,.0f} / {case['peer']['peak_bytes'] / 2**20:,.0f} MiB"
+    if "ratio" in case:
+        ratio = case["ratio"]
+        cells[3] = f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
+    if case["goal"] is not None:
+        cells[4] = f"{'≤' if case['less_is_better'] else '≥'} {case['goal']:g}"
+    if "limit_share" in case:
+        goal = f" (goal {case['limit_goal']:.0%})" if case.get("limit_goal") else ""
+        cells[6] = f"{case['limit_share']:.0%}{goal}"
+    return "| " + " | ".join(cells) + " |"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def insert(suite: str, folder: Path) -> None:
+    """Put the table between the markers of the pages."""
+    text = (folder / f"{suite}.md").read_text(encoding="utf-8")
+    start, end = f"<!-- benchmark {suite} -->", f"<!-- end of benchmark {suite} -->"
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        if start in old:
+            before, rest = old.split(start)
+            page.write_text(f"{before}{start}\n{text}{end}{rest.split(end)[1]}", encoding="utf-8")
+            print(f"inserted into {page}")
+
+
+def write(path: Path, text: str) -> None:
+    """A file that is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+def main() -> None:
+    args = arguments()
+    folder = Path(args.output_dir)
+    if args.insert:
+        insert(args.suite, folder)
+        return
+    import torch
+
+    from benchmarks.roofline import Limits
+
+    cuda = args.suite == "gpu"
+    torch.set_num_threads(args.threads)
+    work = Path(tempfile.mkdtemp(prefix="benchmark-"))
+    results = {
+        "suite": args.suite,
+        "date": datetime.date.today().isoformat(),
+        "repetitions": args.repetitions,
+        "quick": args.quick,
+        "machine": None,
+        "cases": {},
+    }
+    try:
+        if cuda and not torch.cuda.is_available():
+            sys.exit("not measured (no GPU)")
+        results["machine"] = machine(args.threads, cuda)
+        bench = Bench(work, args.suite, args.quick)
+        limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
+        for case in all_cases(bench, without_bf16(cuda)):
+            if args.only and case.name not in args.only:
+                continue
+            began = time.perf_counter()
+            result = compare(case, work, args.threads, args.repetitions)
+            if "ours" in result and case.floor:
+                result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
+            facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
+            results["cases"][case.name] = {name: getattr(case, name) for name in facts} | result
+            write(folder / f"{args.suite}.json", json.dumps(results, indent=1))
+            write(folder / f"{args.suite}.md", table(results))
+            print(f"[{time.perf_counter() - began:4.0f} s] {row(results['cases'][case.name])}", flush=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print((folder / f"{args.suite}.md").read_text(encoding="utf-8"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--suite", choices=("cpu", "gpu"), required=True)
+    parser.add_argument("--only", nargs="+", help="names of cases")
+    parser.add_argument("--quick", action="store_true", help="tiny models and one turn: tries the machinery, no speeds")
+    parser.add_argument("--repetitions", type=int, help="turns of each side; 5, or 1 with --quick")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
+    parser.add_argument("--output_dir", help="where cpu.json and cpu.md go; benchmarks/results, or .quick beside it")
+    parser.add_argument("--insert", action="store_true", help="only put the last table into README and howto/speed.md")
+    args = parser.parse_args()
+    args.repetitions = args.repetitions or (1 if args.quick else 5)
+    args.output_dir = args.output_dir or RESULTS.with_name(".quick" if args.quick else "results")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What both sides of a comparison speak: a worker is a process that works only while it is told to.
+
+A worker is started with its job as JSON and does real training or generation. Between two steps it calls its `Gate`,
+which waits for a line on standard input: `{"repetition": n}` lets it run a repetition of so many steps, after which it
+answers with the seconds, what was done in them and the process's memory so far. An end of input ends the process.
+So two workers can take turns on one machine, and neither loads anything in its measured time.
+
+Only the standard library is used: peers run this file in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Gate:
+    """Called at each border between two steps; holds the worker there until it is told to go on."""
+
+    def __init__(self, steps: int, versions: dict[str, str], gpu_peak: Callable[[], int] | None = None) -> None:
+        self.steps, self.gpu_peak = steps, gpu_peak
+        self.left = self.units = 0
+        self.started = 0.0
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever a library prints goes to the log
+        self._first_answer = {"ready": True, "versions": versions}
+
+    def __call__(self, units: float = 0.0) -> None:
+        """`units`: what the step that ends here has done, where it differs from step to step."""
+        if self.left:
+            self.left -= 1
+            self.units += units
+            if self.left:
+                return
+            seconds = time.perf_counter() - self.started
+            memory = self.gpu_peak() if self.gpu_peak else peak_memory()
+            self._answer({"seconds": seconds, "units": self.units, "peak_bytes": memory})
+        else:
+            self._answer(self._first_answer)
+        if not sys.stdin.readline():
+            sys.stdout.flush()
+            os._exit(0)  # in the middle of a training run: nothing is to be saved
+        self.left, self.units = self.steps, 0.0
+        self.started = time.perf_counter()
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def job() -> dict[str, Any]:
+    """The job on the command line."""
+    return json.loads(sys.argv[1])
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed releases of packages."""
+    from importlib.metadata import version
+
+    return {package: version(package) for package in packages}

@@ -1,0 +1,282 @@
+"""The least time that work can take on a machine: counted operations and bytes over measured ceilings.
+
+A piece of work cannot be done faster than max(operations / operations per second, bytes / bytes per second) (the
+roofline model, Williams et al. 2009). `--profile` sets a run's own times against it, `benchmarks/roofline.py` the
+phases of an iteration.
+
+A floor counts what the algorithm asks for, not what a program happens to do: real tokens and never padding, the head
+where its output is read, each frozen model once. It leaves out norms, activations, sampling, the embedding lookup and
+everything in Python, so a ratio of 1 is out of reach; and weights that stay in a processor's cache move faster than
+the measured bandwidth says, so for very small models a ratio below 1 would be no contradiction.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+OPTIMIZER_BYTES = 7 * 4  # per weight: AdamW reads weight, gradient and two moments, writes weight and moments
+
+
+class Work(NamedTuple):
+    """Operations (an addition and a multiplication are two) and bytes to and from memory."""
+
+    flops: float
+    bytes: float = 0.0
+
+
+class Ceilings(NamedTuple):
+    """What a device was seen to do at best."""
+
+    flops: float  # per second, in the precision of the passes
+    bandwidth: float  # bytes per second
+
+    def seconds(self, *pieces: Work) -> float:
+        """Least time for pieces of work done one after the other."""
+        return sum(max(piece.flops / self.flops, piece.bytes / self.bandwidth) for piece in pieces)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cost of a pass through a transformer depends on."""
+
+    layers: int
+    matrices: int  # weights that each token is multiplied with: all layers, without embedding and head
+    head: int  # weights of the head
+    query_width: int  # attention heads x their size
+    key_value_width: int
+    learning: int  # weights that the optimiser changes
+    learned_share: float = 1.0  # of the matrices: those that learn
+    passed_share: float = 1.0  # of the matrices: those that a gradient has to pass, from the lowest that learns upwards
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shape:
+        """The shape of a Hugging Face model, with a head of words or of one number."""
+        config = model.config
+        matrices = [(size, learns) for module in model.base_model.modules() for size, learns in _matrix(module)]
+        total = sum(size for size, _ in matrices)
+        lowest = next((i for i, (_, learns) in enumerate(matrices) if learns), len(matrices))
+        head = model.score if hasattr(model, "score") else model.get_output_embeddings()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            layers=config.num_hidden_layers,
+            matrices=total,
+            head=head.weight.numel(),
+            query_width=heads * size,
+            key_value_width=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            learning=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            learned_share=sum(size for size, learns in matrices if learns) / total,
+            passed_share=sum(size for size, _ in matrices[lowest:]) / total,
+        )
+
+
+def _matrix(module: nn.Module) -> list[tuple[int, bool]]:
+    """(weights, whether they learn) of a linear layer; quantised ones count as what they stand for."""
+    if isinstance(module, nn.Linear):
+        return [(module.in_features * module.out_features, module.weight.requires_grad)]
+    if type(module).__name__ == "Conv1D":  # GPT-2's
+        return [(module.weight.numel(), module.weight.requires_grad)]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------ counting the work
+def forward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
+    """A pass over texts of these lengths with the head at `num_logits` places.
+
+    Two operations per weight and token; attention at place t, over t keys, twice 2 * query_width * t a layer (scores
+    and mixing), which over a text sums to 2 * query_width * T * (T+1). Bytes are
+    left out: a pass over a batch is bound by operations.
+    """
+    attention = sum(2 * shape.query_width * length * (length + 1) for length in lengths)
+    return Work(2 * shape.matrices * sum(lengths) + shape.layers * attention + 2 * shape.head * num_logits)
+
+
+def backward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
+    """The gradients of such a pass: as much again for the activations passed, and for the weights that learn."""
+    return Work((shape.passed_share + shape.learned_share) * forward(shape, lengths, num_logits).flops)
+
+
+def optimizer_step(shape: Shape) -> Work:
+    """AdamW on the learning weights: no operations to speak of, 28 bytes a weight."""
+    return Work(0, OPTIMIZER_BYTES * shape.learning)
+
+
+def generate(
+    shape: Shape, prompts: Sequence[float], responses: Sequence[float], slots: int, bytes_per_number: int
+) -> Work:
+    """Sampling a response of these lengths to each prompt, `slots` rows at a time, with a key-value cache.
+
+    Operations: those of one pass over all but the last token, the head once per sampled token. Bytes: all weights for
+    each step, of which there are at least max(longest response, all tokens / slots), and for the token at place t the
+    keys and values of the t places before it.
+    """
+    texts = [prompt + response - 1 for prompt, response in zip(prompts, responses)]
+    steps = max(max(responses), sum(responses) / slots)
+    cached = sum(prompt * (n - 1) + n * (n - 1) / 2 for prompt, n in zip(prompts, responses))
+    keys_and_values = 2 * shape.layers * shape.key_value_width * cached
+    moved = (shape.matrices + shape.head) * steps + keys_and_values
+    return Work(forward(shape, texts, sum(responses)).flops, bytes_per_number * moved)
+
+
+def supervised_floors(
+    shape: Shape, lengths: Sequence[float], num_logits: float, ceilings: Ceilings
+) -> dict[str, float]:
+    """Seconds of `update` at least: forward, backward and optimiser step on texts of these lengths."""
+    passes = forward(shape, lengths, num_logits), backward(shape, lengths, num_logits)
+    return {"update": ceilings.seconds(*passes, optimizer_step(shape))}
+
+
+def ppo_floors(
+    policy: Shape,
+    critic: Shape,
+    prompts: Sequence[float],
+    responses: Sequence[float],
+    ceilings: Ceilings,
+    slots: int = 64,
+    bytes_per_number: int = 4,
+    ppo_epochs: int = 1,
+    optimizer_steps: int = 1,
+    reward_model: bool = True,
+) -> dict[str, float]:
+    """Seconds of the phases of a PPO iteration at least.
+
+    `rollout`: generating, and the reference's log-probabilities (the policy's own come with sampling). `score`: a pass
+    of the critic and, where there is one, of the reward model, taken to have the critic's shape. `update`: forward and
+    backward of policy and critic in each epoch, and the optimisers' steps.
+    """
+    texts = [prompt + response for prompt, response in zip(prompts, responses)]
+    sampled = sum(responses)
+    value_pass = forward(critic, texts, sampled)
+    learn = [forward(policy, texts, sampled), backward(policy, texts, sampled)]
+    learn += [value_pass, backward(critic, texts, sampled)]
+    steps = [optimizer_step(policy), optimizer_step(critic)] * optimizer_steps
+    return {
+        "rollout": ceilings.seconds(
+            generate(policy, prompts, responses, slots, bytes_per_number), forward(policy, texts, sampled)
+        ),
+        "score": ceilings.seconds(*[value_pass] * (2 if reward_model else 1)),
+        "update": ceilings.seconds(*learn * ppo_epochs, *steps),
+    }
+
+
+# ------------------------------------------------------------------------------------------ measuring the ceilings
+MATRIX_SIZES = ((512, 256, 1024), (1024, 1024, 1024), (2048, 2048, 2048))  # rows, inner, columns
+GPU_MATRIX_SIZES = ((4096, 4096, 4096), (8192, 8192, 8192))
+
+
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]] = (), megabytes: int = 256
+) -> Ceilings:
+    """The best rate of matrix products of a few sizes and of reading or copying a large block, seen now; about 1 s."""
+    rates = []
+    for rows, inner, columns in (*sizes, *(MATRIX_SIZES if device.type == "cpu" else GPU_MATRIX_SIZES)):
+        one, other = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (inner, columns)))
+        rates.append(2 * rows * inner * columns / best_time(lambda a=one, b=other: a @ b, device))
+    block = torch.ones(megabytes * 2**18, device=device)
+    target = torch.empty_like(block)
+    size = block.numel() * 4
+    copy = 2 * size / best_time(lambda: target.copy_(block), device)
+    read = size / best_time(lambda: block.sum(), device)
+    return Ceilings(max(rates), max(copy, read))
+
+
+def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 5) -> float:
+    """Seconds of the fastest of a few calls, after one to warm up."""
+    seconds = []
+    for _ in range(repetitions + 1):
+        started = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+# ---------------------------------------------------------------------------------------------- the table of a run
+PHASES = ("rollout", "score", "update")
+Phase = dict[str, float | None]  # seconds, floor and their ratio; None where a program's floor is not known here
+
+
+def profile(
+    timed: Sequence[dict[str, Any]], shapes: dict[str, Shape], args: Any, ceilings: Ceilings, world_size: int = 1
+) -> dict[str, Phase]:
+    """Medians over a run's logged steps, per device: phase -> seconds, floor and seconds / floor.
+
+    timed: a step's `time/*` metrics, with its `rows` where it learned from given texts, or with the other metrics of a
+    rollout. shapes: the learning models by the name that `run.setup` was given.
+    """
+    measured = [{phase: step[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in step} for step in timed]
+    floors = [
+        _floors_of_rows(step["rows"], shapes, args, ceilings)
+        if "rows" in step
+        else _floors_of_rollout(step, shapes, args, ceilings, world_size)
+        for step in timed
+    ]
+    found: dict[str, Phase] = {}
+    for phase in measured[0]:
+        seconds = statistics.median(step[phase] for step in measured)
+        known = [step[phase] for step in floors if phase in step]
+        floor = statistics.median(known) if known else None
+        found[phase] = {"seconds": seconds, "floor": floor, "ratio": seconds / floor if floor else None}
+    return found
+
+
+def _floors_of_rows(
+    rows: Sequence[dict[str, Any]], shapes: dict[str, Shape], args: Any, ceilings: Ceilings
+) -> dict[str, float]:
+    """The floors of a step on demonstrations or pairs; the head is read at the counted tokens."""
+    (shape,) = shapes.values()
+    texts = [(key, len(row[key]), row["prompt_len"]) for row in rows for key in row if key.endswith("input_ids")]
+    whole = not getattr(args, "use_targets", True)
+    counted = sum(length if whole else length - start for _, length, start in texts)
+    return supervised_floors(shape, [length for _, length, _ in texts], counted, ceilings)
+
+
+def _floors_of_rollout(
+    metrics: dict[str, float], shapes: dict[str, Shape], args: Any, ceilings: Ceilings, world_size: int
+) -> dict[str, float]:
+    """The floors of a PPO iteration of which the metrics are known: lengths by their means, so that no floor grows."""
+    if "critic" not in shapes:
+        return {}
+    rows, response = args.rollout_size, metrics["completions/mean_length"]
+    seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
+    prompt = max(metrics["time/tokens_per_second"] * seconds / world_size / rows - response, 0.0)
+    return ppo_floors(
+        shapes["policy"],
+        shapes["critic"],
+        [prompt] * rows,
+        [response] * rows,
+        ceilings,
+        slots=args.rollout_mini_batch_size,
+        bytes_per_number=2 if args.precision == "bf16-mixed" else 4,
+        ppo_epochs=args.ppo_epochs,
+        optimizer_steps=args.ppo_epochs * math.ceil(rows / args.mini_batch_size),
+        reward_model=args.rm_experiment_dir is not None,
+    )
+
+
+def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
+    """The phases as Markdown; where there are several, the last row is their sum."""
+    rows = dict(phases)
+    if len(phases) > 1 and all(phase["floor"] for phase in phases.values()):
+        seconds, floor = (sum(phase[name] for phase in phases.values()) for name in ("seconds", "floor"))
+        rows["all"] = {"seconds": seconds, "floor": floor, "ratio": seconds / floor}
+    lines = [
+        "Median seconds of a logged step, and the least this machine needs for its work at "
+        f"{ceilings.flops / 1e9:,.0f} GFLOP/s and {ceilings.bandwidth / 1e9:,.1f} GB/s, the best it was seen to do.",
+        "",
+        "| phase | seconds | floor | seconds / floor |",
+        "|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        floor, ratio = (f"{row['floor']:.4f}", f"{row['ratio']:.1f}") if row["floor"] else ("", "")
+        lines.append(f"| {name} | {row['seconds']:.4f} | {floor} | {ratio} |")
+    return "\n".join(lines) + "\n"
