@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from benchmarks.peers.install import interpreter
@@ -37,7 +37,7 @@ class Case:
 
     name: str
     what: str
-    unit: str  # of the work that is counted: tokens, pairs, samples; of memory: bytes; of starting: seconds
+    unit: str  # of the work that is counted
     ours: Side
     peers: list[Side] = field(default_factory=list)
     goal: float | None = None  # ours over the peer's, at least; where `less_is_better`, at most
@@ -46,6 +46,7 @@ class Case:
     floor: dict[str, Any] | None = None  # what the machine's limit is computed from
     less_is_better: bool = False
     unavailable: str | None = None
+    kind: Literal["speed", "memory", "start"] = "speed"
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
         first = bench.scales[0]
         yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
         yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
+        yield start()
 
 
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
@@ -353,4 +355,17 @@ def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
             )
             for label, (batch, accumulation) in cuts.items()
         ],
+    )
+
+
+def start() -> Case:
+    command = [sys.executable, "-m", "lightrlhf.ppo", "--help"]
+    return Case(
+        name="start",
+        what="Start: `python -m lightrlhf.ppo --help`",
+        unit="s",
+        goal=2.5,
+        less_is_better=True,
+        kind="start",
+        ours=Side("start", command, {}),
     )

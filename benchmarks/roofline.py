@@ -7,17 +7,17 @@ are those of `lightrlhf.ppo` itself, run with `--profile` on random weights.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
+from lightrlhf.common.args import one_line_errors, parse
 from lightrlhf.common.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, supervised_floors
 from lightrlhf.common.roofline import generate as generate_work
 
@@ -85,33 +85,49 @@ def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int]]:
     return lengths, [len(row[key]) - row["prompt_len"] for row in rows for key in keys]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--size", choices=SIZES, default="4M", help="model")
-    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
-    parser.add_argument("--rows", type=int, default=64, help="responses of a rollout")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="longest response; the mean is a fifth of it")
-    parser.add_argument("--steps", type=int, default=4, help="rollouts")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+@dataclass(frozen=True, kw_only=True)
+class RooflineArgs:
+    """The phases of a PPO iteration beside the machine's limits."""
+
+    size: Literal["tiny", "4M", "30M", "150M", "1B"] = "4M"
+    """Size of actor, critic, reference and reward model."""
+    accelerator: Literal["cpu", "cuda"] = "cpu"
+    """Device to measure."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Arithmetic of the passes."""
+    rollout_size: int = 64
+    """Responses of an iteration."""
+    max_new_tokens: int = 64
+    """Longest response; the mean is a fifth of it."""
+    steps: int = 4
+    """Iterations."""
+    threads: int | None = None
+    """Threads; as many as there are cores when not given."""
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parse(RooflineArgs, argv)
+    torch.set_num_threads(args.threads or os.cpu_count() or 1)
     from lightrlhf.ppo import main as ppo
 
+    rows = args.rollout_size
     with tempfile.TemporaryDirectory() as work:
         data, models = Path(work, "data", "random"), Path(work, "models")
-        write_data(data, DataSize(4, 4, args.rows), SIZES[args.size].vocab_size)
+        write_data(data, DataSize(4, 4, rows), SIZES[args.size].vocab_size)
         write_models(models, SIZES[args.size], max(args.max_new_tokens / 5, 2))
         flags = {
             "data_dir": data,
             "log_dir": Path(work, "logs"),
             "sft_experiment_dir": models / "policy",
             "rm_experiment_dir": models / "reward",
-            "rollout_size": args.rows,
-            "rollout_mini_batch_size": min(args.rows, 32),
-            "mini_batch_size": max(args.rows // 2, 1),
-            "micro_batch_size": max(args.rows // 2, 1),
+            "rollout_size": rows,
+            "rollout_mini_batch_size": min(rows, 64),
+            "mini_batch_size": rows,
+            "micro_batch_size": rows,
             "max_new_tokens": args.max_new_tokens,
+            "actor_learning_rate": 1e-7,
+            "critic_learning_rate": 1e-7,
             "epochs": args.steps,
             "log_interval": 1,
             "eval_interval": 0,
@@ -121,7 +137,6 @@ def main() -> None:
         }
         run = Path(ppo([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]))
         print((run / "profile.md").read_text(encoding="utf-8"))
-        print(json.dumps(json.loads((run / "profile.json").read_text(encoding="utf-8")), indent=1))
 
 
 if __name__ == "__main__":

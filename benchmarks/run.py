@@ -11,31 +11,54 @@ dies leaves a row that says so. Results are written after each case, so a run th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
+from lightrlhf.common.args import RunFailure, check_at_least, one_line_errors, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
 START_SECONDS, REPETITION_SECONDS = 300, 600  # after which a worker counts as hanging
-STARTUP_GOAL = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkArgs:
+    """Speed and memory beside the peers, on the same work."""
+
+    suite: Literal["cpu", "gpu"]
+    """Models of 4M and 30M parameters in float32, or of 1B in bf16."""
+    only: list[str] = field(default_factory=list)
+    """Names of cases; all when not given."""
+    quick: bool = False
+    """Tiny models and one turn: tries the machinery and measures nothing."""
+    repetitions: int | None = None
+    """Turns of each side; 5, or 1 with `quick`."""
+    threads: int | None = None
+    """Threads of each side; as many as there are cores when not given."""
+    output_dir: str | None = None
+    """Folder of the results; `benchmarks/results` when not given, `benchmarks/.quick` with `quick`."""
+    insert: bool = False
+    """Measure nothing and put the last table into README.md and howto/speed.md."""
+
+    def __post_init__(self) -> None:
+        for name in ("repetitions", "threads"):
+            if getattr(self, name) is not None:
+                check_at_least(self, name, 1)
 
 
 class WorkerFailed(Exception):
@@ -192,6 +215,7 @@ def side_result(case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "per_second": spread([(case.units or run["units"]) / run["seconds"] for run in runs]),
         "seconds": spread([run["seconds"] for run in runs]),
+        "busy": spread([run["busy"] for run in runs]),  # processor seconds: what a loaded machine changes least
         "units": statistics.median([case.units or run["units"] for run in runs]),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
     }
@@ -202,16 +226,39 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------- other measures
-def measure_start(folder: Path, threads: int, repetitions: int = 5) -> dict[str, Any]:
-    """Seconds of `python -m lightrlhf.ppo --help`."""
-    command = [sys.executable, "-m", "lightrlhf.ppo", "--help"]
+def measure(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
+    """The row of a case, whatever kind it is."""
+    if case.kind == "start":
+        return measure_start(case, threads)
+    if case.kind == "memory":
+        return measure_memory(case, folder, threads)
+    return compare(case, folder, threads, repetitions)
+
+
+def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, Any]:
+    """Seconds until a command has ended, of which the first start counts as warm-up."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     seconds = []
     for _ in range(repetitions + 1):
         began = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(case.ours.command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         seconds.append(time.perf_counter() - began)
-    return {"seconds": spread(seconds[1:])}
+    return {"value": spread(seconds[1:])}
+
+
+def measure_memory(case: Case, folder: Path, threads: int) -> dict[str, Any]:
+    """Peak memory of ours over the other side's, each in a process of its own that did one repetition."""
+    peaks = []
+    for side in (case.ours, *case.peers):
+        with started([side], folder, threads) as (workers, failures):
+            if failures:
+                return {"not_measured": failures[side.label]}
+            try:
+                peaks.append(workers[0].repetition()["peak_bytes"])
+            except WorkerFailed as problem:
+                return {"not_measured": str(problem)}
+    ours, other = peaks
+    return {"ratio": spread([ours / other]), "memory": {"ours": ours, "peer": other, "label": case.peers[0].label}}
 
 
 def machine(threads: int, cuda: bool) -> dict[str, Any]:
@@ -242,12 +289,13 @@ def verdict(case: dict[str, Any]) -> str:
     """What a row says of its goal."""
     if "not_measured" in case:
         return f"not measured ({case['not_measured']})"
-    if "ratio" not in case or case["goal"] is None:
+    found = case.get("ratio", case.get("value"))
+    if found is None or case["goal"] is None:
         return ""
-    ratio = case["ratio"]["median"]
+    value = found["median"]
     if case["less_is_better"]:
-        return "met" if ratio <= case["goal"] else "missed"
-    return "met" if ratio >= case["goal"] else "missed, the peer wins" if ratio < 1 else "missed"
+        return "met" if value <= case["goal"] else "missed"
+    return "met" if value >= case["goal"] else "missed, the peer is faster" if value < 1 else "missed"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -277,16 +325,23 @@ def row(case: dict[str, Any]) -> str:
         cells[1] = f"{number(case['ours']['per_second']['median'])} {unit}/s"
     if "peer" in case:
         cells[2] = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
-        cells[7] = f"{case['ours']['peak_bytes'] / 2**20:,.0f} / {case['peer']['peak_bytes'] / 2**20:,.0f} MiB"
-    if "ratio" in case:
-        ratio = case["ratio"]
-        cells[3] = f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        cells[7] = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"
+    if "memory" in case:
+        cells[2] = case["memory"]["label"]
+        cells[7] = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
+    if found := case.get("ratio", case.get("value")):
+        spread = f" ({found['min']:.2f} to {found['max']:.2f})" if found["min"] < found["max"] else ""
+        cells[1 if "value" in case else 3] = f"**{found['median']:.2f}**{' ' + unit if 'value' in case else ''}{spread}"
     if case["goal"] is not None:
         cells[4] = f"{'≤' if case['less_is_better'] else '≥'} {case['goal']:g}"
     if "limit_share" in case:
-        goal = f" (goal {case['limit_goal']:.0%})" if case.get("limit_goal") else ""
+        goal = f" (goal {case['limit_goal']:.0%})" if case["limit_goal"] else ""
         cells[6] = f"{case['limit_share']:.0%}{goal}"
     return "| " + " | ".join(cells) + " |"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 def number(value: float) -> str:
@@ -314,9 +369,11 @@ def write(path: Path, text: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the program
-def main() -> None:
-    args = arguments()
-    folder = Path(args.output_dir)
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parse(BenchmarkArgs, argv)
+    repetitions = args.repetitions or (1 if args.quick else 5)
+    folder = Path(args.output_dir or RESULTS.with_name(".quick" if args.quick else "results"))
     if args.insert:
         insert(args.suite, folder)
         return
@@ -325,27 +382,26 @@ def main() -> None:
     from benchmarks.roofline import Limits
 
     cuda = args.suite == "gpu"
-    torch.set_num_threads(args.threads)
-    work = Path(tempfile.mkdtemp(prefix="benchmark-"))
-    results = {
+    if cuda and not torch.cuda.is_available():
+        raise RunFailure("--suite gpu: not measured (no GPU)")
+    threads = args.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    results: dict[str, Any] = {
         "suite": args.suite,
         "date": datetime.date.today().isoformat(),
-        "repetitions": args.repetitions,
+        "repetitions": repetitions,
         "quick": args.quick,
-        "machine": None,
+        "machine": machine(threads, cuda),
         "cases": {},
     }
-    try:
-        if cuda and not torch.cuda.is_available():
-            sys.exit("not measured (no GPU)")
-        results["machine"] = machine(args.threads, cuda)
-        bench = Bench(work, args.suite, args.quick)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
+        bench = Bench(Path(work), args.suite, args.quick)
         limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
         for case in all_cases(bench, without_bf16(cuda)):
             if args.only and case.name not in args.only:
                 continue
             began = time.perf_counter()
-            result = compare(case, work, args.threads, args.repetitions)
+            result = measure(case, Path(work), threads, repetitions)
             if "ours" in result and case.floor:
                 result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
             facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
@@ -353,24 +409,7 @@ def main() -> None:
             write(folder / f"{args.suite}.json", json.dumps(results, indent=1))
             write(folder / f"{args.suite}.md", table(results))
             print(f"[{time.perf_counter() - began:4.0f} s] {row(results['cases'][case.name])}", flush=True)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    print((folder / f"{args.suite}.md").read_text(encoding="utf-8"))
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--suite", choices=("cpu", "gpu"), required=True)
-    parser.add_argument("--only", nargs="+", help="names of cases")
-    parser.add_argument("--quick", action="store_true", help="tiny models and one turn: tries the machinery, no speeds")
-    parser.add_argument("--repetitions", type=int, help="turns of each side; 5, or 1 with --quick")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
-    parser.add_argument("--output_dir", help="where cpu.json and cpu.md go; benchmarks/results, or .quick beside it")
-    parser.add_argument("--insert", action="store_true", help="only put the last table into README and howto/speed.md")
-    args = parser.parse_args()
-    args.repetitions = args.repetitions or (1 if args.quick else 5)
-    args.output_dir = args.output_dir or RESULTS.with_name(".quick" if args.quick else "results")
-    return args
+    print(f"written to {folder / args.suite}.json and .md")
 
 
 if __name__ == "__main__":

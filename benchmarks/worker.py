@@ -26,7 +26,7 @@ class Gate:
     def __init__(self, steps: int, versions: dict[str, str], gpu_peak: Callable[[], int] | None = None) -> None:
         self.steps, self.gpu_peak = steps, gpu_peak
         self.left = self.units = 0
-        self.started = 0.0
+        self.started = self.started_busy = 0.0
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever a library prints goes to the log
         self._first_answer = {"ready": True, "versions": versions}
@@ -38,16 +38,16 @@ class Gate:
             self.units += units
             if self.left:
                 return
-            seconds = time.perf_counter() - self.started
+            seconds, busy = time.perf_counter() - self.started, time.process_time() - self.started_busy
             memory = self.gpu_peak() if self.gpu_peak else peak_memory()
-            self._answer({"seconds": seconds, "units": self.units, "peak_bytes": memory})
+            self._answer({"seconds": seconds, "busy": busy, "units": self.units, "peak_bytes": memory})
         else:
             self._answer(self._first_answer)
         if not sys.stdin.readline():
             sys.stdout.flush()
             os._exit(0)  # in the middle of a training run: nothing is to be saved
         self.left, self.units = self.steps, 0.0
-        self.started = time.perf_counter()
+        self.started, self.started_busy = time.perf_counter(), time.process_time()
 
     def _answer(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
-import sys
 import venv
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from lightrlhf.common.args import RunFailure, UsageError, one_line_errors, parse
 
 HERE = Path(__file__).resolve().parent
 VENVS = HERE.parent / ".venvs"
 PEERS = ("trl", "trl-1.10")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, help="which peers; all when not given")
-    for peer in parser.parse_args().only:
+@dataclass(frozen=True, kw_only=True)
+class InstallArgs:
+    """A virtual environment for each peer."""
+
+    only: list[str] = field(default_factory=lambda: list(PEERS))
+    """Which peers."""
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    for peer in parse(InstallArgs, argv).only:
         requirements = HERE / f"requirements-{peer}.txt"
+        if not requirements.is_file():
+            raise UsageError(f"--only {peer}: the peers are {' and '.join(PEERS)}")
         torch = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
         venv.create(VENVS / peer, with_pip=True)
-        python = interpreter(peer)
-        for what in ([torch], ["-r", str(requirements)]):
-            done = subprocess.run([python, "-m", "pip", "install", "--quiet", *what])
+        for what in ([torch], ["-r", str(requirements)]):  # torch first, so that its pinned build is taken
+            done = subprocess.run([interpreter(peer), "-m", "pip", "install", "--quiet", *what])
             if done.returncode:
-                sys.exit(f"{peer}: pip failed with status {done.returncode}")
-        print(f"{peer}: {python}")
+                raise RunFailure(f"{peer}: pip failed with status {done.returncode}")
+        print(f"{peer}: {interpreter(peer)}")
 
 
 def interpreter(peer: str) -> Path:

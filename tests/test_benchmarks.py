@@ -1,0 +1,241 @@
+"""The benchmark's machinery with workers that only pretend; floors counted by hand; what `--profile` writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, ROOT, tiny_model
+
+from benchmarks import run as benchmark
+from benchmarks.cases import Bench, Case, Side, all_cases
+from benchmarks.inputs import EOS, SIZES, DataSize, write_data, write_models
+from lightrlhf.common.roofline import (
+    Ceilings,
+    Shape,
+    Work,
+    backward,
+    forward,
+    generate,
+    measure_ceilings,
+    ppo_floors,
+    supervised_floors,
+    table,
+)
+
+# Its repetitions take `seconds`, it says when it works, and it dies in repetition `dies`.
+WORKER = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from worker import Gate, job
+work = job()
+if work.get("dies") == 0:
+    sys.exit("no such model")
+gate, done = Gate(work["steps"], {{"torch": "1"}}), 0
+while True:
+    gate(work.get("units", 0))
+    done += 1
+    print("a library's chatter")
+    with open(work["diary"], "a") as diary:
+        diary.write(work["name"])
+    if done == work.get("dies"):
+        raise SystemExit("out of cheese")
+    time.sleep(work["seconds"])
+"""
+
+
+def side(folder: Path, name: str, seconds: float = 0.0, **more) -> Side:
+    script = folder / "fake_worker.py"
+    script.write_text(WORKER)
+    job = {"name": name, "seconds": seconds, "steps": 1, "diary": str(folder / "diary"), **more}
+    return Side(name, [sys.executable, str(script)], job)
+
+
+def case(ours: Side, peers: list[Side], **more) -> Case:
+    return Case(name="fake", what="Nothing", unit="things", ours=ours, peers=peers, **({"units": 6, "goal": 2} | more))
+
+
+# --------------------------------------------------------------------------------------------------------- turns
+def test_both_sides_take_turns_and_the_fastest_setting_of_the_peer_counts(tmp_path):
+    ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 0.6), ("f", 0.1)))
+    result = benchmark.compare(case(ours, [slow, fast]), tmp_path, threads=1, repetitions=3)
+    assert (tmp_path / "diary").read_text() == "o" + "ss" + "ff" + "ofofof"
+    assert result["peer"]["label"] == "f" and set(result["tried"]) == {"s", "f"}
+    ratio = result["ratio"]
+    assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
+    assert result["ours"]["units"] == 6 and result["ours"]["peak_bytes"] > 2**20
+    assert result["versions"]["peer"] == {"torch": "1"}
+
+
+def test_a_repetition_is_so_many_steps_and_counts_what_they_did(tmp_path):
+    ours, peer = side(tmp_path, "o", steps=3, units=5), side(tmp_path, "p", steps=2, units=1)
+    result = benchmark.compare(case(ours, [peer], units=None), tmp_path, threads=1, repetitions=1)
+    assert (tmp_path / "diary").read_text() == "ooo" + "pp" + "ooo" + "pp"
+    assert (result["ours"]["units"], result["peer"]["units"]) == (15, 2)
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2, 3])
+def test_a_peer_that_dies_leaves_a_row_that_says_so(tmp_path, dies):
+    peer = side(tmp_path, "p", dies=dies)
+    result = benchmark.compare(case(side(tmp_path, "o"), [peer]), tmp_path, threads=1, repetitions=3)
+    words = "no such model" if dies == 0 else "out of cheese"
+    assert result["not_measured"] == f"p ended with status 1: {words}"
+    shown = benchmark.row({"goal": 2, "what": "Nothing", "unit": "things", "less_is_better": False} | result)
+    assert f"not measured ({result['not_measured']})" in shown
+
+
+def test_one_setting_of_a_peer_may_die_or_be_missing_and_another_count(tmp_path):
+    missing = Side("absent", [str(tmp_path / "nowhere" / "python")], {})
+    peers = [missing, side(tmp_path, "p", dies=1), side(tmp_path, "q")]
+    result = benchmark.compare(case(side(tmp_path, "o"), peers), tmp_path, threads=1, repetitions=1)
+    assert result["peer"]["label"] == "q" and "not_measured" not in result
+    assert set(result["failed"]) == {"absent", "p"} and "not installed" in result["failed"]["absent"]
+
+
+def test_memory_is_that_of_each_process(tmp_path):
+    fat = side(tmp_path, "fat")
+    fat.command[1:1] = ["-c", f"hold = b'x' * 2**28; exec(open({fat.command[1]!r}).read())"]
+    del fat.command[3]
+    compared = case(side(tmp_path, "thin"), [fat], kind="memory", goal=0.5, less_is_better=True)
+    result = benchmark.measure(compared, tmp_path, threads=1, repetitions=1)
+    assert result["ratio"]["median"] < 0.5
+    assert result["memory"]["peer"] > 2**28
+
+
+# --------------------------------------------------------------------------------------------------------- table
+def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
+    def row(ratio: float, less_is_better: bool = False) -> dict:
+        facts = {"what": "w", "unit": "u", "goal": 2, "limit_goal": None, "less_is_better": less_is_better}
+        return facts | {"ratio": {"median": ratio, "min": ratio, "max": ratio}}
+
+    assert [benchmark.verdict(row(ratio)) for ratio in (2.1, 1.5, 0.9)] == [
+        "met",
+        "missed",
+        "missed, the peer is faster",
+    ]
+    assert [benchmark.verdict(row(ratio, True)) for ratio in (1.9, 2.1)] == ["met", "missed"]
+
+    results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "date": "d", "repetitions": 3}
+    (tmp_path / "cpu.md").write_text(benchmark.table(results | {"cases": {"a": row(2.1), "b": row(0.5)}}))
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- benchmark cpu -->\nold\n<!-- end of benchmark cpu -->\nbelow\n")
+    monkeypatch.setattr(benchmark, "PAGES", (page,))
+    benchmark.insert("cpu", tmp_path)
+    benchmark.insert("cpu", tmp_path)
+    text = page.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
+    assert text.count("**2.10**") == 1 and "the peer is faster" in text
+
+
+def test_every_case_can_be_made_and_names_are_unique(tmp_path):
+    names = [made.name for made in all_cases(Bench(tmp_path, "cpu", quick=True), "no such instructions")]
+    assert len(names) == len(set(names)) and {"sft-tiny", "ppo-skewed-tiny", "start"} <= set(names)
+
+
+def test_the_gpu_suite_says_when_there_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        benchmark.main(["--suite", "gpu"])
+    assert stop.value.code == 1 and "not measured (no GPU)" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------- inputs
+def test_a_model_stops_as_often_as_it_is_told(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    write_models(tmp_path, SIZES["tiny"], mean_length=5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    with torch.no_grad():
+        probability = model(torch.randint(2, 512, (8, 20))).logits.softmax(-1)[..., EOS]
+    assert torch.allclose(probability.mean(), torch.tensor(0.2), atol=0.02) and probability.std() < 0.05
+
+
+def test_data_is_the_same_each_time_and_its_lengths_are_skewed(tmp_path):
+    for name in ("one", "two"):
+        write_data(tmp_path / name, DataSize(200, 3, 3), 512)
+    one, two = (torch.load(tmp_path / name / "finetune_train.pt") for name in ("one", "two"))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, two))
+    lengths = torch.tensor([len(row["input_ids"]) for row in one]).float()
+    assert lengths.max() > 2.5 * lengths.median() and lengths.mean() > 1.1 * lengths.median()
+
+
+# -------------------------------------------------------------------------------------------------------- floors
+SHAPE = Shape(layers=2, matrices=100, head=30, query_width=8, key_value_width=4, learning=130)
+
+
+def test_the_shape_of_a_model():
+    shape = Shape.of(tiny_model("llama", num_key_value_heads=2))  # width 32, 4 heads of 8, 48 within, vocabulary 61
+    a_layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48
+    assert (shape.layers, shape.matrices, shape.head) == (2, 2 * a_layer, 61 * 32)
+    assert (shape.query_width, shape.key_value_width) == (32, 16)
+    assert shape.learning == 2 * (a_layer + 64) + 32 + 2 * 61 * 32
+    assert Shape.of(tiny_model("llama", scalar=True)).head == 32
+    assert Shape.of(tiny_model("gpt2")).matrices == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128)
+
+
+def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
+    model = tiny_model("llama")
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    shape = Shape.of(model)
+    assert (shape.learned_share, shape.passed_share) == (0.5, 0.5)
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.requires_grad_(True)  # the first of all: every layer is passed
+    assert Shape.of(model).passed_share == 1.0
+
+
+def test_work_counted_by_hand():
+    # A text of 3 tokens: 2 * 100 * 3 for the matrices; keys seen 1 + 2 + 3 = 6, at 4 * 8 each in 2 layers; head twice.
+    assert forward(SHAPE, [3], 2) == Work(600 + 2 * 4 * 8 * 6 + 2 * 30 * 2)
+    assert backward(SHAPE, [3], 2) == Work(2 * forward(SHAPE, [3], 2).flops)
+    # A prompt of 2 and 3 sampled tokens, of which the last is not read: passes over 4 tokens. Three steps move all 130
+    # weights; the second reads 2 + 1 places from the cache, the third 2 + 2, each 2 layers of 4 keys and 4 values.
+    one = generate(SHAPE, [2], [3], slots=4, bytes_per_number=4)
+    assert one == Work(forward(SHAPE, [4], 3).flops, 4 * (3 * 130 + (3 + 4) * 16))
+    # Six such rows in two slots take nine steps.
+    assert generate(SHAPE, [2] * 6, [3] * 6, 2, 4).bytes == 4 * (9 * 130 + 6 * 7 * 16)
+
+
+def test_floors_are_the_larger_of_both_limits_piece_by_piece():
+    assert Ceilings(10, 100).seconds(Work(20, 50), Work(5, 100)) == 2 + 1
+    compute_bound, memory_bound = Ceilings(1.0, 1e18), Ceilings(1e18, 1.0)
+    assert supervised_floors(SHAPE, [3], 2, compute_bound)["update"] == 3 * forward(SHAPE, [3], 2).flops
+    assert supervised_floors(SHAPE, [3], 2, memory_bound)["update"] == pytest.approx(28 * 130)
+    floors = ppo_floors(SHAPE, SHAPE, [2], [3], compute_bound, slots=1, ppo_epochs=2, reward_model=True)
+    over = forward(SHAPE, [5], 3).flops
+    assert floors == {
+        "rollout": pytest.approx(forward(SHAPE, [4], 3).flops + over),
+        "score": pytest.approx(2 * over),
+        "update": pytest.approx(2 * 2 * 3 * over),
+    }
+
+
+def test_ceilings_are_measured():
+    ceilings = measure_ceilings(torch.device("cpu"), torch.float32, megabytes=1)
+    assert ceilings.flops > 1e8 and ceilings.bandwidth > 1e8
+
+
+# ------------------------------------------------------------------------------------------------------- profile
+@pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
+def test_profile_is_written(program, cafe_data, base_model, sft_dir, rm_dir, tmp_path):
+    import importlib
+
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--profile", "True", "--max_steps", "2"]
+    flags += ["--log_interval", "1", "--eval_interval", "0", "--eval_iters", "1"]
+    flags += {
+        "sft": ["--model_name", str(base_model)],
+        "rm": ["--sft_experiment_dir", sft_dir],
+        "ppo": ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir, "--rollout_size", "8"]
+        + ["--mini_batch_size", "8", "--max_new_tokens", "4"],
+    }[program]
+    experiment = Path(importlib.import_module(f"lightrlhf.{program}").main(flags))
+    written = json.loads((experiment / "profile.json").read_text())
+    assert list(written["phases"]) == (["rollout", "score", "update"] if program == "ppo" else ["update"])
+    for phase in written["phases"].values():
+        assert phase["ratio"] == pytest.approx(phase["seconds"] / phase["floor"]) and phase["ratio"] > 1
+    shown = (experiment / "profile.md").read_text()
+    assert shown == table(written["phases"], Ceilings(written["flops"], written["bandwidth"]))
+    assert "| update |" in shown and ("| all |" in shown) == (program == "ppo")
