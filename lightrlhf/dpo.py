@@ -348,7 +348,8 @@ def main(argv: list[str] | None = None) -> str:
     for note in notes:
         run.say(note)
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(train)))
-    reference = reference_logps(run, policy, train + validation, tokenizer)
+    with run.phase("reference"):
+        reference = reference_logps(run, policy, train + validation, tokenizer)
     rows = with_reference(train + validation, reference["logps"])
     train, validation = rows[: len(train)], rows[len(train) :]
 
@@ -361,13 +362,15 @@ def main(argv: list[str] | None = None) -> str:
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(train, step, args.mini_batch_size)
-        metrics = train_step(run, model, batch, tokenizer.pad_token_id, baseline.value)
+        with run.phase("update"):
+            metrics = train_step(run, model, batch, tokenizer.pad_token_id, baseline.value)
         baseline.update(metrics["rewards/chosen"] + metrics["rewards/rejected"], len(batch))
         run.step += 1
         if run.due(args.log_interval, num_steps):
             run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
         if validation and run.due(args.eval_interval, num_steps):
-            results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
+            with run.phase("evaluation"):
+                results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
             run.log(results)
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer, extra={"reference": reference, "baseline": vars(baseline)})
@@ -514,7 +517,7 @@ def score_pairs(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Ten
     model.eval()
     logps = torch.zeros(2, len(rows), device=run.device)
     numbered = [{**row, "index": index} for index, row in enumerate(rows)]
-    for micro in micro_batches(run.share(numbered), run.args.micro_batch_size):
+    for micro in run.passes(micro_batches(run.share(numbered), run.args.micro_batch_size)):
         with run.autocast():
             scores = sequence_logps(model, preference_batch(micro, pad_id).to(run.device))  # (2B,)
         logps[:, [row["index"] for row in micro]] = scores.float().reshape(2, -1)
@@ -562,7 +565,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baselin
     if args.loss_type in RANKED_LOSSES:
         rows = with_slopes(run, model, rows, pad_id)
     sums = torch.zeros(7, device=run.device)
-    micros = list(micro_batches(run.share(rows), args.micro_batch_size))
+    micros = run.passes(micro_batches(run.share(rows), args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,6 +52,7 @@ from lightrlhf.common.model import (
     vocabulary_size,
 )
 from lightrlhf.common.ops import explained_variance, gae, masked_mean, whiten
+from lightrlhf.common.ranks import whole
 from lightrlhf.common.rewards import (
     AdaptiveKL,
     FixedKL,
@@ -213,41 +213,32 @@ def main(argv: list[str] | None = None) -> str:
         kl_coeff.value = run.resumed["extra"]["kl_coeff"]
 
     for step in run.steps(num_steps):
-        started = time.perf_counter()
         rows = run.global_batch(prompts, step, args.rollout_size)
         noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(step))  # (B of all ranks, length)
-        rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
-        sampled = time.perf_counter()
+        with run.phase("rollout"):
+            rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
         if step == 0:
             check_start(rollout)
-        scores = score(rollout, scorer, args)  # (B,)
-        values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
-        rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-        segments = cut(run, rollout, len(rows), step)  # (B, T-1)
-        batch = estimate_advantages(run, rollout, rewards, values, segments)
-        scored = time.perf_counter()
-        metrics = update(run, actor, value_model, batch, step)
-        ended = time.perf_counter()
+        with run.phase("score"):
+            scores = score(rollout, scorer, args)  # (B,)
+            values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
+            rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+            segments = cut(run, rollout, len(rows), step)  # (B, T-1)
+            batch = estimate_advantages(run, rollout, rewards, values, segments)
+        with run.phase("update"):
+            metrics = update(run, actor, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores, rewards, batch) | {"objective/kl_coeff": kl_coeff.value}
         kl_coeff.update(metrics["objective/kl"], len(rows))
 
         run.step += 1
         if run.due(args.log_interval, num_steps):
+            times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "update")}
             tokens = run.total(int(rollout.attention_mask.sum()))
-            metrics |= {
-                "time/rollout": sampled - started,
-                "time/score": scored - sampled,
-                "time/update": ended - scored,
-            }
-            run.log(
-                {
-                    **metrics,
-                    "time/tokens_per_second": tokens / (ended - started),
-                    "train/lr": run.learning_rate("policy"),
-                }
-            )
+            speed = {"time/tokens_per_second": tokens / sum(times.values())}
+            run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if held_out and run.due(args.eval_interval, num_steps):
-            results = evaluate(run, actor, reference, scorer, held_out, tokenizer)
+            with run.phase("evaluation"):
+                results = evaluate(run, actor, reference, scorer, held_out, tokenizer)
             run.log(results)
         if run.due(args.save_interval, num_steps):
             set_generation_config(policy, args)
@@ -318,9 +309,10 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     """Values of the states the actions were taken in, dropout off: (B, T-1), 0 off actions."""
     critic.eval()
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
-    for rows in rollout.attention_mask.sum(1).argsort(stable=True).split(batch_size):
-        part = rollout.select(rows)
-        values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
+    with whole(critic):
+        for rows in rollout.attention_mask.sum(1).argsort(stable=True).split(batch_size):
+            part = rollout.select(rows)
+            values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
     critic.train()
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
@@ -422,7 +414,7 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
     policy_count = max(run.total(minibatch.num_segments), 1.0) if by_segment else count
     loss_of = macro_policy_loss if by_segment else policy_loss
     sums = torch.zeros(5, device=run.device)
-    micros = minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size)
+    micros = run.passes(minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows)
         more = i + 1 < len(micros)

@@ -119,13 +119,15 @@ def main(argv: list[str] | None = None) -> str:
     for step in run.steps(num_steps):
         started = time.perf_counter()
         rows = run.share(run.global_batch(train, step, args.mini_batch_size))
-        metrics = train_step(run, model, rows, tokenizer.pad_token_id)
+        with run.phase("update"):
+            metrics = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
             run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(rows, started)})
         save_now = run.due(args.save_interval, num_steps)
         if save_now or run.due(args.eval_interval, num_steps):
-            results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
+            with run.phase("evaluation"):
+                results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
             run.log(results)
         if save_now:
             run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
@@ -154,7 +156,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict
     args = run.args
     count = run.total(len(rows))
     sums = torch.zeros(4, device=run.device)
-    micros = list(micro_batches(rows, args.micro_batch_size))
+    micros = run.passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
@@ -173,7 +175,7 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[
     model.eval()
     limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
     sums = torch.zeros(7, device=run.device, dtype=torch.float64)
-    for micro in micro_batches(run.share(rows[:limit]), args.micro_batch_size):
+    for micro in run.passes(micro_batches(run.share(rows[:limit]), args.micro_batch_size)):
         batch = preference_batch(micro, pad_id).to(run.device)
         scores = model(batch.input_ids, batch.attention_mask)  # (2B, T)
         loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)

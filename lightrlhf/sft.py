@@ -88,13 +88,15 @@ def main(argv: list[str] | None = None) -> str:
     for step in run.steps(num_steps):
         started = time.perf_counter()
         rows = run.share(run.global_batch(train, step, args.mini_batch_size))
-        loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
+        with run.phase("update"):
+            loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
             metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
             run.log(metrics | run.speed(rows, started))
         if validation and run.due(args.eval_interval, num_steps):
-            loss = evaluate(run, model, validation, tokenizer.pad_token_id)
+            with run.phase("evaluation"):
+                loss = evaluate(run, model, validation, tokenizer.pad_token_id)
             results = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
             run.log(results)
         if run.due(args.save_interval, num_steps):
@@ -105,7 +107,8 @@ def main(argv: list[str] | None = None) -> str:
 def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
-    batches = [layout(args, micro, pad_id).to(run.device) for micro in micro_batches(rows, args.micro_batch_size)]
+    micros = run.passes(micro_batches(rows, args.micro_batch_size))
+    batches = [layout(args, micro, pad_id).to(run.device) for micro in micros]
     count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
@@ -130,7 +133,7 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> float:
     model.eval()
     limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
     total, count = 0.0, 0
-    for micro in micro_batches(run.share(rows[:limit]), args.micro_batch_size):
+    for micro in run.passes(micro_batches(run.share(rows[:limit]), args.micro_batch_size)):
         batch = layout(args, micro, pad_id).to(run.device)
         total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
         count += batch.num_actions

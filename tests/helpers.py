@@ -130,6 +130,9 @@ class RunOfOneStep:
     def share(self, rows):
         return list(rows)
 
+    def passes(self, parts):
+        return list(parts)
+
     def accumulate(self, module, enabled: bool):
         return nullcontext()
 

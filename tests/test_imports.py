@@ -18,6 +18,7 @@ COMMON = [
     "ops",
     "segments",
     "model",
+    "ranks",
     "rollout",
     "rewards",
     "scoring",

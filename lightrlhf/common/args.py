@@ -79,8 +79,10 @@ class TrainArgs:
     """Fabric: processes on this machine, one device each."""
     num_nodes: int = 1
     """Fabric: machines."""
-    strategy: str = "auto"
-    """Fabric: auto or ddp."""
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = "auto"
+    """Fabric: whole models on each rank (ddp, auto's choice for several), split ones (fsdp), or DeepSpeed's ZeRO-2."""
+    ddp_timeout: int = 1800
+    """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
     logger: Literal["tensorboard", "csv", "wandb"] = "tensorboard"
@@ -99,12 +101,15 @@ class TrainArgs:
                 f"--mini_batch_size {self.mini_batch_size} must be a multiple of --micro_batch_size "
                 f"{self.micro_batch_size}; try --micro_batch_size {fits}"
             )
-        for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes"):
+        for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
             check_at_least(self, name, 1)
         for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
-        if self.logger == "wandb" and find_spec("wandb") is None:
-            raise ValueError("--logger wandb needs the package wandb; install it with: pip install wandb")
+        for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
+            if getattr(self, flag) == package and find_spec(package) is None:
+                raise ValueError(
+                    f"--{flag} {package} needs the package {package}; install it with: pip install {package}"
+                )
         check_positive(self, "optimizer_eps")
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:

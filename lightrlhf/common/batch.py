@@ -62,7 +62,7 @@ class Batch:
     def select(self: AnyBatch, index: Tensor | slice) -> AnyBatch:
         """The rows at `index`, cut to the longest of them (rows must be padded on the right)."""
         rows = self.map(lambda tensor: tensor[index])
-        width = max(int(rows.attention_mask.sum(1).max()), 2)
+        width = max([2, *rows.attention_mask.sum(1).tolist()])
         full = rows.input_ids.shape[1]
         return rows.map(lambda t: t[:, : width - (full - t.shape[1])] if t.dim() == 2 else t)
 

@@ -95,7 +95,7 @@ def _first_damage(folder: Path) -> str | None:
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if _sha256(file) != expected:
+        if sha256(file) != expected:
             return f"{name} is not what was written"
     return None
 
@@ -108,7 +108,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
+    """Hash of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
@@ -119,7 +120,7 @@ def _sha256(file: Path) -> str:
 def _hash_and_flush(file: Path) -> str:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-    return _sha256(file)
+    return sha256(file)
 
 
 def _flush(folder: Path) -> None:

@@ -59,6 +59,9 @@ class Policy(nn.Module):
         with_mean: bool = False,
     ) -> TokenStats:
         """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked."""
+        if not len(input_ids):
+            stats = self(*_stand_in(input_ids), None, temperature, with_entropy, with_mean)
+            return TokenStats(*(None if row is None else row[:0] for row in stats))
         inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if self.head_is_plain:
@@ -79,6 +82,8 @@ class ScalarModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) ids and mask -> (B, T) float32, the head at each token."""
+        if not len(input_ids):
+            return self(*_stand_in(input_ids)[:2])[:0]
         hidden = self.model.base_model(**model_inputs(self.model, input_ids, attention_mask)).last_hidden_state
         return self.model.score(hidden)[..., 0].float()
 
@@ -427,6 +432,12 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
 
 def _first_line(problem: Exception) -> str:
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
+def _stand_in(nothing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A row for a rank without any, which still has to take part when split weights are gathered; it learns nothing."""
+    ids = nothing.new_zeros(1, 2)
+    return ids, ids == 0, ids[:, 1:] == 0
 
 
 def _scatter(row: Tensor, action_mask: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lightrlhf.common.args import GenerationArgs, UsageError
 from lightrlhf.common.batch import Batch, Rollout, Row, response_batch
 from lightrlhf.common.model import Policy, policy_inputs
 from lightrlhf.common.ops import position_ids
+from lightrlhf.common.ranks import whole
 
 SPARE_COLUMNS = 64  # refilled slots move the shared column on; this many steps between two moves of the slab
 
@@ -301,15 +302,18 @@ def generate_rollout(
 ) -> Rollout:
     """Sample a response to each prompt row and score it under the policy and the reference, at the same temperature."""
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
-    sampled = generate(getattr(policy, "module", policy), prompts, args, [tokenizer.eos_token_id], uniforms, num_slots)
-    batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
+    module = getattr(policy, "module", policy)
+    with whole(module):
+        sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots)
+        batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
+        logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
     return Rollout(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         action_mask=batch.action_mask,
         prompt_len=torch.tensor([len(prompt) for prompt in prompts], device=batch.input_ids.device),
         truncated=torch.tensor(sampled.truncated, device=batch.input_ids.device),
-        logprobs=score_logprobs(policy, batch, args.temperature, num_slots),
+        logprobs=logprobs,
         ref_logprobs=score_logprobs(reference, batch, args.temperature, num_slots),
         columns=[row.get("columns", {}) for row in rows],
         removed_mass=sampled.removed_mass,

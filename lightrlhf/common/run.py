@@ -1,6 +1,6 @@
 """Run: what a training loop keeps beside its maths.
 
-Fabric and its ranks, seeds, the experiment dir, metrics, optimisers, the order of the data, checkpoints and resuming.
+Seeds, the experiment dir, metrics, optimisers, the order of the data, checkpoints and resuming.
 A run is bitwise repeatable on CPU at the same thread and rank count: the order of an epoch follows from (seed, epoch),
 sampling noise from (seed, step), and everything else is in `resume.pt`.
 
@@ -14,11 +14,12 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
 from lightrlhf.common.batch import Row, epoch_order, row_length
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
 from lightrlhf.common.model import Policy, ScalarModel, merged_model
+from lightrlhf.common.ranks import (
+    Watch,
+    check_same,
+    filled,
+    gathered,
+    hollow_copy,
+    is_split,
+    launch,
+    make_fabric,
+    split_like,
+)
 
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
 
@@ -44,14 +56,19 @@ class Run:
         from lightning.fabric import seed_everything
 
         self.args, self.program = args, program
-        self.fabric = _make_fabric(args)
-        self.fabric.launch()
+        self.fabric = make_fabric(args)
+        launch(self.fabric, args)
+        self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
+        self.watch = Watch(self.fabric, args.ddp_timeout, self._last_good) if self.world_size > 1 else None
+        if self.watch:
+            check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
         self.resumed = self._read_resume_state()
         self.step: int = self.resumed["step"] if self.resumed else 0
-        self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
         self.optimizers: dict[str, tuple[nn.Module, Any, Any]] = {}
         self._timed: list[dict[str, Any]] = []  # for --profile: times of the logged steps and how much they did
+        self.hollow: dict[str, nn.Module] = {}  # what a split model is put together in
+        self.seconds: dict[str, float] = {}  # spent in each phase of the current step
         self._started = time.perf_counter()
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -73,7 +90,10 @@ class Run:
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum of a tensor over all ranks; the tensor itself on one."""
-        return self.fabric.all_reduce(value, reduce_op="sum") if self.world_size > 1 else value
+        if self.world_size == 1:
+            return value
+        with self._meeting():
+            return self.fabric.all_reduce(value, reduce_op="sum")
 
     def total(self, value: float) -> float:
         """Sum of a number over all ranks."""
@@ -83,6 +103,50 @@ class Run:
         """This rank's part of the rows of a global batch, contiguous and as even as can be."""
         start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
         return list(rows[start:end])
+
+    def passes(self, parts: Iterable[Any]) -> list[Any]:
+        """This rank's micro-batches; with empty ones behind under `fsdp`, so that all ranks have equally many.
+
+        There every pass gathers weights from all ranks, who wait for each other.
+        """
+        parts = list(parts)
+        if self.args.strategy != "fsdp" or self.world_size == 1:
+            return parts
+        with self._meeting():
+            most = self.fabric.all_reduce(torch.tensor(len(parts), device=self.device), reduce_op="max")
+        return parts + [[]] * (int(most) - len(parts))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of a step, for messages and timing. Raises: RunFailure, naming it, when memory runs out."""
+        started = time.perf_counter()
+        where = f"{name} of step {self.step + 1}"
+        if self.watch:
+            self.watch.where = where
+        try:
+            yield
+        except (RuntimeError, MemoryError) as problem:
+            if is_out_of_memory(problem):
+                raise RunFailure(f"out of memory in {where}: {self._memory_advice(name, problem)}") from None
+            if self.watch:
+                self.watch.explain(problem)
+            raise
+        finally:
+            self.seconds[name] = time.perf_counter() - started
+
+    def _memory_advice(self, phase: str, problem: Exception) -> str:
+        modules = [entry[0] for entry in self.optimizers.values()]
+        learning = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+        wanted = allocation(problem)
+        flags = memory_flags(self.args, phase, wanted, learning, self.world_size)
+        held = ""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            held = f", {gib(torch.cuda.memory_allocated(self.device))} of {gib(total)} are in use"
+        return f"{gib(wanted)} more were asked for{held}; what helps: {', '.join(flags)}{self._last_good()}"
+
+    def _meeting(self, counted: bool = True) -> AbstractContextManager:
+        return self.watch.waiting(counted) if self.watch else nullcontext()
 
     def generator(self, *key: int) -> torch.Generator:
         """A generator whose numbers follow from the run's seed and `key` alone, on every rank alike."""
@@ -97,39 +161,58 @@ class Run:
         from transformers import get_scheduler
 
         args = self.args
-        learning = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         if self.resumed:
             self._load_learned(name, module)
+        with self.phase("setup"):
+            if args.strategy == "fsdp":
+                self.hollow[name] = hollow_copy(module)
+            if args.strategy == "deepspeed":
+                if self.optimizers:
+                    raise UsageError("--strategy deepspeed trains one model at a time; use --strategy fsdp")
+                wrapped, optimizer = self.fabric.setup(module, self._optimizer(module, learning_rate))
+            else:
+                wrapped = self.fabric.setup_module(module)  # first, for splitting replaces the parameters
+                optimizer = self.fabric.setup_optimizers(self._optimizer(module, learning_rate))
+        wrapped.train()
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, args.lr_warmup_steps, num_updates)
+        if self.resumed:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.load_state_dict(split_like(self.resumed["optimizers"][name], parameters))
+            scheduler.load_state_dict(self.resumed["schedulers"][name])
+        self.optimizers[name] = (wrapped, optimizer, scheduler)
+        return wrapped
+
+    def _optimizer(self, module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+        args = self.args
+        learning = [p for p in module.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for _, p in learning if p.dim() >= 2], "weight_decay": args.weight_decay},
-            {"params": [p for _, p in learning if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in learning if p.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = getattr(torch.optim, args.optimizer)(
+        return getattr(torch.optim, args.optimizer)(
             [group for group in groups if group["params"]],
             lr=learning_rate,
             betas=(args.optimizer_beta1, args.optimizer_beta2),
             eps=args.optimizer_eps,
         )
-        wrapped, optimizer = self.fabric.setup(module, optimizer)
-        wrapped.train()
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, args.lr_warmup_steps, num_updates)
-        if self.resumed:
-            optimizer.load_state_dict(self.resumed["optimizers"][name])
-            scheduler.load_state_dict(self.resumed["schedulers"][name])
-        self.optimizers[name] = (wrapped, optimizer, scheduler)
-        return wrapped
 
     def place(self, module: nn.Module) -> nn.Module:
-        """A frozen module in eval mode on this rank's device; never wrapped for gradients."""
+        """A frozen module in eval mode, whole on this rank's device; never wrapped for gradients, never split."""
         return module.requires_grad_(False).eval().to(self.device)
 
     def autocast(self) -> AbstractContextManager:
         """The run's precision, for passes that do not go through a wrapped module."""
         return self.fabric.autocast()
 
-    def accumulate(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        """Inside, gradients are not yet summed over ranks."""
-        return self.fabric.no_backward_sync(module) if enabled and self.world_size > 1 else nullcontext()
+    @contextmanager
+    def accumulate(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Around the passes of one micro-batch; while `enabled`, gradients are not yet summed over ranks."""
+        with self._meeting(counted=False):
+            if enabled and self.world_size > 1:
+                with self.fabric.no_backward_sync(module):
+                    yield
+            else:
+                yield
 
     def backward(self, loss: Tensor) -> None:
         """Backward of a sum that was divided by its global count; undoes the ranks' averaging of gradients.
@@ -146,9 +229,12 @@ class Run:
         Raises: RunFailure, naming the step, when a gradient is not finite; weights are then as before.
         """
         module, optimizer, scheduler = self.optimizers[name]
-        norm = nn.utils.clip_grad_norm_(
-            [p for p in module.parameters() if p.grad is not None], self.args.gradient_clip_val or math.inf
-        )
+        with self._meeting():
+            norm = gathered(
+                nn.utils.clip_grad_norm_(
+                    [p for p in module.parameters() if p.grad is not None], self.args.gradient_clip_val or math.inf
+                )
+            )
         if not torch.isfinite(norm):
             raise RunFailure(f"{name} gradient norm is {float(norm)} at step {self.step + 1}{self._last_good()}")
         optimizer.step()
@@ -254,15 +340,23 @@ class Run:
         `extra` holds the loop's own state as plain values, `files` more texts by name.
         Raises: RunFailure, with the last good checkpoint.
         """
-        rng = self.fabric.all_gather(torch.get_rng_state()) if self.world_size > 1 else torch.get_rng_state()[None]
+        with self.phase("saving"), self._meeting():
+            self._save(module, tokenizer, extra, files)
+
+    def _save(
+        self, module: nn.Module, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
+    ) -> None:
+        module = self._put_together(module)
         state = {
             "step": self.step,
-            "rng": rng,
+            **self._rng_states(),
             "python_rng": random.getstate(),
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,
-            "learned": {name: learned_state(entry[0].module) for name, entry in self.optimizers.items()},
-            "optimizers": {name: entry[1].state_dict() for name, entry in self.optimizers.items()},
+            "learned": {name: learned_state(entry[0].module, self.is_first) for name, entry in self.optimizers.items()},
+            "optimizers": {
+                name: gathered(entry[1].state_dict(), self.is_first) for name, entry in self.optimizers.items()
+            },
             "schedulers": {name: entry[2].state_dict() for name, entry in self.optimizers.items()},
             "extra": extra or {},
         }
@@ -280,8 +374,28 @@ class Run:
             self.say(f"saved {saved}")
         self.fabric.barrier()
 
+    def _put_together(self, module: nn.Module) -> nn.Module:
+        """The module itself, or a copy of a split one that is whole."""
+        for name, hollow in self.hollow.items():
+            if self.optimizers[name][0].module is module and is_split(module):
+                return filled(hollow, module, keep=self.is_first)
+        return module
+
+    def _rng_states(self) -> dict[str, Tensor]:
+        """The state of torch's generators on all ranks: (ranks, bytes) each."""
+        states = {"rng": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        found = [states]
+        if self.world_size > 1:
+            found = [states] * self.world_size
+            torch.distributed.all_gather_object(found, states)
+        return {name: torch.stack([theirs[name] for theirs in found]) for name in states}
+
     def finish(self, results: dict[str, float] | None = None) -> Path:
         """Close the logs and tell where the run is; `results` go into its model card."""
+        if self.watch:
+            self.watch.close()
         if self.is_first:
             self._logger.finalize("success")
             if self._timed:
@@ -345,15 +459,18 @@ class Run:
             raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
         if stored.get("program") != self.program:
             raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {self.program}")
-        state = torch.load(newest_checkpoint(directory, "--resume_from") / "resume.pt", weights_only=True)
+        path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
+        state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # ranks share its pages
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
         return state
 
     def _restore_rng(self) -> None:
-        rng = self.resumed["rng"]
-        torch.set_rng_state(rng[min(self.rank, len(rng) - 1)])
+        rank = min(self.rank, len(self.resumed["rng"]) - 1)
+        torch.set_rng_state(self.resumed["rng"][rank].clone())
+        if self.device.type == "cuda" and "cuda_rng" in self.resumed:
+            torch.cuda.set_rng_state(self.resumed["cuda_rng"][rank].clone(), self.device)
         random.setstate(self.resumed["python_rng"])
 
     def _load_learned(self, name: str, module: nn.Module) -> None:
@@ -412,21 +529,14 @@ class Run:
         return kind(root_dir=str(self.directory), name="logs", version="")
 
 
-def _make_fabric(args: TrainArgs) -> Any:
-    from lightning.fabric import Fabric
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
-    try:
-        return Fabric(**{name: getattr(args, name) for name in names})
-    except (ValueError, RuntimeError, MisconfigurationException) as problem:
-        given = " ".join(f"--{name} {getattr(args, name)}" for name in names)
-        raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
+def learned_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The parameters that learn, by name, on the CPU, put together where they are split; see `gathered`."""
+    return {name: gathered(p, keep) for name, p in module.named_parameters() if p.requires_grad}
 
 
-def learned_state(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that learn, by name, on the CPU."""
-    return {name: p.detach().cpu().clone() for name, p in module.named_parameters() if p.requires_grad}
+def is_out_of_memory(problem: Exception) -> bool:
+    """Whether an allocation failed, on a device or on the CPU (where torch raises a plain RuntimeError)."""
+    return isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem)
 
 
 def _forget_rows_after(path: Path, step: int) -> None:
@@ -454,3 +564,40 @@ def _git_commit() -> str | None:
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(here.parents[2])},
     )
     return done.stdout.strip() or None
+
+
+def allocation(problem: Exception) -> float:
+    """Bytes that an out-of-memory error says were asked for; 0 when it does not."""
+    found = re.search(r"allocate (?:memory: you tried to allocate )?([\d.]+) (bytes|[KMGT]iB)", str(problem))
+    units = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+    return float(found[1]) * 1024 ** units[found[2]] if found else 0.0
+
+
+def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, world_size: int) -> list[str]:
+    """Up to three flags that lower the memory of a phase, each with what it would save.
+
+    wanted: bytes of the allocation that failed; learning: parameters with gradients, whose weight, gradient and two
+    moments take 16 bytes in float32.
+    """
+    flags = []
+    samples = hasattr(args, "rollout_mini_batch_size") and phase in ("rollout", "score", "evaluation")
+    size = "rollout_mini_batch_size" if samples else "micro_batch_size"
+    half = getattr(args, size) // 2
+    if phase != "setup" and half:
+        flags.append(f"--{size} {half} (that allocation becomes {gib(wanted / 2)})")
+    if samples and args.max_new_tokens > 1:
+        flags.append(f"--max_new_tokens {args.max_new_tokens // 2} (at best half of it too)")
+    if getattr(args, "activation_checkpointing", True) is False and phase == "update":
+        flags.append("--activation_checkpointing True (activations of one layer at a time, a third more computing)")
+    if getattr(args, "finetune_mode", "lora") == "all" and learning:
+        flags.append(f"--finetune_mode lora (saves {gib(12 * learning)} of gradients and moments)")
+    if args.strategy != "fsdp":
+        ranks = max(world_size, 2)
+        flags.append(f"--strategy fsdp --devices {ranks} (saves {gib(16 * learning * (1 - 1 / ranks))} on each)")
+    if args.precision == "32-true":
+        flags.append("--precision bf16-mixed (about half of the activations)")
+    return flags[:3]
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -56,7 +56,7 @@ def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def num_segments(segments: Tensor) -> int:
     """M, at least 1."""
-    return max(int(segments.max()) + 1, 1)
+    return max(int(segments.max()) + 1, 1) if len(segments) else 1
 
 
 def segment_mask(segments: Tensor) -> Tensor:
