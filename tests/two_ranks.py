@@ -35,7 +35,7 @@ def main() -> None:
     for name in ("lightning.fabric.strategies", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"):
         importlib.import_module(name)
     processes = {job["name"]: (job, start(job)) for job in jobs}  # before any thread
-    for name, (job, (pids, _)) in processes.items():
+    for job, (pids, _) in processes.values():
         if "kill" in job:
             threading.Thread(target=kill_when_saved, args=(job, pids), daemon=True).start()
     json.dump({name: ending(*started) for name, (_, started) in processes.items()}, sys.stdout)
