@@ -43,7 +43,7 @@ from lightrlhf.common.checkpoint import write_text
 from lightrlhf.common.model import (
     Policy,
     ScalarModel,
-    architectures,
+    holds_reward_model,
     last_token,
     load_policy,
     load_scalar,
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []  # records of the first experiment
     for name in models:
-        is_reward_model = "ForSequenceClassification" in str(architectures(resolve(name, "--experiment_dir")))
+        is_reward_model = holds_reward_model(resolve(name, "--experiment_dir"))
         result, records = (evaluate_reward_model if is_reward_model else evaluate_policy)(args, name, data_dir, device)
         rows.append({"model": short_name(name), **result})
         if compared and "gold" in records[0] and "gold" in compared[0]:

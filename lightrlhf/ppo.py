@@ -11,14 +11,15 @@ A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--term
 end, `--value_function` how the values of a segment's tokens become its value. Rewards are summed over a segment, GAE
 runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is token PPO.
 
-Actor and critic are two networks with an optimiser each. Dropout is off wherever log-probabilities are stored.
+Actor and critic have an optimiser each. They are two networks or, with LoRA, adapters and heads on one backbone, which
+without the new adapter is the reference and with the reward model's is the scorer. Dropout is off wherever
+log-probabilities are stored.
 
 Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and asynchronous rollouts.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from lightrlhf.common.args import (
 )
 from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts
 from lightrlhf.common.model import (
+    Policy,
+    ScalarModel,
     TokenStats,
     count_parameters,
     load_policy,
@@ -81,6 +84,8 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
     """Python function `package.module:name` that scores instead of a reward model."""
     critic_init: Literal["reward", "policy"] | None = None
     """What the critic starts from; the reward model where there is one."""
+    share_backbone: bool = True
+    """With `--finetune_mode lora`: all roles on one set of base weights if they can; never with fsdp or deepspeed."""
     rollout_size: int = 128
     """Prompts per rollout and device."""
     rollout_mini_batch_size: int = 32
@@ -192,12 +197,13 @@ def main(argv: list[str] | None = None) -> str:
     run = Run(args, "ppo")
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
-    policy = load_policy(source, args, tokenizer, flag)
+    shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
+    policy = load_policy(source, args, tokenizer, flag, shares=shares)
     check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
     check_room(policy.model, [row["input_ids"] for row in prompts + held_out], args)
-    reference = run.place(copy.deepcopy(policy))
-    scorer = make_scorer(run, tokenizer)
-    critic = load_critic(args, tokenizer)
+    reference = run.place(policy.reference())
+    scorer = make_scorer(run, tokenizer, policy)
+    critic = load_critic(args, tokenizer, policy)
     run.say(
         "actor: {:,} parameters, {:,} of them learning; {:,} prompts".format(*count_parameters(policy), len(prompts))
     )
@@ -247,25 +253,26 @@ def main(argv: list[str] | None = None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- the models
-def make_scorer(run: Run, tokenizer: Any) -> Scorer:
+def make_scorer(run: Run, tokenizer: Any, policy: Policy) -> Scorer:
     """The reward model (with its own tokenizer) or the reward function, as `Rollout -> (B,)`."""
     args: PPOArgs = run.args
     if args.reward_function:
         return FunctionScorer(load_function(args.reward_function, "--reward_function"), tokenizer)
     source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
-    model = run.place(load_scalar(source, frozen, tokenizer, args.seed, "--rm_experiment_dir", needs_head=True))
-    scorer = RewardModelScorer(model, load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
+    model = load_scalar(source, frozen, tokenizer, args.seed, "--rm_experiment_dir", needs_head=True, backbone=policy)
+    scorer = RewardModelScorer(run.place(model), load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
     mean, std = reward_statistics(source) if args.normalize_rewards else (0.0, 1.0)
     return lambda rollout: (scorer(rollout) - mean) / std
 
 
-def load_critic(args: PPOArgs, tokenizer: Any) -> nn.Module:
+def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy) -> ScalarModel:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     if args.rm_experiment_dir and args.critic_init != "policy":
-        return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir")
-    source, flag = starting_model(args)
-    return load_scalar(source, args, tokenizer, args.seed, flag)
+        source, flag = args.rm_experiment_dir, "--rm_experiment_dir"
+    else:
+        source, flag = starting_model(args)
+    return load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
 
 
 def set_generation_config(policy: nn.Module, args: PPOArgs) -> None:

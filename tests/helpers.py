@@ -185,4 +185,5 @@ def last_checkpoint(experiment_dir: str | Path) -> Path:
 
 
 def weights(folder: str | Path) -> bytes:
-    return (Path(folder) / "model.safetensors").read_bytes()
+    """What a checkpoint holds: a whole model, or an adapter."""
+    return next(Path(folder).glob("*model.safetensors")).read_bytes()

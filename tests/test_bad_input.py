@@ -114,6 +114,12 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("sft", ["--finetune_mode", "half"], "finetune_mode"),
     ("sft", ["--finetune_mode", "lora", "--lora_rank", "0"], "lora_rank"),
     ("sft", ["--finetune_mode", "lora", "--lora_dropout", "2"], "lora_dropout"),
+    (
+        "sft",
+        ["--finetune_mode", "lora", "--lora_dropout", "0.1", "--disable_dropout", "True"],
+        "--disable_dropout True",
+    ),
+    ("sft", ["--merge", "True"], "--merge True has no adapters to merge with --finetune_mode all"),
     ("sft", ["--finetune_mode", "lora", "--lora_targets", "nowhere"], "--lora_targets nowhere"),
     ("sft", ["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ("sft", ["--model_name", "./nowhere"], "--model_name ./nowhere does not exist"),

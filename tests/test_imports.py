@@ -17,6 +17,7 @@ COMMON = [
     "batch",
     "ops",
     "segments",
+    "adapters",
     "model",
     "ranks",
     "rollout",

@@ -165,8 +165,9 @@ def test_transformers_scores_with_the_trained_reward_model(mode, cafe_data, sft_
     flags += ["--max_steps", "2", "--lr_warmup_steps", "0", "--learning_rate", "1e-2", "--finetune_mode", mode]
     folder = last_checkpoint(main([*flags, *CPU]))
     tokenizer = load_tokenizer(None, str(folder))
-    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    assert theirs.config.architectures == ["LlamaForSequenceClassification"] and theirs.config.num_labels == 1
+    options = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id} if mode == "lora" else {}  # its base has none
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+    assert type(theirs).__name__ == "LlamaForSequenceClassification" and theirs.config.num_labels == 1
     ours = load_scalar(str(folder), ModelArgs(), tokenizer, seed=5, needs_head=True).eval()
     batch = preference_batch(load_split(cafe_data, "preference", "test"), tokenizer.pad_token_id)
     scores = theirs(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits[:, 0]

@@ -140,12 +140,21 @@ class ModelArgs:
     lora_targets: str = "all-linear"
     """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
 
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
+    merge: bool = False
+    """Write merged weights instead of adapters; by default a checkpoint of `lora` is a peft folder naming its base."""
+
     def check_model(self) -> None:
         """Raises: ValueError, one line, when an adapter option is out of range."""
         check_at_least(self, "lora_rank", 1)
         check_positive(self, "lora_alpha")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"--lora_dropout {self.lora_dropout} must lie in [0, 1)")
+        if self.lora_dropout and self.disable_dropout:
+            raise ValueError(f"--lora_dropout {self.lora_dropout} contradicts --disable_dropout True; give one of them")
+        if self.merge and self.finetune_mode != "lora":
+            raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
 
 
 @dataclass(frozen=True, kw_only=True)

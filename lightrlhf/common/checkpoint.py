@@ -31,14 +31,7 @@ def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], Non
     try:
         for leftover in experiment_dir.glob(".checkpoint-*.partial"):
             shutil.rmtree(leftover)
-        partial.mkdir()
-        write(partial)
-        hashes = {str(file.relative_to(partial)): _hash_and_flush(file) for file in _files(partial)}
-        write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-        _flush(experiment_dir)
+        write_folder(target, write)
     except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         good = checkpoints(experiment_dir)
@@ -72,6 +65,20 @@ def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
         )
     verify_checkpoint(found[-1])
     return found[-1]
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write(folder)` fill a folder, seal it with its hashes, and put it in its place in one rename."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write(partial)
+    hashes = {str(file.relative_to(partial)): _hash_and_flush(file) for file in _files(partial)}
+    write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    _flush(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,25 +1,32 @@
 """Models: a language model that scores its own tokens, a model with a scalar head, and how they are loaded and saved.
 
-A name is a hub id, a local Hugging Face folder, an experiment dir (its newest intact checkpoint), a single
-checkpoint, or `tiny`: a Llama of under 1M parameters built from its config. Adapters (LoRA) come from peft and are
-merged into every checkpoint, so that any stage can start from any other and plain transformers can load all of them.
+A name is a hub id, a local Hugging Face folder, an adapter folder, an experiment dir (its newest intact checkpoint), a
+single checkpoint, or `tiny`: a Llama of under 1M parameters built from its config.
 
-Left out: quantised loading, and one backbone shared by several roles.
+A model is used in a role: policy, reference, critic, reward model. With LoRA several roles can share one backbone,
+each with adapters and a head of its own (see `adapters.py`). A checkpoint then is a peft folder that names its base.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.common import adapters as lora
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import Batch, Row
+from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, verify_checkpoint, write_folder
 from lightrlhf.common.ops import head_logprobs, position_ids
 
 TINY = {
@@ -40,13 +47,61 @@ class TokenStats(NamedTuple):
     mean_logprobs: Tensor | None  # over the vocabulary; only when asked for
 
 
-class Policy(nn.Module):
+class Role(nn.Module):
+    """A Hugging Face model in one role: a model of its own, or with LoRA one of several roles on a shared backbone.
+
+    adapters: those this role speaks with, by name; where it learns the last one does.
+    base: hub id or folder of the weights below the adapters; None where they are stored nowhere.
+    A role that shares registers only what it trains. Fabric then wraps, clips and saves that and nothing of the
+    others. Outside the roles' own passes the backbone speaks as the policy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapters: tuple[str, ...] = (),
+        base: str | None = None,
+        shares: bool = False,
+        learns: bool = True,
+    ) -> None:
+        super().__init__()
+        self.adapters, self.base, self.shares = adapters, base, shares
+        if shares:
+            self.__dict__["model"] = model  # unregistered
+            self.own = lora.own_parts(model, adapters[-1]) if learns else nn.ModuleDict()
+        else:
+            self.model = model
+
+    def speaking(self) -> AbstractContextManager:
+        """Inside, the model is in this role: its adapters active and, on a shared backbone, its mode set."""
+        if not self.adapters and not self.shares:
+            return nullcontext()
+        return lora.speaking(self.model, self.adapters, self.training)
+
+    def train(self, mode: bool = True) -> Role:
+        if self.shares:
+            self.model.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Role:
+        if self.shares:  # what moves a role to a device moves its backbone
+            self.model._apply(fn)
+        return super()._apply(fn, recurse)
+
+
+class Policy(Role):
     """A causal language model. Its forward pass gives log-probabilities, and makes logits only where actions are."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        self.loaded: dict[str, tuple[str, Tensor | None]] = {}  # by source: adapters on the backbone, and their heads
         self.head_is_plain = _head_is_plain(model)
+
+    def reference(self) -> Policy:
+        """The policy as it was loaded: on a shared backbone the same weights without the new adapter, else a copy."""
+        if self.shares:
+            return Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
+        return copy.deepcopy(self)
 
     def forward(
         self,
@@ -64,28 +119,32 @@ class Policy(nn.Module):
             return TokenStats(*(None if row is None else row[:0] for row in stats))
         inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         targets = input_ids[:, 1:][action_mask]  # (N,)
-        if self.head_is_plain:
-            states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]  # (N, H)
-            head = self.model.get_output_embeddings()
-        else:  # the architecture changes its logits behind the head (soft caps, scales)
-            states, head = self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()  # (N, V)
+        with self.speaking():
+            if self.head_is_plain:
+                states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]  # (N, H)
+                head = self.model.get_output_embeddings()
+            else:  # the architecture changes its logits behind the head (soft caps, scales)
+                states, head = self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()  # (N, V)
         rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
         return TokenStats(*(None if row is None else _scatter(row, action_mask) for row in rows))
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(Role):
     """A transformer with a head of one number per token: a reward model or a critic."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: nn.Module, *args: Any, score: nn.Linear | None = None, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        if self.shares:
+            self.score = score
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) ids and mask -> (B, T) float32, the head at each token."""
         if not len(input_ids):
             return self(*_stand_in(input_ids)[:2])[:0]
-        hidden = self.model.base_model(**model_inputs(self.model, input_ids, attention_mask)).last_hidden_state
-        return self.model.score(hidden)[..., 0].float()
+        with self.speaking():
+            hidden = self.model.base_model(**model_inputs(self.model, input_ids, attention_mask)).last_hidden_state
+        head = self.score if self.shares else self.model.score
+        return head(hidden)[..., 0].float()
 
 
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
@@ -180,8 +239,6 @@ def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> No
     """Raises: UsageError when a local model has a tokenizer of its own that gives other ids than the data's."""
     from transformers import AutoTokenizer
 
-    from lightrlhf.common.checkpoint import checkpoints
-
     folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
     if not (folder / "tokenizer.json").is_file():
         return
@@ -193,59 +250,85 @@ def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> No
         )
 
 
-def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model_name") -> Policy:
-    """A policy with the learning part of `args.finetune_mode` switched on.
+def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model_name", shares: bool = False) -> Policy:
+    """A policy with the learning part of `args.finetune_mode` switched on; with LoRA it may share its backbone.
 
     Raises: UsageError naming `flag` when the name cannot be loaded or holds a reward model.
     """
     from transformers import AutoModelForCausalLM
 
-    if name == "tiny":
-        model = AutoModelForCausalLM.from_config(tiny_config(tokenizer))
-    else:
-        source = resolve(name, flag)
-        if "ForSequenceClassification" in str(architectures(source)):
-            raise UsageError(f"{flag} {name} holds a reward model, not a language model; give an SFT experiment dir")
-        model = _from_pretrained(AutoModelForCausalLM, source, flag, trust_remote_code=args.trust_remote_code)
+    source = name if name == "tiny" else resolve(name, flag)
+    if holds_reward_model(source):
+        raise UsageError(f"{flag} {name} holds a reward model, not a language model; give an SFT experiment dir")
+    model, base, loaded = _load(AutoModelForCausalLM, source, flag, args, tokenizer)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    _prepare(model, args)
-    return Policy(model)
+    adapters = _choose_what_learns(model, args, loaded, "policy")
+    policy = Policy(model, adapters, base, shares=shares and bool(adapters))
+    policy.loaded = loaded
+    return policy
 
 
 def load_scalar(
-    name: str, args: ModelArgs, tokenizer: Any, seed: int, flag: str = "--model_name", needs_head: bool = False
+    name: str,
+    args: ModelArgs,
+    tokenizer: Any,
+    seed: int,
+    flag: str = "--model_name",
+    needs_head: bool = False,
+    backbone: Policy | None = None,
 ) -> ScalarModel:
     """A model with a scalar head, from a reward model or (with a new head, drawn from `seed`) a language model.
 
+    backbone: a policy on whose backbone it goes, if that is shared and has the same base. With another mode than LoRA
+    nothing there learns.
     Raises: UsageError naming `flag` when it cannot be loaded, or is no reward model where one is needed.
     """
     from transformers import AutoModelForSequenceClassification
 
-    if name == "tiny":
-        model = AutoModelForSequenceClassification.from_config(tiny_config(tokenizer, num_labels=1))
-        has_head = False
-    else:
-        source = resolve(name, flag)
-        has_head = "ForSequenceClassification" in str(architectures(source))
-        if needs_head and not has_head and architectures(source):
-            raise UsageError(f"{flag} {name} holds a language model, not a reward model; give an RM experiment dir")
-        model = _from_pretrained(
-            AutoModelForSequenceClassification, source, flag, trust_remote_code=args.trust_remote_code, num_labels=1
+    source = name if name == "tiny" else resolve(name, flag)
+    has_head, said = holds_reward_model(source), saved_config(source)
+    if needs_head and not has_head and said:
+        raise UsageError(f"{flag} {name} holds a language model, not a reward model; give an RM experiment dir")
+    if needs_head and said.get("compares_pairs"):
+        raise UsageError(
+            f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
         )
-        if needs_head and getattr(model.config, "compares_pairs", False):
-            raise UsageError(
-                f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
-            )
-        if has_head and model.config.num_labels != 1:
-            raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
-    if not has_head:
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(model.score.weight.shape, generator=generator) * (model.score.in_features + 1) ** -0.5
-        model.score.weight.data.copy_(weight)
-    _prepare(model, args)
-    return ScalarModel(model)
+    if backbone is not None and backbone.shares and base_name(source, flag) == backbone.base:
+        return _scalar_on(backbone, source, args, seed, flag)
+    model, base, loaded = _load(AutoModelForSequenceClassification, source, flag, args, tokenizer, num_labels=1)
+    if has_head and model.config.num_labels != 1:
+        raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
+    if said.get("compares_pairs"):
+        model.config.compares_pairs = True
+    head = next((head for _, head in loaded.values()), None)
+    if head is not None or not has_head:
+        model.score.weight.data.copy_(new_head(model.score.in_features, seed) if head is None else head)
+    return ScalarModel(model, _choose_what_learns(model, args, loaded, "scalar"), base)
+
+
+def _scalar_on(backbone: Policy, source: str, args: ModelArgs, seed: int, flag: str) -> ScalarModel:
+    """A critic or reward model by its adapters on a policy's backbone."""
+    model, config = backbone.model, lora.adapter_config(source, flag)
+    if config is not None and source not in backbone.loaded:
+        name = f"start_{len(backbone.loaded)}"
+        backbone.loaded[source] = name, lora.load_adapter(model, name, source, config)
+    start, head = backbone.loaded.get(source, (None, None))
+    learns = args.finetune_mode == "lora"
+    if learns:
+        lora.add_adapter(model, "scalar", args)
+    lora.set_up(model, active=backbone.adapters, learning=("policy", "scalar"))
+    width = model.get_output_embeddings().weight.shape[1]
+    score = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=model.device)  # draws no numbers
+    score.weight.data.copy_(new_head(score.in_features, seed) if head is None else head)
+    adapters = ((start,) if start else ()) + (("scalar",) if learns else ())
+    return ScalarModel(model, adapters, backbone.base, shares=True, learns=learns, score=score)
+
+
+def new_head(width: int, seed: int) -> Tensor:
+    """A scalar head (1, width) that follows from the seed alone."""
+    return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
 
 
 def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
@@ -254,6 +337,7 @@ def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > vocabulary_size(module):
             module.model.resize_token_embeddings(len(tokenizer))
+            module.base = None  # no folder holds these weights
     module.model.config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -285,8 +369,6 @@ def resolve(name: str, flag: str = "--model_name") -> str:
 
     Raises: UsageError when a folder is neither, or an experiment dir has no intact checkpoint.
     """
-    from lightrlhf.common.checkpoint import newest_checkpoint, verify_checkpoint
-
     path = Path(name)
     if not path.is_dir():
         if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -295,20 +377,38 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     if path.name.startswith("checkpoint-"):
         verify_checkpoint(path)
         return name
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file():
         return name
     if (path / "args.json").is_file():
         return str(newest_checkpoint(path, flag))
     raise UsageError(f"{flag} {name} is neither a model folder (config.json) nor an experiment dir (args.json)")
 
 
-def architectures(source: str) -> list[str]:
-    """The architectures a local folder was saved with; empty for a hub id."""
-    config = Path(source) / "config.json"
-    try:
-        return json.loads(config.read_text(encoding="utf-8")).get("architectures") or [] if config.is_file() else []
-    except ValueError:
-        return []  # loading the model says what is wrong with it
+def base_name(source: str, flag: str) -> str | None:
+    """Hub id or absolute folder of the weights below whatever adapter is in `source`; None for `tiny`."""
+    if source == "tiny":
+        return None
+    config = lora.adapter_config(source, flag)
+    if config is not None:
+        return lora.base_of(config, source, flag)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def holds_reward_model(source: str) -> bool:
+    """Whether a local folder was saved with a scalar head; False for a hub id."""
+    said = saved_config(source)
+    return said.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in str(said.get("architectures"))
+
+
+def saved_config(source: str) -> dict[str, Any]:
+    """Config of the adapter or else of the model in a local folder; empty when there is none or it cannot be read."""
+    for name in (lora.ADAPTER_CONFIG, "config.json"):
+        if (path := Path(source) / name).is_file():
+            try:
+                return json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                return {}  # loading it says what is wrong with it
+    return {}
 
 
 def vocabulary_size(module: Policy | ScalarModel) -> int:
@@ -327,26 +427,46 @@ def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -
         )
 
 
-def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """All and learning parameters."""
-    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    return sum(n for n, _ in sizes), sum(n for n, learns in sizes if learns)
+def count_parameters(module: Role) -> tuple[int, int]:
+    """All parameters, those of a shared backbone too, and the learning ones of this role."""
+    everything = {id(p): p.numel() for part in (module.model, module) for p in part.parameters()}
+    return sum(everything.values()), sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 # ----------------------------------------------------------------------------------------------- fine-tuning modes
-def _prepare(model: nn.Module, args: ModelArgs) -> None:
-    model.float()
-    if args.disable_dropout:
-        for owner in (*model.modules(), model.config):  # some read a plain number of the module, Falcon of the config
-            if isinstance(owner, nn.Dropout):
-                owner.p = 0.0
-            for name in ("dropout", "attention_dropout", "hidden_dropout"):
-                if isinstance(getattr(owner, name, None), float):
-                    setattr(owner, name, 0.0)
+def _choose_what_learns(
+    model: nn.Module, args: ModelArgs, loaded: dict[str, tuple[str, Tensor | None]], new: str
+) -> tuple[str, ...]:
+    """Freeze what does not learn; returns the adapters. Without LoRA those it came with are merged into the weights."""
+    adapters = tuple(name for name, _ in loaded.values())
+    if args.finetune_mode == "lora":
+        quiet_libraries()
+        lora.add_adapter(model, new, args)
+        adapters += (new,)
+        lora.set_up(model, active=adapters, learning=(new,))
+        if hasattr(model, "score"):
+            model.score.requires_grad_(True)
+    elif adapters:
+        lora.merge(model, adapters).requires_grad_(True)
+        loaded.clear()
+        adapters = ()
     if args.finetune_mode == "last_layer":
         _train_last_layer(model)
-    elif args.finetune_mode == "lora":
-        _add_adapters(model, args)
+    if args.activation_checkpointing:
+        options: dict[str, Any] = {"use_reentrant": False}
+        if adapters:
+            options["context_fn"] = partial(lora.recompute_contexts, model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return adapters
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    for owner in (*model.modules(), model.config):  # some read a plain number of the module, Falcon of the config
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name in ("dropout", "attention_dropout", "hidden_dropout"):
+            if isinstance(getattr(owner, name, None), float):
+                setattr(owner, name, 0.0)
 
 
 def _train_last_layer(model: nn.Module) -> None:
@@ -362,48 +482,67 @@ def _train_last_layer(model: nn.Module) -> None:
         model.get_output_embeddings().requires_grad_(True)
 
 
-def _add_adapters(model: nn.Module, args: ModelArgs) -> None:
-    quiet_libraries()
-    from peft import LoraConfig, inject_adapter_in_model
+# --------------------------------------------------------------------------------------------------------- saving
+def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> None:
+    """Write a role's model so that plain transformers loads it: whole, or as an adapter folder that names its base.
 
-    targets = args.lora_targets.split(",")
-    if args.lora_targets == "all-linear":
-        heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
-        linear = [n for n, m in model.named_modules() if _is_linear(m) and id(m) not in heads]
-        targets = sorted({name.rpartition(".")[2] for name in linear})
-    config = LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=targets
+    A base that is stored nowhere is written to `base_dir`, once.
+    """
+    if not module.adapters or merge:
+        merged_model(module).save_pretrained(folder)
+        return
+    if module.base is None:
+        if not base_dir.is_dir():
+            write_folder(base_dir, lambda path: _save_base(module.model, path))
+        module.base = str(base_dir.resolve())
+    head = getattr(module.model, "score", None)
+    lora.save_adapter(module.model, module.adapters, None if head is None else head.weight, module.base, folder)
+    if head is None and module.model.generation_config is not None:
+        module.model.generation_config.save_pretrained(folder)
+
+
+def _save_base(model: nn.Module, folder: Path) -> None:
+    """The weights below the adapters."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    is_scalar = hasattr(model, "score")
+    auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):  # saving changes nothing in what is drawn next
+        base = auto_class.from_config(model.config)
+    base.load_state_dict(lora.without_adapters(model))
+    if not is_scalar:
+        base.generation_config = model.generation_config
+    base.save_pretrained(folder)
+
+
+@contextmanager
+def self_contained(folder: Path) -> Iterator[Path]:
+    """A checkpoint that loads anywhere: the folder, or a merged one where it is an adapter on a folder of this disk."""
+    config = lora.adapter_config(str(folder), "the checkpoint")
+    if config is None or not Path(base := lora.base_of(config, str(folder), "the checkpoint")).is_dir():
+        yield folder
+        return
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scalar = holds_reward_model(str(folder))
+    auto_class, options = (
+        (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
     )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as problem:
-        raise UsageError(f"--lora_targets {args.lora_targets}: {_first_line(problem)}") from None
-    if hasattr(model, "score"):
-        model.score.requires_grad_(True)
+    model = _from_pretrained(auto_class, base, "the checkpoint's base", **options)
+    head = lora.load_adapter(model, "start_0", str(folder), config)
+    if head is not None:
+        model.score.weight.data.copy_(head)
+        model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        whole = Path(temporary) / folder.name
+        shutil.copytree(folder, whole, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
+        lora.merge(model, ("start_0",)).save_pretrained(whole)
+        yield whole
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def merged_model(module: Policy | ScalarModel) -> nn.Module:
+def merged_model(module: Role) -> nn.Module:
     """The Hugging Face model, adapters merged into its weights: a copy when there are any, else the model itself."""
-    if not any("lora_" in name for name, _ in module.named_parameters()):
-        return module.model
-    import copy
-
-    from peft.tuners.lora import LoraLayer
-
-    model = copy.deepcopy(module.model)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, LoraLayer):
-            layer.merge()
-            parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-            setattr(parent, name.rpartition(".")[2], layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
-    model._hf_peft_config_loaded = False
-    return model
+    return lora.merge(copy.deepcopy(module.model), module.adapters) if module.adapters else module.model
 
 
 # -------------------------------------------------------------------------------------------------------- helpers
@@ -418,6 +557,29 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _load(
+    auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Any, **options: Any
+) -> tuple[nn.Module, str | None, dict[str, tuple[str, Tensor | None]]]:
+    """A model in float32, the name of its base, and the adapter it came with by its source: its name and its head."""
+    if source == "tiny":
+        model = auto_class.from_config(tiny_config(tokenizer, **options))
+    else:
+        quiet_libraries()
+        base, config = base_name(source, flag), lora.adapter_config(source, flag)
+        if config is not None and (Path(base) / MANIFEST).is_file():
+            verify_checkpoint(Path(base))
+        with torch.random.fork_rng(devices=[]):  # transformers draws a head that we draw again
+            model = _from_pretrained(auto_class, base, flag, trust_remote_code=args.trust_remote_code, **options)
+    model.float()
+    if args.disable_dropout:
+        _switch_off_dropout(model)
+    if source == "tiny":
+        return model, None, {}
+    if config is None:
+        return model, base, {}
+    return model, base, {source: ("start_0", lora.load_adapter(model, "start_0", source, config))}
 
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> nn.Module:

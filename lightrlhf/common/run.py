@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
 from lightrlhf.common.batch import Row, epoch_order, row_length
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
-from lightrlhf.common.model import Policy, ScalarModel, merged_model
+from lightrlhf.common.model import Policy, ScalarModel, export, self_contained
 from lightrlhf.common.ranks import (
     Watch,
     check_same,
@@ -362,7 +362,7 @@ class Run:
         }
 
         def write(folder: Path) -> None:
-            merged_model(module).save_pretrained(folder)
+            export(module, folder, self.directory / "base", self.args.merge)
             tokenizer.save_pretrained(folder)
             torch.save(state, folder / "resume.pt")
             for name, text in {"README.md": self._card(), **(files or {})}.items():
@@ -425,7 +425,8 @@ class Run:
         try:
             api = HfApi()
             api.create_repo(repository, private=True, exist_ok=True)
-            api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=["resume.pt", MANIFEST])
+            with self_contained(folder) as whole:
+                api.upload_folder(repo_id=repository, folder_path=whole, ignore_patterns=["resume.pt", MANIFEST])
         except Exception as problem:  # the hub client, the network and the login raise their own
             line = next(iter(str(problem).splitlines()), type(problem).__name__)
             raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem

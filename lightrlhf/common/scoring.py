@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
 from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, response_batch
-from lightrlhf.common.model import ScalarModel, last_token, load_scalar, load_tokenizer, quiet_libraries, resolve
+from lightrlhf.common.model import (
+    ScalarModel,
+    holds_reward_model,
+    last_token,
+    load_scalar,
+    load_tokenizer,
+    quiet_libraries,
+    resolve,
+)
 from lightrlhf.common.rewards import reward_statistics
 
 Messages = list[dict[str, str]]
@@ -243,7 +251,7 @@ def load_scorer(
         raise UsageError(f"{flag} {name} needs the code in its own folder; allow it by --trust_remote_code True")
     if custom:
         model, tokenizer = _load_custom(source, flag)
-    elif "ForSequenceClassification" not in str(config.get("architectures")):
+    elif not holds_reward_model(source):
         raise UsageError(f"{flag} {name} holds no reward model: its head is none that classifies")
     else:
         model = load_scalar(source, ModelArgs(), None, 0, flag).model
