@@ -293,7 +293,7 @@ def respond(policy: Policy, tokenizer: Any, args: GenerateArgs, rows: Sequence[R
     prompts = [row["prompt_ids"] for row in rows for _ in range(args.num_responses)]
     check_room(policy.model, prompts, args)
     noise = torch.cat([noise_of(args, row["index"]) for row in rows])  # (N K, max_new_tokens)
-    said = generate(policy, prompts, args, [tokenizer.eos_token_id], noise, args.mini_batch_size)
+    said = generate(policy, prompts, args, [tokenizer.eos_token_id], noise, args.mini_batch_size, tokenizer)
     answered = []
     for i, row in enumerate(rows):
         mine = slice(i * args.num_responses, (i + 1) * args.num_responses)

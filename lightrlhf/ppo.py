@@ -170,6 +170,11 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
             raise ValueError("--critic_init reward needs --rm_experiment_dir; use --critic_init policy")
         if not self.do_sample:
             raise ValueError("--do_sample False: a rollout must be sampled; lower --temperature instead")
+        if self.repetition_penalty != 1:
+            raise ValueError(
+                f"--repetition_penalty {self.repetition_penalty}: a rollout must be sampled from the policy itself; leave "
+                "it at 1, and let the reward punish repetition"
+            )
 
 
 @dataclass(kw_only=True)
@@ -247,7 +252,7 @@ def main(argv: list[str] | None = None) -> str:
                 results = evaluate(run, actor, reference, scorer, held_out, tokenizer)
             run.log(results)
         if run.due(args.save_interval, num_steps):
-            set_generation_config(policy, args)
+            set_generation_config(policy, args, tokenizer)
             run.save(policy, tokenizer, extra={"kl_coeff": kl_coeff.value})
     return str(run.finish(results))
 
@@ -275,11 +280,13 @@ def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy) -> ScalarModel:
     return load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
 
 
-def set_generation_config(policy: nn.Module, args: PPOArgs) -> None:
+def set_generation_config(policy: nn.Module, args: PPOArgs, tokenizer: Any) -> None:
     """Store how responses were sampled with the checkpoint, for whoever generates from it."""
     config = policy.model.generation_config
     config.do_sample, config.max_new_tokens = True, args.max_new_tokens
-    config.temperature, config.top_k, config.top_p = args.temperature, args.top_k, args.top_p
+    config.temperature, config.top_k, config.top_p, config.min_p = args.temperature, args.top_k, args.top_p, args.min_p
+    config.eos_token_id = [tokenizer.eos_token_id, *args.eos_ids]
+    config.stop_strings = args.stop_strings or None
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout

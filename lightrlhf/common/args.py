@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -171,6 +171,14 @@ class GenerationArgs:
     """Sample among the k most likely tokens; 0 takes all."""
     top_p: float = 1.0
     """Sample among the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
+    eos_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response beside the tokenizer's end token."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response as soon as it contains one; its tokens stay as sampled."""
 
     def check_generation(self) -> None:
         """Raises: ValueError, one line, when a sampling option is out of range."""
@@ -180,6 +188,13 @@ class GenerationArgs:
             raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top_p {self.top_p} must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"--min_p {self.min_p} must lie in [0, 1]")
+        check_positive(self, "repetition_penalty")
+        if any(index < 0 for index in self.eos_ids):
+            raise ValueError(f"--eos_ids {min(self.eos_ids)} must be at least 0")
+        if "" in self.stop_strings:
+            raise ValueError("--stop_strings '' would end every response at once; give a text")
 
 
 def check_at_least(args: Any, name: str, least: float) -> None:
@@ -244,7 +259,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
     from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True, add_print_completion_argument=True)
-    flags = {field.name for field in dataclasses.fields(args_class)}
+    flags = {f.name for f in dataclasses.fields(args_class)}
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> None:

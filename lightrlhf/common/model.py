@@ -171,10 +171,12 @@ def model_inputs(
         positions, mask = position_ids(attention_mask), attention_mask.long()
     else:
         positions, mask = _packed_positions(sequence_ids), _packed_attention(sequence_ids, model.dtype)
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
-    if model.config.model_type != "bloom":  # the only architecture without position ids
-        inputs["position_ids"] = positions
-    return inputs
+    return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
+
+
+def position_inputs(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """The argument that gives a model its positions; none for Bloom, the only architecture that takes no such."""
+    return {} if model.config.model_type == "bloom" else {"position_ids": positions}
 
 
 @torch.no_grad()

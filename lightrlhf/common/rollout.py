@@ -1,38 +1,42 @@
 """The generation engine, and rollouts with log-probabilities.
 
 Rows live in a fixed number of slots over one preallocated key-value slab. All slots share a column index: a prompt is
-right-aligned at the current column, so positions come from the mask and no row needs a cache of its own. A finished
-row leaves its slot to a waiting prompt, prefilled apart and copied in; when nobody waits, the slots that are left
-close up. Sampling is by inverse CDF with one uniform number per row and token, given from outside: what a row says
-does not depend on batch size, slot or rank.
+right-aligned at the current column, so positions come from the mask and no row needs a cache of its own; a step looks
+at the columns from the oldest busy row's first on. Prompts are prefilled apart, each distinct one once whatever the
+number of its samples, and wait with their keys and values until slots become idle. When nobody waits, the slots that
+are left close up. Sampling is by inverse CDF with one uniform number per row and token, given from outside: what a
+row says does not depend on batch size, slot or rank.
 
-Left out: beam search, speculative decoding, paged caches, servers, and architectures without a key-value cache.
+Left out: beam search, speculative decoding, paged caches, servers, architectures without a key-value cache, and on
+CUDA captured graphs or a compiled step (steps run eagerly there; none of them waits for the device).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import GenerationArgs, UsageError
-from lightrlhf.common.batch import Batch, Rollout, Row, response_batch
-from lightrlhf.common.model import Policy, policy_inputs
+from lightrlhf.common.batch import Batch, Rollout, Row, decode, response_batch
+from lightrlhf.common.model import Policy, policy_inputs, position_inputs
 from lightrlhf.common.ops import position_ids
 from lightrlhf.common.ranks import whole
 
-SPARE_COLUMNS = 64  # refilled slots move the shared column on; this many steps between two moves of the slab
+SPARE_COLUMNS = 64  # refilled slots move the shared column on; about this many steps between two moves of the slab
 
 
 class Completions(NamedTuple):
     """What was sampled, in the order of the prompts."""
 
-    responses: list[list[int]]  # ids, end token included where one was sampled
+    responses: list[list[int]]  # ids as they were sampled, with the end token or the last token of a stop string
     truncated: list[bool]  # stopped by length
-    removed_mass: float  # mean probability that top-k and top-p took out of the sampling distribution
+    removed_mass: float  # mean probability that top-k, top-p and min-p took out of the sampling distribution
 
 
 class SlabLayer:
@@ -41,59 +45,53 @@ class SlabLayer:
     is_compileable = False
     is_sliding = False
     is_croppable = False
+    is_initialized = True
 
-    def __init__(self, num_columns: int) -> None:
-        self.num_columns = num_columns
-        self.length = 0
-        self.is_initialized = False
-        self.keys: Tensor | None = None  # (slots, heads, length, head size), a view of the slab
-        self.values: Tensor | None = None
+    def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
+        self.slabs = [  # keys and values, each (slots, heads, columns, head size)
+            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
+            for states in (prefilled.keys, prefilled.values)
+        ]
+        self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows look at
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            rows, heads, _, size = key_states.shape
-            self._keys = key_states.new_zeros(rows, heads, self.num_columns, size)
-            self._values = value_states.new_zeros(*value_states.shape[:2], self.num_columns, value_states.shape[3])
-            self.is_initialized = True
-        end = self.length + key_states.shape[2]
-        self._keys[:, :, self.length : end] = key_states
-        self._values[:, :, self.length : end] = value_states
-        self._show(end)
-        return self.keys, self.values
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """One more column, (slots, heads, 1, head size) each; returns all that is looked at."""
+        for slab, states in zip(self.slabs, (keys, values)):
+            slab[:, :, self.end] = states[:, :, 0]
+        self.end += 1
+        return self.slabs[0][:, :, self.start : self.end], self.slabs[1][:, :, self.start : self.end]
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.end - self.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
-    def keep_rows(self, rows: Tensor) -> None:
-        self._keys, self._values = self._keys[rows], self._values[rows]
-        self._show(self.length)
+    def put(self, slots: Tensor, prefilled: Any, source: Tensor) -> None:
+        """Copy rows `source` of a prefilled layer into slots, right-aligned at the current column."""
+        start = self.end - prefilled.get_seq_length()
+        self.start = min(self.start, start)
+        for slab, states in zip(self.slabs, (prefilled.keys, prefilled.values)):
+            slab[slots, :, start : self.end] = states[source]
+
+    def close_up(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
+        """Move rows into holes among the first slots and forget the other slots."""
+        for i, slab in enumerate(self.slabs):
+            slab[holes, :, self.start : self.end] = slab[movers, :, self.start : self.end]
+            self.slabs[i] = slab[:num_slots]
 
     def drop_columns(self, count: int) -> None:
         """Forget the first columns, which no row looks at any more."""
-        kept = slice(count, self.length)
-        for slab in (self._keys, self._values):
-            slab[:, :, : self.length - count] = slab[:, :, kept].clone()
-        self._show(self.length - count)
-
-    def put_rows(self, rows: Tensor, other: SlabLayer) -> None:
-        """Copy freshly prefilled rows in, right-aligned at the current column."""
-        start = self.length - other.length
-        self._keys[rows, :, start : self.length] = other.keys
-        self._values[rows, :, start : self.length] = other.values
-
-    def _show(self, length: int) -> None:
-        self.length = length
-        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+        for slab in self.slabs:
+            slab[:, :, : self.end - count] = slab[:, :, count : self.end].clone()
+        self.start, self.end = self.start - count, self.end - count
 
 
-def slab_cache(model: nn.Module, num_columns: int) -> Any:
-    """A transformers cache on slabs. Sliding-window layers keep all columns; their mask still hides the old ones.
+def make_cache(model: nn.Module, layers: Sequence[Any]) -> Any:
+    """A transformers cache with these layers. Sliding-window layers keep all columns; masks still hide the old ones.
 
     Raises: UsageError for architectures with other layers than attention.
     """
@@ -103,109 +101,177 @@ def slab_cache(model: nn.Module, num_columns: int) -> Any:
     cache = DynamicCache(config=model.config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
         raise UsageError(f"the generation engine knows attention layers only, not those of {model.config.model_type}")
-    cache.layers = [SlabLayer(num_columns) for _ in range(model.config.num_hidden_layers)]
+    cache.layers = list(layers) or [DynamicLayer() for _ in range(model.config.num_hidden_layers)]
     return cache
+
+
+class Prefilled(NamedTuple):
+    """Prompts that have been read and wait for idle slots."""
+
+    layers: list[Any]
+    mask: Tensor  # (P, width), prompts on the right
+    logits: Tensor  # (P, V) of the first token of the response
+    seen: Tensor | None  # (P, V), which tokens stand in the prompt
+    waiting: deque[tuple[int, int]]  # (row, which of the P prompts is its own)
 
 
 class Slots:
     """The rows being decoded: one slab, one mask, one next token each. Slot state is on the device, no step waits."""
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], args: GenerationArgs, uniforms: Tensor
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        args: GenerationArgs,
+        eos_ids: Sequence[int],
+        uniforms: Tensor,
+        num_slots: int,
     ) -> None:
-        self.model, self.prompts, self.args = model, prompts, args
-        self.device = model.device
-        self.num_columns = max(map(len, prompts)) + args.max_new_tokens + SPARE_COLUMNS
-        num_rows = len(prompts)
+        self.model, self.args, self.device = model, args, model.device
+        num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
         self.nobody = num_rows  # the row an idle slot writes to
+        self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
         self.uniforms = torch.cat([uniforms, uniforms[:1]]).to(self.device)  # (N+1, max_new_tokens)
         self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
+        self.removed = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
-        self.removed = torch.zeros((), device=self.device)
+        groups: dict[tuple[int, ...], list[int]] = {}  # the rows of each distinct prompt
+        for row, prompt in enumerate(prompts):
+            groups.setdefault(tuple(prompt), []).append(row)
+        self.groups = deque(sorted(groups.items(), key=lambda group: -len(group[0])))  # a later prompt always fits
+        self.longest = len(self.groups[0][0])
+        self.num_columns = self.longest + args.max_new_tokens + SPARE_COLUMNS
 
-    def fill(self, rows: Sequence[int]) -> None:
-        """Prefill the first rows into all slots."""
-        self.cache, self.mask, logits = self._prefill(rows)
-        self.row = torch.tensor(rows, device=self.device)  # (S,) which prompt each slot answers
-        self.position = self.mask.sum(1)  # (S,) position of the next token
+        self.ready = self._prefill(num_slots)
+        self.cache = make_cache(model, [SlabLayer(layer, num_slots, self.num_columns) for layer in self.ready.layers])
+        self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
+        self.row = torch.full((num_slots,), self.nobody, device=self.device)  # (S,) which prompt each slot answers
+        self.position = torch.zeros_like(self.row)  # (S,) position of the next token
+        self.first = torch.zeros_like(self.row)  # (S,) column of the prompt's first token
         self.next = torch.zeros_like(self.row)
-        self._sample(torch.arange(len(rows), device=self.device), logits)
+        self.seen = None if self.ready.seen is None else self.ready.seen.new_zeros(num_slots, self.ready.seen.shape[1])
 
-    def refill(self, slots: Tensor, rows: Sequence[int]) -> None:
-        """Prefill rows apart and copy them into idle slots."""
-        cache, mask, logits = self._prefill(rows)
-        for layer, new in zip(self.cache.layers, cache.layers):
-            layer.put_rows(slots, new)
-        length, width = self.cache.get_seq_length(), mask.shape[1]
-        self.mask[slots] = False
-        self.mask[slots, length - width : length] = mask[:, :width]
-        self.row[slots] = torch.tensor(rows, device=self.device)
-        self.position[slots] = mask.sum(1)
-        self._sample(slots, logits)
+    def waiting(self) -> bool:
+        return bool(self.ready.waiting or self.groups)
+
+    def enter(self, slots: Tensor) -> None:
+        """Rows that wait enter idle slots, as many as there are of both."""
+        while len(slots) and self.waiting():
+            if not self.ready.waiting:
+                self.ready = self._prefill(len(self.row))
+            count = min(len(slots), len(self.ready.waiting))
+            rows, source = torch.tensor([self.ready.waiting.popleft() for _ in range(count)], device=self.device).T
+            self._put(slots[:count], rows, source)
+            slots = slots[count:]
 
     def step(self) -> None:
         """One token for every slot."""
-        if self.cache.get_seq_length() >= self.num_columns:
-            self._drop_columns()
-        column = self.cache.get_seq_length()
-        self.mask[:, column] = True
-        inputs = {"input_ids": self.next[:, None], "position_ids": self.position[:, None]}
-        if self.model.config.model_type == "bloom":
-            del inputs["position_ids"]
+        layer = self.cache.layers[0]
+        if layer.end == self.num_columns:
+            self._drop_columns(min(layer.start, layer.end - self.longest))
+        self.mask[:, layer.end] = True
         logits = self.model(
-            **inputs, attention_mask=self.mask[:, : column + 1].long(), past_key_values=self.cache, use_cache=True
+            input_ids=self.next[:, None],
+            attention_mask=self.mask[:, layer.start : layer.end + 1].long(),
+            **position_inputs(self.model, self.position[:, None]),
+            past_key_values=self.cache,
+            use_cache=True,
         ).logits[:, -1]
-        self.position += 1
-        self._sample(torch.arange(len(self.row), device=self.device), logits)
+        self.position = torch.where(self.row == self.nobody, 0, self.position + 1)  # an idle slot stays in the model's
+        self._sample(slice(None), logits)
 
-    def release(self, eos_ids: Tensor) -> None:
-        """Make idle the slots whose row has ended or has no room left."""
-        length = self.lengths[self.row]
-        ended = torch.isin(self.next, eos_ids) | (length >= self.args.max_new_tokens)
-        self.row = torch.where(ended, self.nobody, self.row)
+    def stop_at_strings(self, tokenizer: Any) -> None:
+        """Make idle the slots whose text holds a stop string; what a row says beyond it is cut in the end."""
+        strings = self.args.stop_strings
+        window = 4 * max(map(len, strings)) + 8  # tokens that can spell one: a token is a byte of text or more
+        for slot, (row, length) in enumerate(zip(self.row.tolist(), self.lengths[self.row].tolist())):
+            latest = self.tokens[row, max(length - window, 0) : length].tolist()
+            if row != self.nobody and first_stop(tokenizer, latest, strings):
+                self.row[slot] = self.nobody
+
+    def look_from(self, idle: Tensor) -> None:
+        """Let a step look only at the columns that busy rows occupy."""
+        start = int(self.first[~idle].min())
+        for layer in self.cache.layers:
+            layer.start = start
 
     def close_up(self, idle: Tensor) -> None:
         """Give up idle slots for good."""
-        busy = (~idle).nonzero()[:, 0]
+        count = len(idle) - int(idle.sum())
+        holes, movers = idle[:count].nonzero()[:, 0], (~idle[count:]).nonzero()[:, 0] + count
         for layer in self.cache.layers:
-            layer.keep_rows(busy)
-        for name in ("row", "next", "position", "mask"):
-            setattr(self, name, getattr(self, name)[busy])
+            layer.close_up(holes, movers, count)
+        for name in ("row", "next", "position", "first", "mask", "seen"):
+            state = getattr(self, name)
+            if state is not None:
+                state[holes] = state[movers]
+                setattr(self, name, state[:count])
 
-    def _prefill(self, rows: Sequence[int]) -> tuple[Any, Tensor, Tensor]:
-        width = max(len(self.prompts[row]) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.int64)  # (S, width), prompts on the right
-        mask = torch.zeros(len(rows), self.num_columns, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            prompt = self.prompts[row]
-            ids[i, width - len(prompt) :] = torch.as_tensor(prompt)
-            mask[i, width - len(prompt) : width] = True
+    def _prefill(self, num_rows: int) -> Prefilled:
+        """Read the next prompts, all samples of one together, until there is one for each of `num_rows`."""
+        prompts: list[tuple[int, ...]] = []
+        waiting: deque[tuple[int, int]] = deque()
+        while self.groups and len(waiting) < num_rows:
+            prompt, rows = self.groups.popleft()
+            waiting.extend((row, len(prompts)) for row in rows)
+            prompts.append(prompt)
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (P, width), prompts on the right
+        mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = True
         ids, mask = ids.to(self.device), mask.to(self.device)
-        cache = slab_cache(self.model, self.num_columns if not hasattr(self, "cache") else width)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": mask[:, :width].long(),
-            "position_ids": position_ids(mask[:, :width]),
-        }
-        if self.model.config.model_type == "bloom":
-            del inputs["position_ids"]
-        logits = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        return cache, mask if not hasattr(self, "cache") else mask[:, :width], logits
+        cache = make_cache(self.model, [])
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            **position_inputs(self.model, position_ids(mask)),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        seen = None
+        if self.args.repetition_penalty != 1:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            seen[mask.nonzero()[:, 0], ids[mask]] = True
+        return Prefilled(cache.layers, mask, logits, seen, waiting)
 
-    def _sample(self, slots: Tensor, logits: Tensor) -> None:
+    def _put(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
+        """Rows enter slots with the keys and values of their prompts."""
+        for layer, prefilled in zip(self.cache.layers, self.ready.layers):
+            layer.put(slots, prefilled, source)
+        mask, end = self.ready.mask[source], self.cache.layers[0].end
+        self.mask[slots] = False
+        self.mask[slots, end - mask.shape[1] : end] = mask
+        self.row[slots] = rows
+        self.position[slots] = mask.sum(1)
+        self.first[slots] = end - mask.sum(1)
+        if self.seen is not None:
+            self.seen[slots] = self.ready.seen[source]
+        self._sample(slots, self.ready.logits[source])
+
+    def _sample(self, slots: Tensor | slice, logits: Tensor) -> None:
+        """The next token of these slots; a slot whose row has ended or has no room left becomes idle."""
         row = self.row[slots]
         place = self.lengths[row].clamp(max=self.args.max_new_tokens - 1)
-        token, removed = sample(logits, self.uniforms[row, place], self.args)
+        seen = None if self.seen is None else self.seen[slots]
+        token, removed = sample(logits, self.uniforms[row, place], self.args, seen)
         self.tokens[row, place] = token
-        self.lengths[row] += 1
-        self.removed += (removed * (row != self.nobody)).sum()
+        self.removed[row, place] = removed
+        self.lengths[row] = place + 1
         self.next[slots] = token
+        if seen is not None:
+            self.seen[slots] = seen.scatter(1, token[:, None], True)
+        ended = torch.isin(token, self.eos_ids) | (place + 1 == self.args.max_new_tokens)
+        self.row[slots] = torch.where(ended, self.nobody, row)
 
-    def _drop_columns(self) -> None:
-        """Make room: at the last column every row still busy began behind the first SPARE_COLUMNS."""
+    def _drop_columns(self, count: int) -> None:
+        """Make room behind the last column."""
         for layer in self.cache.layers:
-            layer.drop_columns(SPARE_COLUMNS)
-        self.mask = torch.cat([self.mask[:, SPARE_COLUMNS:], torch.zeros_like(self.mask[:, :SPARE_COLUMNS])], 1)
+            layer.drop_columns(count)
+        self.first -= count
+        self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
 
 
 @torch.no_grad()
@@ -216,66 +282,89 @@ def generate(
     eos_ids: Sequence[int],
     uniforms: Tensor,
     num_slots: int = 64,
+    tokenizer: Any = None,
 ) -> Completions:
-    """Sample one response for each prompt.
+    """Sample one response for each prompt; a prompt that is given K times is read once.
 
-    prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness.
+    prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: needed for
+    stop strings only. A row ends at the first token with which its decoded text contains a stop string.
     Raises: UsageError when a prompt with its response does not fit into the model's positions.
     """
+    if args.stop_strings and tokenizer is None:
+        raise ValueError("stop_strings needs a tokenizer")
     model = policy.model
     check_room(model, prompts, args)
     was_training = policy.training
     policy.eval()
-    ends = torch.tensor(list(eos_ids), device=model.device)
-    waiting = deque(sorted(range(len(prompts)), key=lambda row: -len(prompts[row])))  # a later prompt always fits
-    slots = Slots(model, prompts, args, uniforms)
-    slots.fill([waiting.popleft() for _ in range(min(num_slots, len(waiting)))])
+    slots = Slots(model, prompts, args, eos_ids, uniforms, num_slots)
+    slots.enter(torch.arange(len(slots.row), device=model.device))
     check_every = 1 if model.device.type == "cpu" else 8  # reading a device tensor waits for the device
-    steps = 0
-    while True:
-        slots.release(ends)
-        steps += 1
-        if steps % check_every == 0:
+    for step in count(1):
+        if step % check_every == 0:
+            if args.stop_strings:
+                slots.stop_at_strings(tokenizer)
             idle = slots.row == slots.nobody
             num_idle = int(idle.sum())
-            if waiting and num_idle * 8 >= len(idle):
-                free = idle.nonzero()[:, 0][: len(waiting)]
-                slots.refill(free, [waiting.popleft() for _ in range(len(free))])
+            if slots.waiting() and num_idle * 16 >= len(idle):
+                slots.enter(idle.nonzero()[:, 0])
                 continue
-            if not waiting and num_idle == len(idle):
+            if num_idle == len(idle):
                 break
-            if not waiting and num_idle * 4 >= len(idle):
+            slots.look_from(idle)
+            if not slots.waiting() and num_idle * 8 >= len(idle):
                 slots.close_up(idle)
         slots.step()
     policy.train(was_training)
-    lengths, tokens = slots.lengths[:-1].tolist(), slots.tokens.tolist()
-    responses = [row[:length] for row, length in zip(tokens, lengths)]
-    stops = set(eos_ids)
-    return Completions(responses, [row[-1] not in stops for row in responses], float(slots.removed) / sum(lengths))
+    ends = {*eos_ids, *args.eos_ids}
+    responses, truncated = [], []
+    for tokens, length in zip(slots.tokens[:-1].tolist(), slots.lengths.tolist()):
+        end = first_stop(tokenizer, tokens[:length], args.stop_strings)
+        responses.append(tokens[: end or length])
+        truncated.append(end is None and tokens[length - 1] not in ends)
+    removed = sum(float(row[: len(response)].sum()) for row, response in zip(slots.removed.cpu(), responses))
+    return Completions(responses, truncated, removed / sum(map(len, responses)))
 
 
-def sample(logits: Tensor, uniforms: Tensor, args: GenerationArgs) -> tuple[Tensor, Tensor]:
-    """One token per row by inverse CDF: (S, V), (S,) -> ids (S,), probability taken out by top-k and top-p (S,).
+def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
+    """Number of tokens with which the text first contains a stop string; None when it never does."""
 
-    Temperature, then top-k, then top-p, each on what the one before left, as Hugging Face's processors do.
+    def stopped(length: int) -> bool:
+        text = decode(tokenizer, response[:length])
+        return any(string in text for string in stop_strings)
+
+    if not stop_strings or not stopped(len(response)):
+        return None
+    return bisect_left(range(len(response)), True, key=stopped)
+
+
+def sample(logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token per row by inverse CDF: (S, V), (S,) -> ids (S,), probability taken out by top-k, top-p and min-p (S,).
+
+    Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p, each on what the one before
+    left, as Hugging Face's processors do.
     """
+    logits = logits.float()
+    if seen is not None:
+        penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
     if not args.do_sample:
-        return logits.argmax(-1), logits.new_zeros(len(logits), dtype=torch.float32)
-    probs = (logits.float() / args.temperature).softmax(-1)  # (S, V)
-    kept = probs
+        return logits.argmax(-1), logits.new_zeros(len(logits))
+    kept = probs = (logits / args.temperature).softmax(-1)  # (S, V)
     if 0 < args.top_k < probs.shape[-1]:
         least = kept.topk(args.top_k, -1).values[:, -1:]
         kept = torch.where(kept < least, 0.0, kept)
-    if args.top_p < 1.0:
+    if args.top_p < 1:
         ordered, index = kept.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
         ordered = torch.where(before >= args.top_p * ordered.sum(-1, keepdim=True), 0.0, ordered)
         kept = torch.zeros_like(kept).scatter(-1, index, ordered)
+    if args.min_p > 0:
+        kept = torch.where(kept < args.min_p * kept.amax(-1, keepdim=True), 0.0, kept)
     cumulative = kept.cumsum(-1)
     total = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, uniforms[:, None].to(total) * total, right=True)[:, 0]
-    last_kept = (kept > 0).long().mul(torch.arange(kept.shape[-1], device=kept.device)).amax(-1)  # rounding at u near 1
-    return torch.minimum(token, last_kept), 1 - total[:, 0] / probs.sum(-1)
+    below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
+    token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
+    return token, torch.zeros_like(total[:, 0]) if kept is probs else 1 - total[:, 0] / probs.sum(-1)
 
 
 @torch.no_grad()
@@ -304,7 +393,7 @@ def generate_rollout(
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module = getattr(policy, "module", policy)
     with whole(module):
-        sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots)
+        sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
         logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
     return Rollout(
@@ -321,7 +410,12 @@ def generate_rollout(
 
 
 def check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: GenerationArgs) -> None:
-    """Raises: UsageError when a prompt with its response does not fit into the model's positions."""
+    """Raises: UsageError when a prompt with its response does not fit into the model's positions, or an end token
+    is none of its tokens."""
+    size = model.get_input_embeddings().weight.shape[0]
+    for index in args.eos_ids:
+        if index >= size:
+            raise UsageError(f"--eos_ids {index} is none of the model's {size} tokens; give ids below {size}")
     room = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
     if room and longest + args.max_new_tokens > room:
