@@ -116,6 +116,8 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
             raise ValueError("--ref_scores needs --rm_experiment_dir, to score, and --data_dir, which has the answers")
         if self.rollout_engine == "openai" and not self.base_url:
             raise ValueError("--rollout_engine openai needs --base_url, such as http://localhost:8000/v1")
+        if self.rollout_engine == "openai" and self.eos_ids:
+            raise ValueError(f"--eos_ids {self.eos_ids[0]}: servers end at texts, not at ids; use --stop_strings")
         if self.rollout_engine == "local" and self.base_url:
             raise ValueError(f"--base_url {self.base_url[0]} is of no use without --rollout_engine openai")
         if not 0 <= self.local_index < self.my_world_size:
@@ -326,7 +328,9 @@ def requests(row: Row, args: GenerateArgs, tokenizer: Any) -> Iterator[Row]:
         prompt = {"prompt": row["prompt"]}
     options = {"max_tokens": args.max_new_tokens, "temperature": args.temperature if args.do_sample else 0.0}
     beyond = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # asked for only where they matter
-    options |= {k: getattr(args, k) for k, off in beyond.items() if getattr(args, k, off) != off}
+    options |= {k: getattr(args, k) for k, off in beyond.items() if getattr(args, k) != off}
+    if args.stop_strings:
+        options["stop"] = args.stop_strings
     for k in range(args.num_responses):
         yield {**prompt, **options, "seed": (args.seed + row["index"] * args.num_responses + k) % 2**31}
 

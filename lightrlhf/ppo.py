@@ -172,8 +172,8 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
             raise ValueError("--do_sample False: a rollout must be sampled; lower --temperature instead")
         if self.repetition_penalty != 1:
             raise ValueError(
-                f"--repetition_penalty {self.repetition_penalty}: a rollout must be sampled from the policy itself; leave "
-                "it at 1, and let the reward punish repetition"
+                f"--repetition_penalty {self.repetition_penalty}: a rollout must be sampled from the policy itself; "
+                "leave it at 1, and let the reward punish repetition"
             )
 
 

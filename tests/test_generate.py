@@ -138,6 +138,10 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
         (["--data_dir", "/nowhere"], "--data_dir /nowhere does not exist"),
         (["--prompts_file", "none.jsonl"], "--prompts_file none.jsonl does not exist"),
         (["--data_dir", ".", "--rollout_engine", "openai"], "needs --base_url"),
+        (
+            ["--data_dir", ".", "--rollout_engine", "openai", "--base_url", "http://a/v1", "--eos_ids", "5"],
+            "--eos_ids 5: servers end at texts",
+        ),
         (["--data_dir", ".", "--base_url", "http://a/v1"], "of no use without --rollout_engine openai"),
         (["--data_dir", ".", "--my_world_size", "2", "--local_index", "2"], "--local_index 2 must lie in [0"),
         (["--data_dir", ".", "--temperatures", "0", "--num_responses", "2"], "--num_responses 2 would all be the same"),

@@ -272,7 +272,8 @@ COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "comple
 
 def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm_dir, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir]
-    folder = main([*flags, "--log_dir", str(tmp_path), *SMALL, *CPU])
+    flags += ["--min_p", "0.01", "--eos_ids", "7", "9", "--stop_strings", "a b", "--log_dir", str(tmp_path)]
+    folder = main([*flags, *SMALL, *CPU])
     found = [name for name in listing(folder) if "events.out" not in name]
     names = ["README.md", "args.json", "metrics.jsonl", "samples.jsonl"]
     assert found == sorted(names + [f"checkpoint-000002/{name}" for name in CHECKPOINT])
@@ -286,6 +287,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm
     assert samples and all({"step", "prompt", "response", "score"} <= row.keys() for row in samples)
     config = json.loads((last_checkpoint(folder) / "generation_config.json").read_text())
     assert config["max_new_tokens"] == 8 and config["do_sample"] is True
+    assert config["min_p"] == 0.01 and config["eos_token_id"][1:] == [7, 9] and config["stop_strings"] == ["a b"]
 
 
 @pytest.mark.parametrize(
