@@ -35,6 +35,7 @@ class Completions(NamedTuple):
     """What was sampled, in the order of the prompts."""
 
     responses: list[list[int]]  # ids as they were sampled, with the end token or the last token of a stop string
+    logprobs: list[list[float]]  # log-probability of each of them at the temperature, over the whole vocabulary
     truncated: list[bool]  # stopped by length
     removed_mass: float  # mean probability that top-k, top-p and min-p took out of the sampling distribution
 
@@ -133,7 +134,8 @@ class Slots:
         self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
         self.uniforms = torch.cat([uniforms, uniforms[:1]]).to(self.device)  # (N+1, max_new_tokens)
         self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
-        self.removed = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
+        self.logprobs = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
+        self.removed = torch.zeros_like(self.logprobs)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
         groups: dict[tuple[int, ...], list[int]] = {}  # the rows of each distinct prompt
         for row, prompt in enumerate(prompts):
@@ -256,8 +258,9 @@ class Slots:
         row = self.row[slots]
         place = self.lengths[row].clamp(max=self.args.max_new_tokens - 1)
         seen = None if self.seen is None else self.seen[slots]
-        token, removed = sample(logits, self.uniforms[row, place], self.args, seen)
+        token, logprob, removed = sample(logits, self.uniforms[row, place], self.args, seen)
         self.tokens[row, place] = token
+        self.logprobs[row, place] = logprob
         self.removed[row, place] = removed
         self.lengths[row] = place + 1
         self.next[slots] = token
@@ -316,13 +319,14 @@ def generate(
         slots.step()
     policy.train(was_training)
     ends = {*eos_ids, *args.eos_ids}
-    responses, truncated = [], []
-    for tokens, length in zip(slots.tokens[:-1].tolist(), slots.lengths.tolist()):
+    responses, logprobs, truncated = [], [], []
+    for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):
         end = first_stop(tokenizer, tokens[:length], args.stop_strings)
         responses.append(tokens[: end or length])
+        logprobs.append(values[: end or length])
         truncated.append(end is None and tokens[length - 1] not in ends)
     removed = sum(float(row[: len(response)].sum()) for row, response in zip(slots.removed.cpu(), responses))
-    return Completions(responses, truncated, removed / sum(map(len, responses)))
+    return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
 def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
@@ -337,8 +341,11 @@ def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[s
     return bisect_left(range(len(response)), True, key=stopped)
 
 
-def sample(logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row by inverse CDF: (S, V), (S,) -> ids (S,), probability taken out by top-k, top-p and min-p (S,).
+def sample(
+    logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token per row by inverse CDF: (S, V), (S,) -> three (S,): ids, their log-probabilities at the temperature
+    (and penalty) over the whole vocabulary, and the probability taken out by top-k, top-p and min-p.
 
     Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p, each on what the one before
     left, as Hugging Face's processors do.
@@ -347,9 +354,10 @@ def sample(logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor 
     if seen is not None:
         penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-    if not args.do_sample:
-        return logits.argmax(-1), logits.new_zeros(len(logits))
     kept = probs = (logits / args.temperature).softmax(-1)  # (S, V)
+    if not args.do_sample:
+        token = logits.argmax(-1)
+        return token, probs.gather(-1, token[:, None])[:, 0].log(), torch.zeros_like(probs[:, 0])
     if 0 < args.top_k < probs.shape[-1]:
         least = kept.topk(args.top_k, -1).values[:, -1:]
         kept = torch.where(kept < least, 0.0, kept)
@@ -364,7 +372,8 @@ def sample(logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor 
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
     token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
-    return token, torch.zeros_like(total[:, 0]) if kept is probs else 1 - total[:, 0] / probs.sum(-1)
+    removed = torch.zeros_like(total[:, 0]) if kept is probs else 1 - total[:, 0] / probs.sum(-1)
+    return token, probs.gather(-1, token[:, None])[:, 0].log(), removed
 
 
 @torch.no_grad()
@@ -389,13 +398,22 @@ def generate_rollout(
     uniforms: Tensor,
     num_slots: int,
 ) -> Rollout:
-    """Sample a response to each prompt row and score it under the policy and the reference, at the same temperature."""
+    """Sample a response to each prompt row and score it under the policy and the reference, at the same temperature.
+
+    The policy's log-probabilities are those it sampled with; under autocast, where a step and a whole pass round
+    differently, a pass of its own finds them, or ratios would start off 1.
+    """
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module = getattr(policy, "module", policy)
     with whole(module):
         sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
-        logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
+        if torch.is_autocast_enabled(batch.input_ids.device.type):
+            logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
+        else:
+            sampled_with = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
+            logprobs = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
+            logprobs[batch.action_mask] = sampled_with.to(logprobs)
     return Rollout(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
