@@ -1,0 +1,286 @@
+"""Do macro actions learn faster than tokens, and is it more than a larger lambda? (MA-RLHF, Chai et al. 2025)
+
+GAE over segments of n tokens at lambda looks as far as GAE over tokens at lambda^(1/n). So the control that decides is
+token PPO at both. Everything runs through `lightrlhf.ppo` itself; arms differ in its flags only.
+
+The task: a prompt names one of two groups of four letters; an answer is 64 letters out of eight and scores the share
+of them that are in the group, at its end. Measured: rollouts until the mean score of five is above 0.9. Three more
+settings were fixed before any of them was run: a reward by position (from the middle on the other group counts), a
+noisy reward, and the cafe with its reward model, where the gold score after equally many samples is measured.
+
+Nothing here was tuned on a macro arm: the learning rates of the letter task were set with token PPO alone, on a seed
+that is not among the five. Finished runs are kept in `results.jsonl`, so an interrupted call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets_prep.cafe import prepare_data
+from datasets_prep.cafe.pretrain_base import BASE_DIR
+from examples import quickstart
+from lightrlhf import evaluate, ppo, rm, sft
+from lightrlhf.common.args import check_at_least, one_line_errors, parse
+from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.plot import read_metrics
+
+LETTERS = "abcdefgh"
+GROUPS = ("abcd", "efgh")
+LENGTH, TARGET, WINDOW, NOISE, SHARE_AT_START = 64, 0.9, 5, 0.25, 0.7
+LAMBDA, N = 0.95, 8
+ARMS = {
+    "token": [],
+    "n=4": ["--ngram=4"],
+    "n=8": [f"--ngram={N}"],
+    "randomized": ["--termination_condition=randomized"],
+    "ppl": ["--termination_condition=ppl"],
+    "n=inf": ["--ngram=0"],
+    f"token, lambda^(1/{N})": [f"--gae_lambd={LAMBDA ** (1 / N):.6f}"],
+    "token, lambda=1": ["--gae_lambd=1"],
+}
+SAME_LAMBDA, MATCHED_LAMBDA, MACRO = "token", f"token, lambda^(1/{N})", f"n={N}"
+LETTER_SETTINGS = {"share": "share_in_group", "position": "share_by_position", "noise": "noisy_share"}
+T_QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t at 97.5%, by number of seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MacroActionsArgs:
+    """Compare macro-action PPO with token PPO at the same and at a matched lambda."""
+
+    output_dir: str = "macro_actions"
+    """Folder for data, logs and results."""
+    num_seeds: int = 5
+    """Seeds per arm, 2 to 5."""
+    num_workers: int = 2
+    """Runs at a time, one thread each."""
+    smoke: bool = False
+    """Run every arm for a moment only, to see that all works; nothing is claimed of the result."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "num_workers", 1)
+        if self.num_seeds not in T_QUANTILE:
+            raise ValueError(f"--num_seeds {self.num_seeds} must be 2 to 5")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = parse(MacroActionsArgs, argv)
+    started = time.perf_counter()
+    folder = Path(args.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = (*LETTER_SETTINGS, "cafe")
+    jobs = [(name, arm, seed) for name in settings for seed in range(1, args.num_seeds + 1) for arm in ARMS]
+    with JsonlWriter(folder / "results.jsonl", {"smoke": args.smoke}) as writer:
+        results = {tuple(row["job"]): row["result"] for row in writer.rows}
+        for job, result in run_all([job for job in jobs if job not in results], folder, args):
+            results[job] = result
+            writer.append({"job": job, "result": result})
+            print(f"{len(results):4}  {', '.join(map(str, job)):40} {result:.3f}", flush=True)
+    held = [claim for setting in settings for claim in show(setting, results, args.num_seeds)]
+    print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
+    named = {kept: [name for name, it_held in held if it_held is kept] for kept in (True, False)}
+    lists = ("; ".join(named[kept]) or "none" for kept in (True, False))
+    print("{} better than tokens, 95%: held in: {}. Not in: {}.".format(MACRO, *lists))
+
+
+# ------------------------------------------------------------------------------------------------------- the rewards
+def share_in_group(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Share of letters that are in the group the prompt names."""
+    return [_share(prompt.split(), answer.split()) for prompt, answer in zip(prompts, completions)]
+
+
+def share_by_position(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """In the first half the letters of the group count, in the second those of the other."""
+    scores = []
+    for prompt, completion in zip(prompts, completions):
+        answer, group = completion.split(), prompt.split()
+        middle = len(answer) // 2
+        scores.append((_share(group, answer[:middle]) + 1 - _share(group, answer[middle:])) / 2)
+    return scores
+
+
+def noisy_share(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The share, plus Gaussian noise that follows from the answer."""
+    shares = share_in_group(prompts, completions)
+    return [share + random.Random(answer).gauss(0, NOISE) for share, answer in zip(shares, completions)]
+
+
+def _share(group: list[str], letters: list[str]) -> float:
+    return sum(letter in group for letter in letters) / len(letters)
+
+
+# ---------------------------------------------------------------------------------------------------------- the runs
+LETTER_MODEL = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "initializer_range": 0.1}
+LETTER_SFT = [
+    *("--mini_batch_size=64", "--micro_batch_size=64", "--epochs=2", "--learning_rate=3e-3", "--use_targets=True"),
+    "--lr_scheduler_type=constant",
+]
+LETTER_PPO = [
+    *("--rollout_size=64", "--rollout_mini_batch_size=64", "--mini_batch_size=32", "--micro_batch_size=32"),
+    *("--ppo_epochs=1", f"--max_new_tokens={LENGTH}", "--init_kl_coeff=0", "--lr_scheduler_type=constant"),
+    *("--actor_learning_rate=5e-4", "--critic_learning_rate=5e-4", "--epochs=1000", "--max_steps=60"),
+]
+CAFE_PPO = [
+    *("--rollout_size=64", "--rollout_mini_batch_size=64", "--mini_batch_size=32", "--micro_batch_size=32"),
+    *("--max_steps=15", "--lr_scheduler_type=constant_with_warmup"),
+]
+QUIET = ["--log_interval=1", "--eval_interval=0", "--save_interval=1000", "--logger=csv", "--accelerator=cpu"]
+
+
+def run_all(
+    jobs: list[tuple[str, str, int]], folder: Path, args: MacroActionsArgs
+) -> Iterator[tuple[tuple[str, str, int], float]]:
+    """Each job with its result, as it ends; the models of the cafe are trained beside the first letters."""
+    seeds = range(1, args.num_seeds + 1)
+    with ProcessPoolExecutor(args.num_workers, multiprocessing.get_context("spawn"), _one_thread) as pool:
+        list(pool.map(prepare_letters, [folder / "letters" / str(seed) for seed in seeds], seeds))
+        prepared = pool.submit(prepare_cafe, folder / "cafe", args.smoke)
+        letters = {pool.submit(run_letters, folder, *job, args.smoke): job for job in jobs if job[0] != "cafe"}
+        for done in as_completed(letters):
+            yield letters[done], done.result()
+        models = prepared.result()
+        cafe = {pool.submit(run_cafe, folder, *models, *job[1:], args.smoke): job for job in jobs if job[0] == "cafe"}
+        for done in as_completed(cafe):
+            yield cafe[done], done.result()
+
+
+def prepare_letters(folder: Path, seed: int) -> str:
+    """A policy to start from, an experiment dir: it has seen answers with seven of ten letters in the named group.
+
+    The end token is a ninth id, which the model has no logit for: all answers have their full length.
+    """
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    data, done = folder / "data", folder / "model.json"
+    if not done.is_file():
+        data.mkdir(parents=True, exist_ok=True)
+        words = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+        tokenizer.save_pretrained(data / "tokenizer")
+        rng = random.Random(seed)
+        torch.save([demonstration(rng, GROUPS[i % 2]) for i in range(2048)], data / "finetune_train.pt")
+        torch.manual_seed(seed)
+        config = GPT2Config(vocab_size=len(LETTERS), bos_token_id=None, eos_token_id=None, **LETTER_MODEL)
+        GPT2LMHeadModel(config).save_pretrained(folder / "model")
+        where = ["--data_dir", data, "--model_name", folder / "model", "--log_dir", folder / "logs", f"--seed={seed}"]
+        done.write_text(json.dumps(call(sft, folder, *where, *LETTER_SFT, *QUIET)))
+    return json.loads(done.read_text())
+
+
+def demonstration(rng: random.Random, group: str) -> dict[str, Any]:
+    """A row of `finetune_train.pt`: the group's letters as the prompt, an answer with seven of ten letters in it."""
+    other = GROUPS[1 - GROUPS.index(group)]
+    answer = [rng.choice(group if rng.random() < SHARE_AT_START else other) for _ in range(LENGTH)]
+    ids = [LETTERS.index(letter) for letter in (*group, *answer)]
+    return {"prompt_len": len(group), "input_ids": ids, "targets": [-100] * len(group) + ids[len(group) :]}
+
+
+def run_letters(folder: Path, setting: str, arm: str, seed: int, smoke: bool) -> float:
+    """Rollouts until the score of the latest five is above the target; one more than there were if never."""
+    reward = f"examples.macro_actions:{LETTER_SETTINGS[setting]}"
+    here = folder / "letters" / str(seed)
+    start, logs = prepare_letters(here, seed), folder / "logs" / setting / arm
+    where = ["--data_dir", here / "data", "--sft_experiment_dir", start, "--log_dir", logs]
+    steps = ["--max_steps=2"] if smoke else []
+    flags = [*where, f"--reward_function={reward}", f"--seed={seed}", f"--gae_lambd={LAMBDA}"]
+    experiment = call(ppo, folder, *flags, *LETTER_PPO, *QUIET, *ARMS[arm], *steps)
+    scores = [row["objective/score"] for row in read_metrics(experiment)]
+    means = [sum(scores[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(scores) + 1)]
+    return next((i + WINDOW for i, mean in enumerate(means) if mean >= TARGET), len(scores) + 1)
+
+
+def prepare_cafe(folder: Path, smoke: bool) -> tuple[str, str, str]:
+    """The quickstart's data, SFT policy and reward model: (data dir, experiment dir, experiment dir)."""
+    done = folder / "models.json"
+    if not done.is_file():
+        data = f"{folder}/data/cafe"
+        sizes = ["--num_finetune=64", "--num_preference=64", "--num_prompts=64", "--num_held_out=32"] if smoke else []
+        steps = ["--max_steps=2"] if smoke else []
+        call(prepare_data, folder, "--destination_dir", data, "--tokenizer_name", BASE_DIR, "--num_proc=1", *sizes)
+        common = ["--data_dir", data, "--log_dir", folder / "logs", "--accelerator=cpu"]
+        start = call(sft, folder, *common, "--model_name", BASE_DIR, *quickstart.SFT, *steps)
+        reward = call(rm, folder, *common, "--sft_experiment_dir", start, *quickstart.RM, *steps)
+        done.write_text(json.dumps([data, start, reward]))
+    return tuple(json.loads(done.read_text()))
+
+
+def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: int, smoke: bool) -> float:
+    """Gold score on held-out orders after training by the reward model on a fixed number of samples."""
+    where = ["--data_dir", data, "--log_dir", folder / "logs" / "cafe" / arm, f"--seed={seed}", f"--gae_lambd={LAMBDA}"]
+    models = ["--sft_experiment_dir", start, "--rm_experiment_dir", reward]
+    steps = ["--max_steps=1"] if smoke else []
+    experiment = call(ppo, folder, *where, *models, *quickstart.PPO, *CAFE_PPO, *QUIET, *ARMS[arm], *steps)
+    rows = call(evaluate, folder, "--experiment_dir", experiment, "--max_new_tokens=96", "--accelerator=cpu")
+    return rows[0]["gold"]
+
+
+def call(program: Any, folder: Path, *argv: Any) -> Any:
+    """A program's main in this process, what it prints appended to a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.txt").open("a", encoding="utf-8") as file:
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            return program.main([str(word) for word in argv])
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# ------------------------------------------------------------------------------------------------------- the results
+def show(setting: str, results: dict[tuple[str, str, int], float], num_seeds: int) -> list[tuple[str, bool]]:
+    """Print a setting's table; the two claims about it and whether they held."""
+    from rich.console import Console
+    from rich.table import Table
+
+    sign = 1 if setting == "cafe" else -1  # a gold score is good when high, a number of rollouts when low
+    values = {arm: [results[setting, arm, seed] for seed in range(1, num_seeds + 1)] for arm in ARMS}
+    table = Table(title=f"{setting}: {'gold score' if sign > 0 else f'rollouts until the score is {TARGET}'}")
+    for heading in ("arm", "mean, 95%", "each seed", "better than token by", f"than {MATCHED_LAMBDA} by"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    digits = 3 if sign > 0 else 1
+    for arm, row in values.items():
+        against = [
+            cell([sign * (a - b) for a, b in zip(row, values[other])], digits) if arm != other else ""
+            for other in (SAME_LAMBDA, MATCHED_LAMBDA)
+        ]
+        each = " ".join(f"{value:.3f}".lstrip("0") if sign > 0 else f"{value:.0f}" for value in row)
+        table.add_row(arm, cell(row, digits), each, *against)
+    Console(width=120).print(table)
+    claims = []
+    for other, words in ((SAME_LAMBDA, "same"), (MATCHED_LAMBDA, "matched")):
+        low, _ = interval([sign * (a - b) for a, b in zip(values[MACRO], values[other])])[1:]
+        claims.append((f"{setting}, {words} lambda", low > 0))
+    return claims
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean with its 95% interval by Student's t over the seeds."""
+    count = len(values)
+    mean = sum(values) / count
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    half = T_QUANTILE[count] * deviation / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+def cell(values: list[float], digits: int) -> str:
+    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(values), d=digits)
+
+
+if __name__ == "__main__":
+    main()
