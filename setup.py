@@ -5,10 +5,12 @@ from setuptools import find_packages, setup
 PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "evaluate", "plot"]
 
 EXTRAS = {
+    "parse": ["textblob>=0.18"],
     "serve": ["transformers[serving]>=5.0"],
     "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
 
 setup(
     name="lightrlhf",

@@ -55,6 +55,7 @@ from lightrlhf.common.model import (
     vocabulary_size,
 )
 from lightrlhf.common.ops import explained_variance, gae, masked_mean, whiten
+from lightrlhf.common.parsing import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.common.ranks import whole
 from lightrlhf.common.rewards import (
     AdaptiveKL,
@@ -120,12 +121,20 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
     """Discount per token."""
     gae_lambd: float = 0.95
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
-    termination_condition: Literal["fixed", "randomized", "ppl"] = "fixed"
-    """Where macro actions end: every `ngram` tokens, at drawn lengths, or where the reference's perplexity rises."""
+    termination_condition: Literal["fixed", "randomized", "parsing", "ppl"] = "fixed"
+    """Where macro actions end: every `ngram` tokens, at drawn lengths, with a constituent, or as perplexity rises."""
     ngram: int = 1
     """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
     repeat_times: int = 3
     """How often each of the lengths 2, 3, 5 and 10 comes in a row for `randomized`."""
+    parser: str = "textblob"
+    """For `parsing`: textblob, benepar, stanza, python (for programs), or your own `package.module:function`."""
+    parser_model: str | None = None
+    """Local folder of the model that benepar or stanza reads."""
+    parsing_cutoff: int = 5
+    """For `parsing`: a constituent of at most this many tokens is a macro action, a larger one is divided."""
+    on_parse_error: Literal["ngram", "token", "raise"] = "ngram"
+    """What happens to a response that cannot be parsed: cut it every `ngram` tokens or at each, or stop the run."""
     value_function: Literal["equal", "unit", "position", "first"] = "equal"
     """A macro action's value: mean of its tokens' values, the last, weighted towards the last, or the first."""
     macro_ratio: Literal["token", "segment"] = "token"
@@ -151,7 +160,7 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
         check_at_least(self, "ngram", 0)
-        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs", "repeat_times"):
+        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs", "repeat_times", "parsing_cutoff"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
             check_at_least(self, name, 0)
@@ -168,6 +177,8 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
             raise ValueError("give either --rm_experiment_dir or --reward_function to score responses")
         if self.critic_init == "reward" and self.rm_experiment_dir is None:
             raise ValueError("--critic_init reward needs --rm_experiment_dir; use --critic_init policy")
+        if self.termination_condition == "parsing":
+            check_parser(self.parser, self.parser_model)
         if not self.do_sample:
             raise ValueError("--do_sample False: a rollout must be sampled; lower --temperature instead")
         if self.repetition_penalty != 1:
@@ -208,6 +219,7 @@ def main(argv: list[str] | None = None) -> str:
     check_room(policy.model, [row["input_ids"] for row in prompts + held_out], args)
     reference = run.place(policy.reference())
     scorer = make_scorer(run, tokenizer, policy)
+    parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, policy)
     run.say(
         "actor: {:,} parameters, {:,} of them learning; {:,} prompts".format(*count_parameters(policy), len(prompts))
@@ -234,11 +246,12 @@ def main(argv: list[str] | None = None) -> str:
             scores = score(rollout, scorer, args)  # (B,)
             values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
             rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            segments = cut(run, rollout, len(rows), step)  # (B, T-1)
+            segments, parse_failures = cut(run, rollout, len(rows), step, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(run, rollout, rewards, values, segments)
         with run.phase("update"):
             metrics = update(run, actor, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores, rewards, batch) | {"objective/kl_coeff": kl_coeff.value}
+        metrics["completions/parse_failures"] = run.total(parse_failures) / len(rows)
         kl_coeff.update(metrics["objective/kl"], len(rows))
 
         run.step += 1
@@ -331,16 +344,24 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
-def cut(run: Run, rollout: Rollout, num_rows: int, step: int) -> Tensor:
-    """The macro actions of each response: (B, T-1) as in `common/segments.py`. `num_rows` counts those of all ranks."""
+def cut(
+    run: Run, rollout: Rollout, num_rows: int, step: int, tokenizer: Any, parser: Parser | None
+) -> tuple[Tensor, int]:
+    """The macro actions of each response, (B, T-1) as in `common/segments.py`, and how many could not be parsed.
+
+    num_rows counts those of all ranks.
+    """
     args: PPOArgs = run.args
+    if args.termination_condition == "parsing":
+        fallback = {"ngram": args.ngram, "token": 1, "raise": None}[args.on_parse_error]
+        return parsed_segments(rollout, tokenizer, parser, args.parsing_cutoff, fallback)
     if args.termination_condition == "ppl":
-        return macro.perplexity(rollout.action_mask, rollout.ref_logprobs)
+        return macro.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "fixed":
-        return macro.fixed(rollout.action_mask, args.ngram)
+        return macro.fixed(rollout.action_mask, args.ngram), 0
     width = args.repeat_times * len(macro.RANDOM_LENGTHS)
     noise = torch.rand(num_rows, width, generator=run.generator(step, -1))
-    return macro.randomized(rollout.action_mask, torch.stack(run.share(noise)))
+    return macro.randomized(rollout.action_mask, torch.stack(run.share(noise))), 0
 
 
 def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor) -> PPOBatch:

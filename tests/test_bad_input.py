@@ -28,6 +28,7 @@ PROGRAMS = {
     "cafe": datasets_prep.cafe.prepare_data.main,
     "hh": datasets_prep.helpful_harmless.prepare_data.main,
 }
+PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "test_bad_input:constant"]
 
 
@@ -142,6 +143,11 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("ppo", ["--adaptive_kl_coeff", "True", "--target_kl_coeff", "0"], "--target_kl_coeff 0"),
     ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8 must not exceed --rollout_size 4"),
     ("ppo", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
+    ("ppo", [*PARSING, "--parser", "bert"], "--parser bert is none of textblob, benepar, stanza, python"),
+    ("ppo", [*PARSING, "--parser", "benepar"], "--parser benepar needs the package benepar; install it with: pip"),
+    ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m is of no use to --parser textblob"),
+    ("ppo", [*PARSING, "--parser", "nowhere:f"], "--parser nowhere:f cannot be imported"),
+    ("ppo", [*PARSING, "--parsing_cutoff", "0"], "--parsing_cutoff 0"),
     ("ppo", ["--critic_init", "reward"], "--critic_init reward needs --rm_experiment_dir"),
     ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f cannot be imported"),
     ("ppo", ["--reward_function", "nowhere"], "--reward_function nowhere"),

@@ -17,6 +17,7 @@ COMMON = [
     "batch",
     "ops",
     "segments",
+    "parsing",
     "adapters",
     "model",
     "ranks",

@@ -421,6 +421,7 @@ def test_the_macro_ratio_is_the_product_over_a_segment():
         ["--ngram=3", "--macro_ratio=segment", "--macro_discount=length", "--gae_gamma=0.99"],
         ["--termination_condition=randomized", "--repeat_times=1", "--value_function=position"],
         ["--termination_condition=ppl", "--value_function=unit"],
+        ["--termination_condition=parsing", "--parsing_cutoff=3", "--ngram=2"],
     ],
     ids=lambda flags: flags[0],
 )
@@ -429,7 +430,7 @@ def test_macro_actions_train(flags, cafe_data, tmp_path):
     sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=2"]
     reward = "--reward_function=test_ppo:length_reward"
     rows = metrics(main([*where, *sizes, *flags, reward, "--log_interval=1", "--eval_interval=0"]))
-    assert all(row["completions/macro_length"] > 1 for row in rows)
+    assert all(row["completions/macro_length"] > 1 and row["completions/parse_failures"] == 0 for row in rows)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert rows[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
 

@@ -4,12 +4,12 @@ A cut is a tensor `segments` (B, T-1), beside `action_mask`: 0, 1, 2, … the se
 there is no action. Segments tile a response in order; M is the largest number of them in a row. Everything is per row
 and vectorised; padding, end tokens, empty and one-token responses need no special case.
 
-Left out: segments from a parser, and learned terminations.
+Left out: learned terminations. Segments from a parser begin where `common/parsing.py` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
     before = compact.gather(1, (index - 1).clamp(min=0))  # (B, T-1) of the action before, gaps between turns skipped
     rises = action_mask & (index > 0) & (ref_logprobs < before)
     return _off_actions(rises.long().cumsum(1), action_mask)
+
+
+def beginning_at(action_mask: Tensor, starts: Sequence[Sequence[int]]) -> Tensor:
+    """A new segment at each of these actions, numbered within their row; the first action begins one in any case."""
+    begins = torch.zeros(action_mask.shape, dtype=torch.int64)  # (B, T-1), by number of the action
+    for row, numbers in enumerate(starts):
+        begins[row, [number for number in numbers if number > 0]] = 1
+    segments = begins.cumsum(1).to(action_mask.device).gather(1, action_index(action_mask).clamp(min=0))
+    return _off_actions(segments, action_mask)
 
 
 def num_segments(segments: Tensor) -> int:
