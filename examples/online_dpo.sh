@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Online DPO, tried in two worlds: the café, beside PPO and offline DPO, and the hidden map, where online and offline are
+# compared at equal prompts, pairs, reward queries and KL over five seeds. What is done is not done again: after a kill
+# the same command goes on.
+#
+#     examples/online_dpo.sh
+#
+# PYTHON, CAFE and MAP name the interpreter and the two folders that are written; CAFE may be the folder of quickstart.
+set -euo pipefail
+PYTHON=${PYTHON:-python}
+CAFE=${CAFE:-quickstart}
+MAP=${MAP:-hidden_map}
+
+mkdir -p "$MAP"
+$PYTHON -m examples.online_cafe --output_dir "$CAFE" | tee "$MAP/cafe.log"
+$PYTHON -m examples.hidden_map --output_dir "$MAP" | tee "$MAP/map.log"
+echo "$(tail -n 1 "$MAP/cafe.log"); $(tail -n 1 "$MAP/map.log" | sed 's/^claims: //')"
