@@ -29,6 +29,7 @@ import torch
 from lightrlhf import online_dpo, sft
 from lightrlhf.common.args import one_line_errors, parse
 from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response, save_split
+from lightrlhf.common.checkpoint import write_text
 from lightrlhf.common.jsonl import JsonlWriter
 
 TOKENS = "abcdefghijklmnopqrst"
@@ -126,8 +127,15 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     curves = {arm: [row["curve"] for row in rows if row["arm"] == arm] for arm in arms}
     claims = tell(curves)
     print(f"curves: {draw(curves, folder / 'hidden_map.png')}")
-    print("claims: " + "; ".join(f"{claim}: {'held' if held else 'did NOT hold'}" for claim, held in claims.items()))
+    finish(claims, folder)
     return claims
+
+
+def finish(claims: dict[str, bool], folder: Path) -> None:
+    """Print which claims held in one line, and keep it as `claims.txt`."""
+    line = "; ".join(f"{claim}: {'held' if held else 'did NOT hold'}" for claim, held in claims.items())
+    print(f"claims: {line}")
+    write_text(folder / "claims.txt", line + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- task

@@ -15,6 +15,7 @@ from typing import Any
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from examples import quickstart
+from examples.hidden_map import finish
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
 from lightrlhf.common.args import one_line_errors, parse
 from lightrlhf.common.checkpoint import checkpoints
@@ -74,7 +75,9 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     }
     flags = ["--rm_experiment_dir", reward, "--max_new_tokens", "96", *["--num_samples=8"] * args.smoke]
     rows = evaluate.main(["--experiment_dir", start, *trained.values(), *flags])
-    return tell(dict(zip(("SFT", *trained), rows)), queries_of(trained, data))
+    claims = tell(dict(zip(("SFT", *trained), rows)), queries_of(trained, data))
+    finish(claims, Path(args.output_dir))
+    return claims
 
 
 def is_finished(run: Path) -> bool:
@@ -108,7 +111,6 @@ def tell(rows: dict[str, dict[str, Any]], queries: dict[str, int]) -> dict[str, 
         table.add_row(name, f"{row['gold']:.3f}", wins, kl, f"{row['mean_length']:.1f}", count)
     Console(width=110).print(table)
     claims = {f"{name} wins >= {least:.0%}": rows[name]["win_rate"] >= least for name, least in GOALS.items()}
-    print("claims: " + "; ".join(f"{claim}: {'held' if held else 'did NOT hold'}" for claim, held in claims.items()))
     return claims
 
 

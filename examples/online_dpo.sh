@@ -11,7 +11,6 @@ PYTHON=${PYTHON:-python}
 CAFE=${CAFE:-quickstart}
 MAP=${MAP:-hidden_map}
 
-mkdir -p "$MAP"
-$PYTHON -m examples.online_cafe --output_dir "$CAFE" | tee "$MAP/cafe.log"
-$PYTHON -m examples.hidden_map --output_dir "$MAP" | tee "$MAP/map.log"
-echo "$(tail -n 1 "$MAP/cafe.log"); $(tail -n 1 "$MAP/map.log" | sed 's/^claims: //')"
+$PYTHON -m examples.online_cafe --output_dir "$CAFE"
+$PYTHON -m examples.hidden_map --output_dir "$MAP"
+echo "claims: $(cat "$CAFE/claims.txt"); $(cat "$MAP/claims.txt")"

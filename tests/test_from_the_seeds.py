@@ -58,7 +58,10 @@ FLAGS = """
     validation_percentage experiment_dir use_pretrained
 """
 PROGRAMS = [
-    *(f"lightrlhf.{name}" for name in ("sft", "rm", "ppo", "dpo", "evaluate", "plot")),
+    *(
+        f"lightrlhf.{name}"
+        for name in ("sft", "rm", "ppo", "dpo", "generate", "annotate", "online_dpo", "evaluate", "plot")
+    ),
     *(f"datasets_prep.{name}.prepare_data" for name in ("helpful_harmless", "summarization", "generic", "apps")),
 ]
 

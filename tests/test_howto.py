@@ -19,14 +19,19 @@ from pages import PAGES, args_class, blocks, commands_of, parse_flags
 
 from lightrlhf.plot import read_metrics
 
-ALGORITHMS = ("sft", "rm", "ppo", "dpo")
+ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo")
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
+ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_responses", "4"]
+ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
     "lightrlhf.dpo": LEARN,
+    "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.annotate": ["--accelerator", "cpu"],
+    "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "rloo": [*LEARN, "--max_new_tokens", "6"],
 }
@@ -47,7 +52,8 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
         target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
         shutil.copytree(experiment, target)
     data = ["--data_dir", str(folder / "data" / "cafe" / "tiny"), "--log_dir", str(folder / "logs")]
-    for name, models in (("ppo", ["--rm_experiment_dir", rm_dir]), ("dpo", [])):
+    scored = ["--rm_experiment_dir", rm_dir]
+    for name, models in (("ppo", scored), ("dpo", []), ("online_dpo", scored)):
         program = importlib.import_module(f"lightrlhf.{name}")
         program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
     return folder
@@ -189,6 +195,8 @@ def test_every_flag_of_its_own_is_explained(algorithm):
     from lightrlhf.common.args import GenerationArgs, ModelArgs, TrainArgs
 
     shared = {f.name for base in (TrainArgs, ModelArgs, GenerationArgs) for f in dataclasses.fields(base)}
+    if algorithm == "online_dpo":
+        shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
     own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
     page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
     assert not {name for name in own if f"`--{name}`" not in page}
