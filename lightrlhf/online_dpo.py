@@ -242,7 +242,10 @@ def write_best(args: OnlineDPOArgs, folder: Path) -> None:
 
 def run_stage(name: str, args: OnlineDPOArgs, values: dict[str, Any]) -> None:
     """Run a program with these flags: in this process, or with several devices in processes of its own."""
-    flags = [word for flag, value in values.items() if value is not None for word in (f"--{flag}", str(value))]
+    flags: list[str] = []
+    for flag, value in values.items():
+        words = value if isinstance(value, list) else [value]
+        flags += [f"--{flag}", *map(str, words)] if words and value is not None else []
     if args.devices == 1 and args.num_nodes == 1:
         STAGES[name].main(flags)
         return

@@ -127,6 +127,22 @@ def test_a_finished_run_is_not_done_again(finished):
     assert before == {name: (finished / name).stat().st_mtime_ns for name in listing(finished) if "iteration" in name}
 
 
+def test_stop_strings_and_end_tokens_reach_the_responses_and_stay_in_the_pairs(flags, tmp_path, tokenizer):
+    ends = ["--eos_ids", "20", "30", "--stop_strings", "e", "a"]
+    run = Path(main([*flags, "--log_dir", str(tmp_path), "--iterations", "1", *ends]))
+    rows = read_jsonl(run / "iteration-01" / "rewards.jsonl")
+    stopped = [
+        ids
+        for row in rows
+        for ids, text, cut in zip(row["response_ids"], row["responses"], row["truncated"])
+        if not cut and (ids[-1] in (20, 30) or text[-1] in "ea")
+    ]
+    assert stopped and not any(tokenizer.eos_token_id in ids for ids in stopped)
+    sampled = {(*row["prompt_ids"], *ids) for row in rows for ids in row["response_ids"]}
+    for pair in load_split(run / "iteration-01" / "pairs", "preference", "train"):
+        assert {tuple(pair[f"{side}_input_ids"].tolist()) for side in ("chosen", "rejected")} <= sampled
+
+
 def test_offline_is_the_same_loop_with_the_initial_policy_responding(flags, tmp_path, sft_dir):
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--responder", "initial", "--reference", "moving"]))
     told = json.loads((run / "iteration-02/responses.args.json").read_text())

@@ -83,15 +83,26 @@ class Encoding:
         prompt, response = sample.prompt_ids, sample.response_ids
         if not prompt or not response or max(*prompt, *response) >= len(self.tokenizer):
             return None
-        ends = (response[-1] == self.tokenizer.eos_token_id) != sample.truncated
         wrapped = self.wrap_prompts and isinstance(sample.prompt, str)
-        if not ends or wrapped or decode(self.tokenizer, response) != sample.response:
+        if (
+            wrapped
+            or not self.may_end(response[-1], sample.truncated)
+            or decode(self.tokenizer, response) != sample.response
+        ):
             return None
         if isinstance(sample.prompt, str):
             same = decode(self.tokenizer, prompt) == sample.prompt
         else:
             same = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
         return (list(prompt), list(response)) if same else None
+
+    def may_end(self, last: int, truncated: bool) -> bool:
+        """Whether a response can end with this id: what another tokenizer ends with may be anything in this one."""
+        if truncated or last == self.tokenizer.eos_token_id:
+            return not (truncated and last == self.tokenizer.eos_token_id)
+        if last not in self.tokenizer.all_special_ids:
+            return True  # ended by a stop string
+        return self.tokenizer.decode([last]) in (self.tokenizer.chat_template or "")  # the end of a turn
 
     def fits(self, length: int) -> bool:
         return 0 < length <= (self.longest or math.inf)
