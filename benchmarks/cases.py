@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from benchmarks.peers.install import interpreter
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 LEARNING_RATE = 1e-7  # so small that the models, and with them the lengths of responses, stay as they are
 
 
@@ -47,6 +50,7 @@ class Case:
     less_is_better: bool = False
     unavailable: str | None = None
     kind: Literal["speed", "memory", "start"] = "speed"
+    prepare: Callable[[], None] | None = None  # what has to be made before it, beyond models and data
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Scale:
 
 CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16)]
 GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
+MEMORY = Scale("150M", 4, 1, 8, 8, slots=8, ppo_new_tokens=16)
 QUICK = [Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, rloo_samples=2)]
 MEAN_SHARE = 0.2  # of the longest response, where lengths are skewed
 
@@ -97,8 +102,6 @@ class Bench:
 
     def subset(self, scale: Scale, prompts: int) -> Path:
         """The same data with fewer prompts."""
-        import shutil
-
         import torch
 
         folder = self.folder / "data" / f"{scale.size}-{prompts}"
@@ -107,6 +110,24 @@ class Bench:
             rows = torch.load(folder / "prompts_train.pt", weights_only=True)
             torch.save(rows[:prompts], folder / "prompts_train.pt")
         return folder
+
+    def train_adapters(self, scale: Scale, folder: Path) -> None:
+        """A reward model that is adapters on the policy: one step of `lightrlhf.rm` with LoRA."""
+        logs = folder.with_name(f"{folder.name}-logs")
+        flags = {
+            "data_dir": self.data(scale),
+            "log_dir": logs,
+            "model_name": self.models(scale, None) / "policy",
+            "finetune_mode": "lora",
+            "max_steps": 1,
+            "mini_batch_size": 2,
+            "micro_batch_size": 2,
+            "eval_iters": 1,
+            "accelerator": self.device,
+        }
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        subprocess.run([sys.executable, "-m", "lightrlhf.rm", *words], check=True, capture_output=True, cwd=ROOT)
+        next(logs.glob("*/*/*/*/args.json")).parent.rename(folder)
 
     def counts(self, scale: Scale) -> dict[str, int]:
         return json.loads((self.data(scale) / "counts.json").read_text())
@@ -174,12 +195,13 @@ def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
         first = bench.scales[0]
         yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
         yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
+        yield memory(bench, bench.scales[0] if bench.quick else MEMORY)
         yield start()
 
 
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch
-    micro = max(batch // 4, 1)
+    micro = max(batch // 8, 2)
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
     flags |= {"learning_rate": LEARNING_RATE}
     tokens = bench.counts(scale)["tokens"]
@@ -355,6 +377,38 @@ def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
             )
             for label, (batch, accumulation) in cuts.items()
         ],
+    )
+
+
+def memory(bench: Bench, scale: Scale) -> Case:
+    """Both sides are ours: with LoRA the four roles share one backbone, or each has a model of its own."""
+    reward = bench.folder / f"adapters-{scale.size}"
+
+    def side(label: str, share_backbone: bool) -> Side:
+        flags = {
+            "model_name": bench.models(scale, None) / "policy",
+            "rm_experiment_dir": reward,
+            "finetune_mode": "lora",
+            "share_backbone": share_backbone,
+            "rollout_size": scale.rollout,
+            "rollout_mini_batch_size": scale.slots,
+            "mini_batch_size": scale.rollout,
+            "micro_batch_size": max(scale.rollout // 4, 1),
+            "max_new_tokens": scale.ppo_new_tokens,
+        }
+        made = bench.program("lightrlhf.ppo", scale, flags, False, 1, bench.data(scale))
+        return replace(made, label=label)
+
+    return Case(
+        name=f"memory-{scale.size}",
+        what=f"Peak memory of PPO, {scale.size}, LoRA: actor, critic, reference and reward model on one backbone",
+        unit="bytes",
+        goal=0.5,
+        less_is_better=True,
+        kind="memory",
+        prepare=lambda: bench.train_adapters(scale, reward),
+        ours=side("one backbone", True),
+        peers=[side("four separate models (`--share_backbone False`)", False)],
     )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
-from lightrlhf.common.args import RunFailure, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import RunFailure, UsageError, check_at_least, one_line_errors, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -131,8 +131,6 @@ class Worker:
 # ------------------------------------------------------------------------------------------------------ one case
 def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
     """Measure one case: the row of `results`, with everything that was seen."""
-    if case.unavailable:
-        return {"not_measured": case.unavailable}
     with started([case.ours, *case.peers], folder, threads) as (workers, failures):
         ours, peers = workers.get(0), [workers[i] for i in range(1, len(case.peers) + 1) if i in workers]
         if ours is None:
@@ -228,8 +226,17 @@ def spread(values: list[float]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------- other measures
 def measure(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
     """The row of a case, whatever kind it is."""
-    if case.kind == "start":
-        return measure_start(case, threads)
+    if case.unavailable:
+        return {"not_measured": case.unavailable}
+    try:
+        if case.prepare:
+            case.prepare()
+        if case.kind == "start":
+            return measure_start(case, threads)
+    except subprocess.CalledProcessError as problem:
+        lines = (problem.stderr or b"").decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        return {"not_measured": f"status {problem.returncode}: {last[:200]}"}
     if case.kind == "memory":
         return measure_memory(case, folder, threads)
     return compare(case, folder, threads, repetitions)
@@ -241,7 +248,7 @@ def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, A
     seconds = []
     for _ in range(repetitions + 1):
         began = time.perf_counter()
-        subprocess.run(case.ours.command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(case.ours.command, cwd=ROOT, env=environment, check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
     return {"value": spread(seconds[1:])}
 
@@ -319,6 +326,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def row(case: dict[str, Any]) -> str:
+    return "| " + " | ".join(cells_of(case)) + " |"
+
+
+def cells_of(case: dict[str, Any]) -> list[str]:
     unit = case["unit"]
     cells = [case["what"], "", "", "", "", verdict(case), "", ""]
     if "ours" in case:
@@ -337,7 +348,7 @@ def row(case: dict[str, Any]) -> str:
     if "limit_share" in case:
         goal = f" (goal {case['limit_goal']:.0%})" if case["limit_goal"] else ""
         cells[6] = f"{case['limit_share']:.0%}{goal}"
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
 def mebibytes(count: int) -> str:
@@ -348,16 +359,28 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def short_table(results: dict[str, Any]) -> str:
+    """The ratios alone."""
+    lines = ["| work | times as fast as | ratio | goal | |", "|---|---|---|---|---|"]
+    for case in results["cases"].values():
+        what, _, peer, ratio, goal, said, *_ = cells_of(case)
+        lines.append(f"| {what} | {peer.partition(':')[0]} | {ratio} | {goal} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
 def insert(suite: str, folder: Path) -> None:
-    """Put the table between the markers of the pages."""
-    text = (folder / f"{suite}.md").read_text(encoding="utf-8")
-    start, end = f"<!-- benchmark {suite} -->", f"<!-- end of benchmark {suite} -->"
-    for page in PAGES:
-        old = page.read_text(encoding="utf-8")
-        if start in old:
-            before, rest = old.split(start)
-            page.write_text(f"{before}{start}\n{text}{end}{rest.split(end)[1]}", encoding="utf-8")
-            print(f"inserted into {page}")
+    """Put the tables between the markers of the pages. Raises: UsageError when there are none yet."""
+    source = folder / f"{suite}.json"
+    if not source.is_file():
+        raise UsageError(f"--insert True: {source} does not exist; measure first")
+    results = json.loads(source.read_text(encoding="utf-8"))
+    for name, text in ((suite, table(results)), (f"{suite}, short", short_table(results))):
+        start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
+        for page in PAGES:
+            before, found, rest = page.read_text(encoding="utf-8").partition(start)
+            if found:
+                write(page, f"{before}{start}\n{text}{end}{rest.partition(end)[2]}")
+                print(f"inserted into {page}")
 
 
 def write(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -105,6 +106,25 @@ def test_memory_is_that_of_each_process(tmp_path):
     assert result["memory"]["peer"] > 2**28
 
 
+def test_what_cannot_be_prepared_started_or_run_here_says_why(tmp_path):
+    ours = side(tmp_path, "o")
+
+    def prepare() -> None:
+        subprocess.run(
+            [sys.executable, "-c", "import sys; sys.exit('no reward model')"], check=True, capture_output=True
+        )
+
+    reasons = [
+        benchmark.measure(made, tmp_path, threads=1, repetitions=1)["not_measured"]
+        for made in (
+            case(ours, [], prepare=prepare),
+            case(Side("s", [sys.executable, "-c", "raise ValueError('x')"], {}), [], kind="start"),
+            case(ours, [ours], unavailable="no such instructions"),
+        )
+    ]
+    assert reasons == ["status 1: no reward model", "status 1: ValueError: x", "no such instructions"]
+
+
 # --------------------------------------------------------------------------------------------------------- table
 def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     def row(ratio: float, less_is_better: bool = False) -> dict:
@@ -119,15 +139,16 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     assert [benchmark.verdict(row(ratio, True)) for ratio in (1.9, 2.1)] == ["met", "missed"]
 
     results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "date": "d", "repetitions": 3}
-    (tmp_path / "cpu.md").write_text(benchmark.table(results | {"cases": {"a": row(2.1), "b": row(0.5)}}))
+    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": {"a": row(2.1), "b": row(0.5)}}))
     page = tmp_path / "page.md"
-    page.write_text("above\n<!-- benchmark cpu -->\nold\n<!-- end of benchmark cpu -->\nbelow\n")
+    places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
+    page.write_text(f"above\n{places[0]}between\n{places[1]}below\n")
     monkeypatch.setattr(benchmark, "PAGES", (page,))
     benchmark.insert("cpu", tmp_path)
     benchmark.insert("cpu", tmp_path)
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    assert text.count("**2.10**") == 1 and "the peer is faster" in text
+    assert [part.count("**2.10**") for part in text.split("between")] == [1, 1] and "the peer is faster" in text
 
 
 def test_every_case_can_be_made_and_names_are_unique(tmp_path):
@@ -187,6 +208,27 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
     assert Shape.of(model).passed_share == 1.0
 
 
+def test_adapters_cost_nothing_but_gradients_pass_through():
+    from lightrlhf.common.args import ModelArgs
+    from lightrlhf.common.model import load_policy
+
+    plain = Shape.of(tiny_model("llama"))
+    role = load_policy("tiny", ModelArgs(finetune_mode="lora", lora_rank=2), VocabularyOnly())
+    shape = Shape.of(role.model, role)
+    assert plain.learned_share == plain.passed_share == 1.0
+    assert shape.learned_share == 0 and 0.9 < shape.passed_share < 1
+    assert 0 < shape.learning < shape.matrices / 20
+
+
+class VocabularyOnly:
+    """What a tiny model is made for."""
+
+    pad_token_id, eos_token_id, bos_token_id = 0, 1, None
+
+    def __len__(self) -> int:
+        return 61
+
+
 def test_work_counted_by_hand():
     # A text of 3 tokens: 2 * 100 * 3 for the matrices; keys seen 1 + 2 + 3 = 6, at 4 * 8 each in 2 layers; head twice.
     assert forward(SHAPE, [3], 2) == Work(600 + 2 * 4 * 8 * 6 + 2 * 30 * 2)
@@ -229,7 +271,7 @@ def test_profile_is_written(program, cafe_data, base_model, sft_dir, rm_dir, tmp
         "sft": ["--model_name", str(base_model)],
         "rm": ["--sft_experiment_dir", sft_dir],
         "ppo": ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir, "--rollout_size", "8"]
-        + ["--mini_batch_size", "8", "--max_new_tokens", "4"],
+        + ["--mini_batch_size", "8", "--max_new_tokens", "4", "--finetune_mode", "lora"],
     }[program]
     experiment = Path(importlib.import_module(f"lightrlhf.{program}").main(flags))
     written = json.loads((experiment / "profile.json").read_text())

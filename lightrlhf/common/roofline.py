@@ -57,13 +57,16 @@ class Shape:
     passed_share: float = 1.0  # of the matrices: those that a gradient has to pass, from the lowest that learns upwards
 
     @classmethod
-    def of(cls, model: nn.Module) -> Shape:
-        """The shape of a Hugging Face model, with a head of words or of one number."""
-        config = model.config
-        matrices = [(size, learns) for module in model.base_model.modules() for size, learns in _matrix(module)]
+    def of(cls, model: nn.Module, role: nn.Module | None = None) -> Shape:
+        """The shape of a Hugging Face model, with a head of words or of one number.
+
+        role: what holds the head and registers what is trained, where the model is a backbone that roles share.
+        """
+        config, role = model.config, role or model
+        matrices = [found for name, module in model.base_model.named_modules() for found in _matrix(name, module)]
         total = sum(size for size, _ in matrices)
         lowest = next((i for i, (_, learns) in enumerate(matrices) if learns), len(matrices))
-        head = model.score if hasattr(model, "score") else model.get_output_embeddings()
+        head = getattr(role, "score", None) or getattr(model, "score", None) or model.get_output_embeddings()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -72,16 +75,16 @@ class Shape:
             head=head.weight.numel(),
             query_width=heads * size,
             key_value_width=(getattr(config, "num_key_value_heads", None) or heads) * size,
-            learning=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            learning=sum(p.numel() for p in role.parameters() if p.requires_grad),
             learned_share=sum(size for size, learns in matrices if learns) / total,
             passed_share=sum(size for size, _ in matrices[lowest:]) / total,
         )
 
 
-def _matrix(module: nn.Module) -> list[tuple[int, bool]]:
-    """(weights, whether they learn) of a linear layer; quantised ones count as what they stand for."""
+def _matrix(name: str, module: nn.Module) -> list[tuple[int, bool]]:
+    """(weights, whether they learn) of a linear layer: quantised ones as what they stand for, adapters as nothing."""
     if isinstance(module, nn.Linear):
-        return [(module.in_features * module.out_features, module.weight.requires_grad)]
+        return [(0 if ".lora_" in name else module.in_features * module.out_features, module.weight.requires_grad)]
     if type(module).__name__ == "Conv1D":  # GPT-2's
         return [(module.weight.numel(), module.weight.requires_grad)]
     return []

@@ -412,7 +412,8 @@ class Run:
 
         dtype = torch.bfloat16 if self.args.precision == "bf16-mixed" else torch.float32
         ceilings = roofline.measure_ceilings(self.device, dtype)
-        shapes = {name: roofline.Shape.of(entry[0].module.model) for name, entry in self.optimizers.items()}
+        roles = {name: entry[0].module for name, entry in self.optimizers.items()}
+        shapes = {name: roofline.Shape.of(role.model, role) for name, role in roles.items()}
         phases = roofline.profile(self._timed, shapes, self.args, ceilings, self.world_size)
         write_text(self.directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
         write_text(self.directory / "profile.md", roofline.table(phases, ceilings))
