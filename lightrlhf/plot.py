@@ -1,18 +1,21 @@
 """Draw the curves of one or more runs into a PNG.
 
 One panel per metric, one colour per run, thin lines as logged and thick ones smoothed. Reads `metrics.jsonl` only, so
-it works while a run goes on. Left out: interactive dashboards (the runs log to TensorBoard).
+it works while a run goes on. With `--responses_file` it draws what `lightrlhf.generate` wrote with rewards instead: the
+reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et al. 2020, appendix G.3; an
+upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs log to TensorBoard).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.jsonl import read_jsonl
 
 PREFERRED = (
     "train/loss",
@@ -34,25 +37,32 @@ PREFERRED = (
 class PlotArgs:
     """Draw the curves of one or more runs."""
 
-    experiment_dir: list[str]
+    experiment_dir: list[str] = field(default_factory=list)
     """Experiment dirs."""
+    responses_file: list[str] = field(default_factory=list)
+    """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""
     metrics: list[str] | None = None
     """Metric names to draw; a choice of the usual ones when not given."""
     output: str | None = None
-    """PNG to write; `curves.png` in the first experiment dir when not given."""
+    """PNG to write; `curves.png` in the first experiment dir or beside the first file when not given."""
     smoothing: int = 9
     """Points in the moving average of the thick line; 1 draws what was logged."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "smoothing", 1)
-        if not self.experiment_dir:
-            raise ValueError("--experiment_dir needs at least one experiment dir")
+        if bool(self.experiment_dir) == bool(self.responses_file):
+            raise ValueError("--experiment_dir or --responses_file needs at least one path, and not both")
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> str:
     """Run the program; returns the path of the picture."""
     args = parse(PlotArgs, argv)
+    if args.responses_file:
+        output = Path(args.output or Path(args.responses_file[0]).parent / "curves.png")
+        draw_best_of_n([read_sweep(name) for name in args.responses_file], output)
+        print(f"wrote {output}")
+        return str(output)
     runs = {label: read_metrics(folder) for label, folder in labels(args.experiment_dir).items()}
     logged = {name for rows in runs.values() for row in rows for name in row if name != "step"}
     names = args.metrics or [name for name in PREFERRED if name in logged] or sorted(logged)
@@ -137,6 +147,82 @@ def draw(runs: dict[str, list[dict[str, Any]]], names: list[str], output: Path, 
     if len(runs) > 1:
         figure.legend(handles, texts, loc="lower center", ncol=min(4, len(runs)), fontsize=8)
     figure.tight_layout(rect=(0, 0.05 if len(runs) > 1 else 0, 1, 1))
+    try:
+        figure.savefig(output, dpi=130)
+    except OSError as problem:
+        raise UsageError(f"--output {output} cannot be written: {problem.strerror}") from None
+    finally:
+        plt.close(figure)
+
+
+# ---------------------------------------------------------------------------------------- temperatures and best of n
+@dataclass(frozen=True)
+class Sweep:
+    """Rewards of one model at one temperature."""
+
+    model: str
+    temperature: float
+    best: list[float]  # mean over prompts of the expected best of 1, 2, … K responses
+
+
+def read_sweep(name: str) -> Sweep:
+    """A file with rewards, and the temperature that stands beside it. Raises: UsageError when it has none."""
+    path = Path(name)
+    rows = [row for row in read_jsonl(path, needs=("rewards",)) if None not in row["rewards"]]
+    try:
+        told = json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))
+        temperature = float(told["temperature"]) if told["do_sample"] else 0.0
+    except (OSError, ValueError, KeyError):
+        raise UsageError(f"--responses_file {name}: {path.stem}.args.json does not tell its temperature") from None
+    if not rows:
+        raise UsageError(f"--responses_file {name} has no row with valid rewards")
+    most = min(len(row["rewards"]) for row in rows)
+    best = [sum(best_of_n(row["rewards"], n) for row in rows) / len(rows) for n in range(1, most + 1)]
+    return Sweep(path.stem, temperature, best)
+
+
+def best_of_n(rewards: list[float], n: int) -> float:
+    """Expected highest of n of K rewards drawn without replacement, unbiased for the best of n fresh ones.
+
+    The i-th smallest is the highest of C(i-1, n-1) of the C(K, n) subsets (Nakano et al. 2021, 2112.09332, section 3).
+    """
+    ways = [math.comb(i, n - 1) for i in range(len(rewards))]
+    return sum(way * reward for way, reward in zip(ways, sorted(rewards))) / math.comb(len(rewards), n)
+
+
+def best_of_n_kl(n: int) -> float:
+    """KL of the best of n to the policy it is drawn from, in nats: log n - (n-1)/n."""
+    return math.log(n) - (n - 1) / n
+
+
+def draw_best_of_n(sweeps: list[Sweep], output: Path) -> None:
+    """Reward by temperature, by n, and by the KL of the best of n. Raises: UsageError when it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13.5, 3.6))
+    for number, model in enumerate(dict.fromkeys(sweep.model for sweep in sweeps)):
+        own = sorted((s for s in sweeps if s.model == model), key=lambda s: s.temperature)
+        heats = [sweep.temperature for sweep in own]
+        axes[0].plot(heats, [s.best[0] for s in own], "o-", color=f"C{number}", ms=3, label=model)
+        if any(len(sweep.best) > 1 for sweep in own):
+            highest = [sweep.best[-1] for sweep in own]
+            axes[0].plot(heats, highest, "o--", color=f"C{number}", ms=3, label=f"{model}, best of all")
+    for sweep in sweeps:
+        counts = list(range(1, len(sweep.best) + 1))
+        label = f"{sweep.model}, temperature {sweep.temperature:g}"
+        axes[1].plot(counts, sweep.best, "o-", ms=3, label=label)
+        axes[2].plot([best_of_n_kl(n) for n in counts], sweep.best, "o-", ms=3, label=label)
+    names = ("temperature", "n, best of n", "KL of best of n to the policy, nats")
+    for axis, name in zip(axes, names):
+        axis.set_xlabel(name, fontsize=8)
+        axis.set_ylabel("mean reward", fontsize=8)
+        axis.grid(alpha=0.25)
+    axes[0].legend(fontsize=7)
+    axes[1].legend(fontsize=7)
+    figure.tight_layout()
     try:
         figure.savefig(output, dpi=130)
     except OSError as problem:

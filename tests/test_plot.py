@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from lightrlhf import plot
+from lightrlhf.common.jsonl import write_jsonl, write_settings
+from lightrlhf.plot import best_of_n, best_of_n_kl, read_sweep
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROWS = [{"step": step, "train/loss": 3.0 / step, "objective/kl": 0.1 * step} for step in range(1, 6)]
@@ -137,3 +141,31 @@ def test_bad_calls_are_one_line(tmp_path, capsys):
 def test_damage_before_the_last_line_is_named(tmp_path, capsys):
     folder = experiment(tmp_path / "run", ROWS[:2], tail='{"step": 3, "train\n' + json.dumps(ROWS[3]) + "\n")
     assert "metrics.jsonl line 3 is not JSON" in refused(capsys, "--experiment_dir", folder)
+
+
+def test_the_best_of_n_is_the_mean_over_all_subsets():
+    rewards = [0.3, 2.0, -1.0, 0.5, 2.0]
+    for n in range(1, 6):
+        subsets = list(itertools.combinations(rewards, n))
+        assert best_of_n(rewards, n) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+    assert best_of_n_kl(1) == 0 and best_of_n_kl(4) == pytest.approx(math.log(4) - 0.75)
+
+
+def test_sweeps_over_temperatures_are_drawn_and_a_file_without_rewards_is_refused(tmp_path, capsys):
+    files = []
+    for heat in (0.5, 1.0):
+        path = tmp_path / f"temperature={heat}" / "model.jsonl"
+        write_jsonl(path, [{"rewards": [heat, 2 * heat, 0.1]}, {"rewards": [0.2, None, 0.3]}])
+        write_settings(path, {"temperature": heat, "do_sample": True})
+        files.append(str(path))
+    assert read_sweep(files[1]).best == pytest.approx([3.1 / 3, (1 + 2 + 2) / 3, 2.0])
+    drawn = plot.main(["--responses_file", *files])
+    assert Path(drawn) == Path(files[0]).parent / "curves.png" and Path(drawn).stat().st_size > 10_000
+    write_jsonl(tmp_path / "bare.jsonl", [{"responses": ["a"]}])
+    for wrong, message in (
+        ([str(tmp_path / "bare.jsonl")], "row 1 has no 'rewards'"),
+        ([files[0], "--experiment_dir", "x"], "and not both"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            plot.main(["--responses_file", *wrong])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
