@@ -265,3 +265,17 @@ def test_transformers_serve_answers(transformers_serve):
         replies = list(servers.replies([{"prompt": "A tea", **options}, {"messages": conversation, **options}] * 2))
     assert replies[:2] == replies[2:] and all(reply.text and reply.error is None for reply in replies)
     assert all(reply.truncated for reply in replies)
+
+
+def test_generate_writes_what_transformers_serve_answers(transformers_serve, tmp_path):
+    from lightrlhf.common.jsonl import read_jsonl, write_jsonl
+    from lightrlhf.generate import main
+
+    url, model = transformers_serve
+    chat = [{"role": "user", "content": "Two coffees, please."}]
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "A tea", "n": 1}, {"prompt": chat, "n": 2}])
+    flags = ["--rollout_engine", "openai", "--base_url", url, "--model_name", model, "--max_new_tokens", "4"]
+    flags += ["--prompts_file", str(tmp_path / "prompts.jsonl"), "--output_dir", str(tmp_path), "--accelerator", "cpu"]
+    rows = read_jsonl(main(flags)[0])
+    assert [(row["n"], row["prompt"]) for row in rows] == [(1, "A tea"), (2, chat)]
+    assert all(row["responses"][0] and row["truncated"] == [True] and "errors" not in row for row in rows)
