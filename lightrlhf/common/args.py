@@ -14,6 +14,7 @@ import difflib
 import functools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 Args = TypeVar("Args")
+KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
 ALIASES = {"--model_name_or_path": "--model_name"}
 
 
@@ -343,11 +345,19 @@ def _stored_args(parser: Any, directory: str, flags: set[str]) -> dict[str, Any]
 
 
 def _shorten(message: str, flags: set[str]) -> str:
-    """jsonargparse's message in one line, with the nearest flag for a typo."""
+    """jsonargparse's message in one line that names the flag, with the nearest one for a typo."""
     line = " ".join(message.split())
     if "nrecognized arguments" in line:
         words = [word.partition("=")[0] for word in line.split("arguments:")[-1].split()]
         typo = next((word for word in words if word.startswith("-")), words[0] if words else "")
         nearest = difflib.get_close_matches(typo.lstrip("-"), sorted(flags), n=1, cutoff=0.5)
-        line = f"unknown flag {typo}" + (f"; did you mean --{nearest[0]}?" if nearest else "; --help lists all flags")
+        return f"unknown flag {typo}" + (f"; did you mean --{nearest[0]}?" if nearest else "; --help lists all flags")
+    if missing := re.search(r"arguments are required: (.+)", line):
+        return " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
+    one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"
+    if wrong := re.search(rf'Parser key "(\w+)": (?:{one_type}|{union}): (.*)', line):
+        flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4]
+        choices = re.search(r"Literal\[(.+?)\]", wanted)
+        kind = next((words for name, words in KINDS.items() if name in wanted), wanted)
+        return f"--{flag} {value} is not " + ("one of " + choices[1].replace("'", "") if choices else kind)
     return line
