@@ -100,6 +100,8 @@ def follow(command, variables: dict[str, str], folder: Path) -> None:
     words = [re.sub(r"\$\{?(\w+)\}?", lambda name: variables.get(name[1], name[1].lower()), w) for w in command.words]
     if words[0].startswith("lightrlhf-"):
         words = ["python", "-m", words[0].replace("lightrlhf-", "lightrlhf.").replace("-", "_"), *words[1:]]
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
     if words[:2] == ["python", "-m"]:
         words, output = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
         if "--print_completion" in words:
