@@ -188,6 +188,7 @@ def test_two_ranks_learn_as_one_does(strategy, together, alone):
         for row, other in zip(metrics(one), metrics(two), strict=True):
             assert other == pytest.approx(row, abs=2e-5, rel=1e-4), (program, row["step"])
         assert gap(one, two) < TOLERANCE, program
+        assert max(row.get("policy/grad_norm", row.get("train/grad_norm", 0)) for row in metrics(one)) > 0.1, program
         kept = [torch.load(last_checkpoint(folder) / "resume.pt", weights_only=True) for folder in (one, two)]
         assert kept[0]["learned"].keys() == kept[1]["learned"].keys()
         for model, optimizer in kept[0]["optimizers"].items():

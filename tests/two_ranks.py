@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-PATIENCE = 120  # seconds after which a job is killed, and its test fails
+PATIENCE = 240  # seconds after which a job is killed, and its test fails
 
 
 def main() -> None:

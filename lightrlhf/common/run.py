@@ -179,6 +179,8 @@ class Run:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             optimizer.load_state_dict(split_like(self.resumed["optimizers"][name], parameters))
             scheduler.load_state_dict(self.resumed["schedulers"][name])
+            for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+                group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
         self.optimizers[name] = (wrapped, optimizer, scheduler)
         return wrapped
 
