@@ -42,34 +42,16 @@ PROMPTS, ITERATIONS = 128, 8
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 to 9 degrees of freedom
 
 SFT = [
-    "--accelerator",
-    "cpu",
-    "--epochs",
-    "3",
-    "--learning_rate",
-    "3e-3",
-    "--lr_warmup_steps",
-    "20",
-    "--use_targets",
-    "True",
+    *("--accelerator", "cpu", "--epochs", "3", "--learning_rate", "3e-3", "--lr_warmup_steps", "20"),
+    *("--use_targets", "True", "--mini_batch_size", "64", "--micro_batch_size", "64", "--eval_interval", "0"),
+    *("--log_interval", "50"),
 ]
-SFT += ["--mini_batch_size", "64", "--micro_batch_size", "64", "--eval_interval", "0", "--log_interval", "50"]
 ONLINE = [
-    "--accelerator",
-    "cpu",
-    "--mini_batch_size",
-    "16",
-    "--micro_batch_size",
-    "16",
-    "--num_responses",
-    "8",
-    "--max_new_tokens",
-    str(RESPONSE),
-    "--beta",
-    "0.1",
+    *("--accelerator", "cpu", "--mini_batch_size", "16", "--micro_batch_size", "16", "--num_responses", "8"),
+    *("--max_new_tokens", str(RESPONSE), "--beta", "0.1", "--learning_rate", "1e-3"),
+    *("--lr_scheduler_type", "constant", "--rollout_mini_batch_size", "256"),
+    *("--reward_function", "examples.hidden_map:share_right", "--eval_prompts", str(NUM_HELD_OUT)),
 ]
-ONLINE += ["--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--rollout_mini_batch_size", "256"]
-ONLINE += ["--reward_function", "examples.hidden_map:share_right", "--eval_prompts", str(NUM_HELD_OUT)]
 EQUAL = ["--iterations", str(ITERATIONS), "--prompts_per_iteration", str(PROMPTS)]
 REUSED = ["--iterations", "2", "--prompts_per_iteration", str(PROMPTS), "--epochs", "10"]
 ARMS = {

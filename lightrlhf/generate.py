@@ -12,6 +12,8 @@ out: beam search, and rewards other than by a reward model (`lightrlhf.annotate`
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,7 +158,7 @@ def main(argv: list[str] | None = None) -> list[str]:
     files = []
     for args_now in at_each_temperature(args):
         output = output_path(args_now)
-        settings = settings_of(args_now, len(prompts))
+        settings = settings_of(args_now, prompts)
         if not complete(output, settings, len(prompts)):
             engine = engine or make_engine(args, device)
             write_part(args_now, engine, prompts, output, settings, part)
@@ -210,11 +212,11 @@ def load_prompt_rows(args: GenerateArgs) -> list[Row]:
 def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
     """The prompt of a row under one of the names in use. Raises: UsageError."""
     prompt = next((row[name] for name in ("prompt", "context_messages", "messages") if name in row), None)
-    if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
-        prompt = prompt[:-1]  # an answered dialogue
+    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        prompt = prompt[:-1] if prompt and prompt[-1]["role"] == "assistant" else prompt  # an answered dialogue
+        if prompt:
+            return prompt
     if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all({"role", "content"} <= message.keys() for message in prompt):
         return prompt
     raise UsageError(f"{where} has no prompt: a column `prompt` with a text or a list of {{role, content}} is needed")
 
@@ -390,12 +392,13 @@ def output_path(args: GenerateArgs) -> Path:
     return Path(args.output_dir) / name / f"temperature={args.temperatures[0]:g}" / f"{label.strip('/')}.jsonl"
 
 
-def settings_of(args: GenerateArgs, num_rows: int) -> Row:
+def settings_of(args: GenerateArgs, prompts: Sequence[Row]) -> Row:
     """What the rows of a file depend on."""
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in WITHOUT_EFFECT}
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
-    return {**settings, "num_rows": num_rows}
+    content = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
+    return {**settings, "num_rows": len(prompts), "prompts_sha256": content}
 
 
 def complete(output: Path, settings: Row, num_rows: int) -> bool:

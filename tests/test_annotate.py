@@ -88,9 +88,12 @@ def test_messages_are_rendered_by_the_reward_models_template(tmp_path, rm_dir, t
 
 def test_sampled_ids_are_scored_as_they_are(tmp_path, rm_dir, tokenizer):
     """One token per character spells the same text in other ids than the tokenizer would choose."""
+    text = "coffee, please"
     prompt = encode_prompt(tokenizer, "Guest: a tea!\n")
-    odd = [tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "tea"]
-    row = {"prompt": "Guest: a tea!\n", "prompt_ids": prompt, "responses": ["tea", "tea"], "truncated": [False, True]}
+    odd = [tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in text.replace(" ", "")]
+    odd.insert(7, tokenizer(" ", add_special_tokens=False)["input_ids"][0])
+    assert odd != encode_response(tokenizer, text)[:-1]
+    row = {"prompt": "Guest: a tea!\n", "prompt_ids": prompt, "responses": [text] * 2, "truncated": [False, True]}
     write_jsonl(tmp_path / "ids.jsonl", [row | {"response_ids": [[*odd, tokenizer.eos_token_id], odd]}])
     (row,) = annotated(tmp_path / "ids.jsonl", "--rm_experiment_dir", rm_dir)
     model = load_scalar(rm_dir, ModelArgs(), tokenizer, 0).eval()

@@ -156,7 +156,13 @@ def test_bad_flags_are_one_line(wrong, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "line, message", [("{", ":2 is no JSON"), ('{"text": "a"}', "row 2 has no prompt"), ('{"prompt": ""}', "row 2")]
+    "line, message",
+    [
+        ("{", ":2 is no JSON"),
+        ('{"text": "a"}', "row 2 has no prompt"),
+        ('{"prompt": ""}', "row 2"),
+        ('{"prompt": [3]}', "row 2 has"),
+    ],
 )
 def test_a_bad_line_of_prompts_is_named(line, message, tmp_path, sft_dir, capsys):
     prompts = tmp_path / "prompts.jsonl"

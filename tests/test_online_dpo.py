@@ -164,11 +164,19 @@ def test_raft_learns_the_best_response_of_each_prompt(flags, tmp_path):
     assert json.loads((run / "iteration-01/policy/args.json").read_text())["program"] == "sft"
 
 
-def test_a_reward_model_scores_it(flags, tmp_path, rm_dir):
+def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_path, cafe_data, sft_dir):
+    from lightrlhf.rm import main as rm
+
+    data = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU]
+    pair_dir = rm([*data, "--sft_experiment_dir", sft_dir, "--loss_type", "pair", "--max_steps", "1"])
     place = flags.index("--reward_function")
-    flags[place : place + 2] = ["--rm_experiment_dir", rm_dir]
-    run = Path(main([*flags, "--log_dir", str(tmp_path), "--choose_type", "max_random"]))
-    assert len(json.loads((run / "results.json").read_text())) == 3
+    flags[place : place + 2] = ["--rm_experiment_dir", pair_dir]
+    options = ["--choose_type", "max_random", "--finetune_mode", "lora"]
+    run = Path(main([*flags, "--log_dir", str(tmp_path), *options]))
+    results = json.loads((run / "results.json").read_text())
+    assert results[0]["reward"] == pytest.approx(0.5) and results[2]["kl"] != results[1]["kl"] != 0
+    rewards = [reward for row in read_jsonl(run / "iteration-01" / "rewards.jsonl") for reward in row["rewards"]]
+    assert sum(rewards) == pytest.approx(len(rewards) / 2)
 
 
 @pytest.mark.parametrize(

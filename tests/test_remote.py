@@ -257,7 +257,7 @@ def transformers_serve(tmp_path_factory, tokenizer):
 
 def test_transformers_serve_answers(transformers_serve):
     url, model = transformers_serve
-    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=60.0)
+    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=180.0)
     conversation = [{"role": "user", "content": "Two coffees, please."}]
     options = {"max_tokens": 5, "temperature": 0.0}
     with Servers(args, model) as servers:
