@@ -6,6 +6,7 @@ PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "ev
 
 EXTRAS = {
     "parse": ["textblob>=0.18"],
+    "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],
     "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
 }

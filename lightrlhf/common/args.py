@@ -59,8 +59,8 @@ class TrainArgs:
     """Micro-batches per evaluation; all of the split when not given."""
     log_interval: int = 5
     """Steps between two rows of metrics."""
-    optimizer: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimiser class of `torch.optim`."""
+    optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
+    """Optimiser class of `torch.optim`, or of bitsandbytes: its state in 8 bits, or paged out of the GPU's memory."""
     optimizer_beta1: float = 0.9
     """Decay of the first moment."""
     optimizer_beta2: float = 0.95
@@ -107,11 +107,17 @@ class TrainArgs:
             check_at_least(self, name, 1)
         for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
-        for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
-            if getattr(self, flag) == package and find_spec(package) is None:
+        needs = {("logger", "wandb"): "wandb", ("strategy", "deepspeed"): "deepspeed"}
+        needs |= {("optimizer", name): "bitsandbytes" for name in ("AdamW8bit", "PagedAdamW32bit")}
+        for (flag, value), package in needs.items():
+            if getattr(self, flag) == value and find_spec(package) is None:
                 raise ValueError(
-                    f"--{flag} {package} needs the package {package}; install it with: pip install {package}"
+                    f"--{flag} {value} needs the package {package}; install it with: pip install {package}"
                 )
+        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
+            raise ValueError(
+                f"--optimizer {self.optimizer} cannot be split by --strategy {self.strategy}; use --optimizer AdamW"
+            )
         check_positive(self, "optimizer_eps")
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -142,6 +148,10 @@ class ModelArgs:
     lora_targets: str = "all-linear"
     """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
 
+    load_in_8bit: bool = False
+    """Hold the frozen weights below the adapters in 8 bits (bitsandbytes); needs `finetune_mode` lora."""
+    load_in_4bit: bool = False
+    """Hold the frozen weights below the adapters in 4 bits (nf4, bitsandbytes); needs `finetune_mode` lora."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
     merge: bool = False
@@ -155,8 +165,26 @@ class ModelArgs:
             raise ValueError(f"--lora_dropout {self.lora_dropout} must lie in [0, 1)")
         if self.lora_dropout and self.disable_dropout:
             raise ValueError(f"--lora_dropout {self.lora_dropout} contradicts --disable_dropout True; give one of them")
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if getattr(self, name):
+                self._check_quantisation(name)
         if self.merge and self.finetune_mode != "lora":
             raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
+
+    def _check_quantisation(self, name: str) -> None:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("--load_in_8bit True and --load_in_4bit True exclude each other; give one of them")
+        if self.finetune_mode != "lora":
+            raise ValueError(
+                f"--{name} True with --finetune_mode {self.finetune_mode}: quantised weights cannot learn; "
+                "use --finetune_mode lora"
+            )
+        if self.model_name == "tiny":
+            raise ValueError(f"--{name} True needs a model on disk or on the hub, not --model_name tiny")
+        if getattr(self, "strategy", "auto") in ("fsdp", "deepspeed"):
+            raise ValueError(f"--{name} True cannot be split by --strategy {self.strategy}; use --strategy ddp")
+        if find_spec("bitsandbytes") is None:
+            raise ValueError(f"--{name} True needs the package bitsandbytes; install it with: pip install bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)

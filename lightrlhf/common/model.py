@@ -304,9 +304,8 @@ def load_scalar(
         raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
     if said.get("compares_pairs"):
         model.config.compares_pairs = True
-    head = next((head for _, head in loaded.values()), None)
-    if head is not None or not has_head:
-        model.score.weight.data.copy_(new_head(model.score.in_features, seed) if head is None else head)
+    if not has_head:
+        model.score.weight.data.copy_(new_head(model.score.in_features, seed))
     return ScalarModel(model, _choose_what_learns(model, args, loaded, "scalar"), base)
 
 
@@ -338,6 +337,11 @@ def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > vocabulary_size(module):
+            if is_quantised(module.model):
+                raise UsageError(
+                    "the tokenizer has no pad token of its own, and quantised weights no row to spare for one; "
+                    "train without --load_in_8bit and --load_in_4bit"
+                )
             module.model.resize_token_embeddings(len(tokenizer))
             module.base = None  # no folder holds these weights
     module.model.config.pad_token_id = tokenizer.pad_token_id
@@ -490,13 +494,17 @@ def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> N
 
     A base that is stored nowhere is written to `base_dir`, once.
     """
-    if not module.adapters or merge:
+    if merge or not module.adapters:
         merged_model(module).save_pretrained(folder)
         return
     if module.base is None:
         if not base_dir.is_dir():
             write_folder(base_dir, lambda path: _save_base(module.model, path))
         module.base = str(base_dir.resolve())
+    _save_adapter(module, folder)
+
+
+def _save_adapter(module: Role, folder: Path) -> None:
     head = getattr(module.model, "score", None)
     lora.save_adapter(module.model, module.adapters, None if head is None else head.weight, module.base, folder)
     if head is None and module.model.generation_config is not None:
@@ -517,34 +525,50 @@ def _save_base(model: nn.Module, folder: Path) -> None:
     base.save_pretrained(folder)
 
 
+def merged_model(module: Role) -> nn.Module:
+    """The Hugging Face model with its adapters merged into a copy of its weights; the model itself without any.
+
+    Quantised weights would stay rounded, so there it is a copy of the base as it is on disk.
+    """
+    if not module.adapters:
+        return module.model
+    if not is_quantised(module.model):
+        return lora.merge(copy.deepcopy(module.model), module.adapters)
+    with TemporaryDirectory() as folder:
+        _save_adapter(module, Path(folder))
+        merged = _merged_from(folder)
+    merged.config.pad_token_id = module.model.config.pad_token_id
+    if not hasattr(merged, "score"):
+        merged.generation_config = module.model.generation_config
+    return merged
+
+
+def _merged_from(folder: str) -> nn.Module:
+    """The model that an adapter folder makes of its base."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scalar = holds_reward_model(folder)
+    auto_class = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    options = {"num_labels": 1} if scalar else {}
+    model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(), None, **options)
+    _choose_what_learns(model, ModelArgs(), loaded, "")
+    return model
+
+
 @contextmanager
 def self_contained(folder: Path) -> Iterator[Path]:
     """A checkpoint that loads anywhere: the folder, or a merged one where it is an adapter on a folder of this disk."""
-    config = lora.adapter_config(str(folder), "the checkpoint")
-    if config is None or not Path(base := lora.base_of(config, str(folder), "the checkpoint")).is_dir():
+    is_adapter = (folder / lora.ADAPTER_CONFIG).is_file()
+    if not is_adapter or not Path(base_name(str(folder), "the checkpoint")).is_dir():
         yield folder
         return
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    scalar = holds_reward_model(str(folder))
-    auto_class, options = (
-        (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
-    )
-    model = _from_pretrained(auto_class, base, "the checkpoint's base", **options)
-    head = lora.load_adapter(model, "start_0", str(folder), config)
-    if head is not None:
-        model.score.weight.data.copy_(head)
-        model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
+    model = _merged_from(str(folder))
+    model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
     with TemporaryDirectory(dir=folder.parent) as temporary:
         whole = Path(temporary) / folder.name
         shutil.copytree(folder, whole, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
-        lora.merge(model, ("start_0",)).save_pretrained(whole)
+        model.save_pretrained(whole)
         yield whole
-
-
-def merged_model(module: Role) -> nn.Module:
-    """The Hugging Face model, adapters merged into its weights: a copy when there are any, else the model itself."""
-    return lora.merge(copy.deepcopy(module.model), module.adapters) if module.adapters else module.model
 
 
 # -------------------------------------------------------------------------------------------------------- helpers
@@ -573,15 +597,46 @@ def _load(
         if config is not None and (Path(base) / MANIFEST).is_file():
             verify_checkpoint(Path(base))
         with torch.random.fork_rng(devices=[]):  # transformers draws a head that we draw again
-            model = _from_pretrained(auto_class, base, flag, trust_remote_code=args.trust_remote_code, **options)
-    model.float()
+            options |= {"trust_remote_code": args.trust_remote_code, **_quantisation(args)}
+            model = _from_pretrained(auto_class, base, flag, **options)
+    if not is_quantised(model):
+        model.float()
+    elif not any(type(module).__name__ in ("Linear8bitLt", "Linear4bit") for module in model.modules()):
+        raise UsageError(
+            f"{flag} {source} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
+            "train without --load_in_8bit and --load_in_4bit"
+        )
     if args.disable_dropout:
         _switch_off_dropout(model)
     if source == "tiny":
         return model, None, {}
     if config is None:
         return model, base, {}
-    return model, base, {source: ("start_0", lora.load_adapter(model, "start_0", source, config))}
+    head = lora.load_adapter(model, "start_0", source, config)
+    if head is not None and hasattr(model, "score"):
+        model.score.weight.data.copy_(head)
+    return model, base, {source: ("start_0", head)}
+
+
+def _quantisation(args: ModelArgs) -> dict[str, Any]:
+    """What transformers is told about `--load_in_8bit` and `--load_in_4bit`; heads stay as they are."""
+    if not (args.load_in_8bit or args.load_in_4bit):
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_8bit=args.load_in_8bit,
+        load_in_4bit=args.load_in_4bit,
+        llm_int8_skip_modules=["lm_head", "embed_out", "score"],
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32,
+    )
+    return {"quantization_config": config}
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether bitsandbytes holds the weights of a Hugging Face model."""
+    return getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
 
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> nn.Module:

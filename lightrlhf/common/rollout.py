@@ -300,8 +300,24 @@ def generate(
     was_training = policy.training
     policy.eval()
     slots = Slots(model, prompts, args, eos_ids, uniforms, num_slots)
-    slots.enter(torch.arange(len(slots.row), device=model.device))
-    check_every = 1 if model.device.type == "cpu" else 8  # reading a device tensor waits for the device
+    with policy.speaking():
+        _decode(slots, args, tokenizer)
+    policy.train(was_training)
+    ends = {*eos_ids, *args.eos_ids}
+    responses, logprobs, truncated = [], [], []
+    for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):
+        end = first_stop(tokenizer, tokens[:length], args.stop_strings)
+        responses.append(tokens[: end or length])
+        logprobs.append(values[: end or length])
+        truncated.append(end is None and tokens[length - 1] not in ends)
+    removed = sum(float(row[: len(response)].sum()) for row, response in zip(slots.removed.cpu(), responses))
+    return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
+
+
+def _decode(slots: Slots, args: GenerationArgs, tokenizer: Any) -> None:
+    """Sample until every prompt has its response."""
+    slots.enter(torch.arange(len(slots.row), device=slots.device))
+    check_every = 1 if slots.device.type == "cpu" else 8  # reading a device tensor waits for the device
     for step in count(1):
         if step % check_every == 0:
             if args.stop_strings:
@@ -317,16 +333,6 @@ def generate(
             if not slots.waiting() and num_idle * 8 >= len(idle):
                 slots.close_up(idle)
         slots.step()
-    policy.train(was_training)
-    ends = {*eos_ids, *args.eos_ids}
-    responses, logprobs, truncated = [], [], []
-    for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):
-        end = first_stop(tokenizer, tokens[:length], args.stop_strings)
-        responses.append(tokens[: end or length])
-        logprobs.append(values[: end or length])
-        truncated.append(end is None and tokens[length - 1] not in ends)
-    removed = sum(float(row[: len(response)].sum()) for row, response in zip(slots.removed.cpu(), responses))
-    return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
 def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
