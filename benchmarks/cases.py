@@ -51,6 +51,7 @@ class Case:
     unavailable: str | None = None
     kind: Literal["speed", "memory", "start"] = "speed"
     prepare: Callable[[], None] | None = None  # what has to be made before it, beyond models and data
+    together: bool = True  # the device holds all settings at once; else they are tried one by one
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,17 @@ class Bench:
 # -------------------------------------------------------------------------------------------------------- the cases
 def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
     """The cases of a suite, in the order of the table. no_bf16: why bf16 cannot be measured here."""
+    for case in cpu_and_gpu_cases(bench):
+        yield replace(case, together=not bench.cuda)
+    if not bench.cuda:
+        first = bench.scales[0]
+        yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
+        yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
+        yield memory(bench, first if bench.quick else MEMORY)
+        yield start()
+
+
+def cpu_and_gpu_cases(bench: Bench) -> Iterator[Case]:
     for scale in bench.scales:
         bf16 = bench.cuda
         yield sft(bench, scale, bf16)
@@ -191,12 +203,6 @@ def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
         yield ppo(bench, scale, "full", bf16, goal=1.8)
         yield ppo(bench, scale, "skewed", bf16, goal=3)
         yield rloo(bench, scale, bf16)
-    if not bench.cuda:
-        first = bench.scales[0]
-        yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
-        yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
-        yield memory(bench, bench.scales[0] if bench.quick else MEMORY)
-        yield start()
 
 
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:

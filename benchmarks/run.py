@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
 START_SECONDS, REPETITION_SECONDS = 300, 600  # after which a worker counts as hanging
+LONG_REPETITION = 3  # seconds from which on a setting is judged by its warm-up
+TURNS_SECONDS, LEAST_TURNS = 40, 3  # no more turns of a case are begun after this time, but so many there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,9 @@ class Worker:
 # ------------------------------------------------------------------------------------------------------ one case
 def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
     """Measure one case: the row of `results`, with everything that was seen."""
+    one_by_one = None if case.together else choose(case, folder, threads)
+    if one_by_one:
+        case = replace(case, peers=one_by_one[0])
     with started([case.ours, *case.peers], folder, threads) as (workers, failures):
         ours, peers = workers.get(0), [workers[i] for i in range(1, len(case.peers) + 1) if i in workers]
         if ours is None:
@@ -138,8 +143,10 @@ def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
         result: dict[str, Any] = {"versions": {"ours": ours.versions}, "failed": failures, "tried": {}}
         try:
             ours.repetition()
-            peer, tried = fastest(case, peers, failures)
-            result["tried"] = tried
+            peer, result["tried"] = fastest(case, peers, failures)
+            if one_by_one:
+                _, result["tried"], known = one_by_one
+                failures |= known
             runs = take_turns(ours, peer, repetitions)
         except WorkerFailed as problem:
             return result | {"not_measured": str(problem)}
@@ -152,8 +159,8 @@ def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
             (units / ours["seconds"]) / ((case.units or theirs["units"]) / theirs["seconds"])
             for units, ours, theirs in zip(speeds, runs["ours"], runs["peer"])
         ]
-        result["ratio"] = spread(ratios)
-    elif case.peers:
+        result["ratio"], result["turns"] = spread(ratios), len(ratios)
+    elif failures:
         result["not_measured"] = "; ".join(failures.values())
     return result
 
@@ -181,28 +188,44 @@ def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dic
 
 
 def fastest(case: Case, peers: list[Worker], failures: dict[str, str]) -> tuple[Worker | None, dict[str, float]]:
-    """The peer's best setting by a warm-up and, where there is a choice, one more repetition of each."""
+    """The peer's fastest setting and the speeds of all, each after a warm-up (or in it, if that is long)."""
     speeds: dict[str, float] = {}
     for worker in peers:
         try:
-            worker.repetition()
-            run = worker.repetition() if len(peers) > 1 else None
+            run = worker.repetition()
+            if run["seconds"] < LONG_REPETITION:
+                run = worker.repetition()
         except WorkerFailed as problem:
             failures[worker.side.label] = str(problem)
             continue
-        speeds[worker.side.label] = (case.units or run["units"]) / run["seconds"] if run else 0.0
+        speeds[worker.side.label] = (case.units or run["units"]) / run["seconds"]
     left = [worker for worker in peers if worker.side.label in speeds]
     best = max(left, key=lambda worker: speeds[worker.side.label], default=None)
     for worker in left:
         if worker is not best:
             worker.stop()
-    return best, speeds if len(peers) > 1 else {}
+    return best, speeds
+
+
+def choose(case: Case, folder: Path, threads: int) -> tuple[list[Side], dict[str, float], dict[str, str]]:
+    """The peer's fastest setting, where a device does not hold all of them at once; all speeds; what failed."""
+    speeds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for side in case.peers:
+        with started([side], folder, threads) as (workers, failed):
+            failures |= failed
+            speeds |= fastest(case, list(workers.values()), failures)[1]
+    best = max(speeds, key=speeds.get, default=None)
+    return [side for side in case.peers if side.label == best], speeds, failures
 
 
 def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str, list[dict[str, float]]]:
-    """A B A B: the repetitions of both sides."""
+    """A B A B: the repetitions of both sides, at most so many."""
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
-    for _ in range(repetitions):
+    began = time.perf_counter()
+    for turn in range(repetitions):
+        if turn >= LEAST_TURNS and time.perf_counter() - began > TURNS_SECONDS:
+            break
         runs["ours"].append(ours.repetition())
         if peer:
             runs["peer"].append(peer.repetition())
@@ -316,7 +339,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {results['date']}. Ratios are medians over {results['repetitions']} turns (smallest to largest).",
+        + f"; {results['date']}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest).",
         "",
         "| work | ours | the peer's fastest setting | ratio | goal | | of the limit | memory, ours / peer |",
         "|---|---|---|---|---|---|---|---|",

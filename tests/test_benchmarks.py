@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_both_sides_take_turns_and_the_fastest_setting_of_the_peer_counts(tmp_pa
     ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 0.6), ("f", 0.1)))
     result = benchmark.compare(case(ours, [slow, fast]), tmp_path, threads=1, repetitions=3)
     assert (tmp_path / "diary").read_text() == "o" + "ss" + "ff" + "ofofof"
+    assert result["turns"] == 3
     assert result["peer"]["label"] == "f" and set(result["tried"]) == {"s", "f"}
     ratio = result["ratio"]
     assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
@@ -71,10 +73,27 @@ def test_both_sides_take_turns_and_the_fastest_setting_of_the_peer_counts(tmp_pa
     assert result["versions"]["peer"] == {"torch": "1"}
 
 
+def test_a_device_that_cannot_hold_all_settings_tries_them_one_by_one(tmp_path):
+    ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 0.3), ("f", 0.0)))
+    broken = side(tmp_path, "x", dies=1)
+    compared = case(ours, [slow, fast, broken], together=False)
+    result = benchmark.compare(compared, tmp_path, threads=1, repetitions=1)
+    assert (tmp_path / "diary").read_text() == "ss" + "ff" + "x" + "o" + "ff" + "of"
+    assert result["peer"]["label"] == "f" and set(result["tried"]) == {"s", "f"} and set(result["failed"]) == {"x"}
+    only = benchmark.compare(case(ours, [broken], together=False), tmp_path, threads=1, repetitions=1)
+    assert "out of cheese" in only["not_measured"]
+
+
+def test_a_slow_case_takes_fewer_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "TURNS_SECONDS", 0)
+    result = benchmark.compare(case(side(tmp_path, "o"), [side(tmp_path, "p")]), tmp_path, threads=1, repetitions=9)
+    assert result["turns"] == benchmark.LEAST_TURNS
+
+
 def test_a_repetition_is_so_many_steps_and_counts_what_they_did(tmp_path):
     ours, peer = side(tmp_path, "o", steps=3, units=5), side(tmp_path, "p", steps=2, units=1)
     result = benchmark.compare(case(ours, [peer], units=None), tmp_path, threads=1, repetitions=1)
-    assert (tmp_path / "diary").read_text() == "ooo" + "pp" + "ooo" + "pp"
+    assert (tmp_path / "diary").read_text() == "ooo" + "pppp" + "ooo" + "pp"
     assert (result["ours"]["units"], result["peer"]["units"]) == (15, 2)
 
 
@@ -152,8 +171,16 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
 
 
 def test_every_case_can_be_made_and_names_are_unique(tmp_path):
-    names = [made.name for made in all_cases(Bench(tmp_path, "cpu", quick=True), "no such instructions")]
-    assert len(names) == len(set(names)) and {"sft-tiny", "ppo-skewed-tiny", "start"} <= set(names)
+    made = {
+        suite: list(all_cases(Bench(tmp_path, suite, quick=True), "no such instructions")) for suite in ("cpu", "gpu")
+    }
+    names = {suite: [one.name for one in cases] for suite, cases in made.items()}
+    assert all(len(found) == len(set(found)) for found in names.values())
+    assert {"sft-tiny", "ppo-skewed-tiny", "memory-tiny", "start"} <= set(names["cpu"])
+    assert {"sft-tiny", "ppo-full-tiny-bf16"} <= set(names["gpu"])
+    assert {one.name for one in made["gpu"] if one.limit_goal} == {
+        "sft-tiny", "rollout-equal-tiny-bf16", "ppo-full-tiny-bf16", "ppo-skewed-tiny-bf16"
+    }  # fmt: skip
 
 
 def test_the_gpu_suite_says_when_there_is_none(monkeypatch, capsys):
@@ -233,6 +260,8 @@ def test_work_counted_by_hand():
     # A text of 3 tokens: 2 * 100 * 3 for the matrices; keys seen 1 + 2 + 3 = 6, at 4 * 8 each in 2 layers; head twice.
     assert forward(SHAPE, [3], 2) == Work(600 + 2 * 4 * 8 * 6 + 2 * 30 * 2)
     assert backward(SHAPE, [3], 2) == Work(2 * forward(SHAPE, [3], 2).flops)
+    upper_half = replace(SHAPE, passed_share=0.5, learned_share=0.25)
+    assert backward(upper_half, [3], 2) == Work(0.75 * forward(SHAPE, [3], 2).flops)
     # A prompt of 2 and 3 sampled tokens, of which the last is not read: passes over 4 tokens. Three steps move all 130
     # weights; the second reads 2 + 1 places from the cache, the third 2 + 2, each 2 layers of 4 keys and 4 values.
     one = generate(SHAPE, [2], [3], slots=4, bytes_per_number=4)
