@@ -174,8 +174,8 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
     """
     ours, theirs = (by_prompt(name) for name in args.responses)
     pairs = []
-    for (prompt, _), row in ours.items():
-        other = theirs.get((prompt, _))
+    for key, row in ours.items():
+        other = theirs.get(key)
         if other is not None:
             answers = {"a": response_of(row, args.responses[0]), "b": response_of(other, args.responses[1])}
             columns = {name: value for name, value in row.items() if isinstance(value, (str, int, float))}

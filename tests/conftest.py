@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,7 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
-from helpers import CAFE_SIZES, CPU, save_model
+from helpers import CAFE_SIZES, CPU, environment, save_model
 
 torch.set_num_threads(1)
 
@@ -65,3 +68,21 @@ def rm_dir(cafe_data, sft_dir, logs):
 
     flags = ["--max_steps", "2", "--log_interval", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-3"]
     return main(["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(logs), *CPU, *flags])
+
+
+@pytest.fixture(scope="session")
+def transformers_serve(tmp_path_factory, tokenizer):
+    """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
+    pytest.importorskip("uvicorn", reason="needs pip install 'lightrlhf[serve]'")
+    pytest.importorskip("fastapi", reason="needs pip install 'lightrlhf[serve]'")
+    folder = save_model("llama", tmp_path_factory.mktemp("served") / "tiny", tokenizer)
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    yield f"http://127.0.0.1:{port}/v1", str(folder)
+    process.terminate()
+    process.wait(10)

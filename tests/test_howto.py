@@ -30,6 +30,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
     "lightrlhf.dpo": LEARN,
     "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.judge": ["--accelerator", "cpu"],
     "lightrlhf.annotate": ["--accelerator", "cpu"],
     "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],

@@ -9,7 +9,7 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
-from test_remote import Handler, half_closed, status, transformers_serve  # noqa: F401
+from test_remote import Handler, half_closed, status
 
 from lightrlhf import judge
 from lightrlhf.common.jsonl import read_jsonl
@@ -193,7 +193,7 @@ def test_a_person_judges_blind_stops_and_goes_on(files, tmp_path, monkeypatch, c
     assert len({row["shown_first"] for row in records}) == 2  # the order is drawn
 
 
-def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):  # noqa: F811
+def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):
     url, model = transformers_serve
     flags = ["--base_url", url, "--judge_model", model, "--num_pairs", "2", "--max_new_tokens", "4"]
     results, records = run(files, *flags, "--max_malformed", "1", "--output_file", str(tmp_path / "out.jsonl"))
@@ -263,6 +263,17 @@ def test_bad_calls_are_one_line(flags, line, files, capsys):
         judge.main(given)
     said = capsys.readouterr().err.strip().splitlines()
     assert stopped.value.code == 2 and len(said) == 1 and line in said[0]
+
+
+def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
+    rows = {"one": ["a1", "a2", "a3"], "two": ["b1", "b2"]}
+    for name, texts in rows.items():
+        lines = [json.dumps({"prompt": "p", "response": text}) + "\n" for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    args = judge.JudgeArgs(responses=[str(tmp_path / f"{name}.jsonl") for name in rows], judge="human")
+    pairs, told = judge.matched(args)
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [("a1", "b1"), ("a2", "b2")]
+    assert told == {"only_in_a": 1, "only_in_b": 0}
 
 
 def test_files_without_a_common_prompt_are_refused(tmp_path, capsys):

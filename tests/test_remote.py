@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers import environment, save_model
 
 from lightrlhf.common.args import RunFailure
 from lightrlhf.common.remote import RemoteArgs, Reply, Servers
@@ -237,24 +234,6 @@ def test_an_address_that_is_none_or_holds_a_password_is_refused(url):
 
 
 # ------------------------------------------------------------------------------------------------------ a real server
-@pytest.fixture(scope="module")
-def transformers_serve(tmp_path_factory, tokenizer):
-    """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
-    pytest.importorskip("uvicorn", reason="needs pip install 'lightrlhf[serve]'")
-    pytest.importorskip("fastapi", reason="needs pip install 'lightrlhf[serve]'")
-    folder = save_model("llama", tmp_path_factory.mktemp("served") / "tiny", tokenizer)
-    tokenizer.save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    yield f"http://127.0.0.1:{port}/v1", str(folder)
-    process.terminate()
-    process.wait(10)
-
-
 def test_transformers_serve_answers(transformers_serve):
     url, model = transformers_serve
     args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=180.0)
