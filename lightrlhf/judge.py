@@ -85,7 +85,7 @@ Row = dict[str, Any]
 class JudgeArgs(RemoteArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
 
-    responses: list[str]
+    responses_file: list[str]
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""
     judge: str = "openai"
     """Who judges: openai, reward, human, or a Python function `package.module:name` that scores responses."""
@@ -121,17 +121,17 @@ class JudgeArgs(RemoteArgs):
         for name in ("num_pairs", "sample", "max_per_subreddit"):
             if getattr(self, name) is not None:
                 check_at_least(self, name, 1)
-        for name in self.responses:
+        for name in self.responses_file:
             if not Path(name).is_file():
-                raise ValueError(f"--responses {name} does not exist")
+                raise ValueError(f"--responses_file {name} does not exist")
         if self.max_per_subreddit is not None and self.sample is None:
             raise ValueError("--max_per_subreddit is of no use without --sample")
         if self.sample is not None:
-            if not self.responses:
-                raise ValueError("--responses needs a file to sample from")
+            if not self.responses_file:
+                raise ValueError("--responses_file needs a file to sample from")
             return
-        if len(self.responses) != 2:
-            raise ValueError(f"--responses needs two files, those of A and B; {len(self.responses)} given")
+        if len(self.responses_file) != 2:
+            raise ValueError(f"--responses_file needs two files, those of A and B; {len(self.responses_file)} given")
         if self.judge == "openai" and not (self.base_url and self.judge_model):
             raise ValueError("--judge openai needs --base_url, such as http://localhost:8000/v1, and --judge_model")
         if self.judge == "reward" and self.rm_experiment_dir is None:
@@ -156,7 +156,13 @@ def main(argv: list[str] | None = None) -> Row | list[str]:
             for record in judge_of(args)(args, left):
                 writer.append(record)
         records = writer.rows
-    results = {"a": args.responses[0], "b": args.responses[1], "judge": args.judge, **told, "left": len(pairs)}
+    results = {
+        "a": args.responses_file[0],
+        "b": args.responses_file[1],
+        "judge": args.judge,
+        **told,
+        "left": len(pairs),
+    }
     results["left"] -= len(records)
     results |= summary(records, args.seed)
     write_text(output.with_suffix(".json"), json.dumps(results, indent=1))
@@ -172,16 +178,16 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
 
     A prompt that comes several times is matched in order. Raises: UsageError when no prompt is in both.
     """
-    ours, theirs = (by_prompt(name) for name in args.responses)
+    ours, theirs = (by_prompt(name) for name in args.responses_file)
     pairs = []
     for key, row in ours.items():
         other = theirs.get(key)
         if other is not None:
-            answers = {"a": response_of(row, args.responses[0]), "b": response_of(other, args.responses[1])}
+            answers = {"a": response_of(row, args.responses_file[0]), "b": response_of(other, args.responses_file[1])}
             columns = {name: value for name, value in row.items() if isinstance(value, (str, int, float))}
             pairs.append({"columns": columns, "index": len(pairs), "prompt": row["prompt"], **answers})
     if not pairs:
-        raise UsageError(f"--responses {' '.join(args.responses)} have no prompt in common")
+        raise UsageError(f"--responses_file {' '.join(args.responses_file)} have no prompt in common")
     alone = {"only_in_a": len(ours) - len(pairs), "only_in_b": len(theirs) - len(pairs)}
     return pairs[: args.num_pairs], alone
 
@@ -217,12 +223,12 @@ def settings_of(args: JudgeArgs) -> Row:
         "max_new_tokens",
         "seed",
     )
-    files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses]
+    files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses_file]
     return {"responses": files, **{name: getattr(args, name) for name in names}}
 
 
 def output_path(args: JudgeArgs) -> Path:
-    a, b = map(Path, args.responses)
+    a, b = map(Path, args.responses_file)
     judge = re.sub(r"\W+", "_", args.judge)
     other = b.stem if b.stem != a.stem else b.parent.name  # one model at two temperatures
     return Path(args.output_file or a.with_name(f"{a.stem}-vs-{other}-{judge}.jsonl"))
@@ -458,7 +464,7 @@ def draw(results: Row, output: Path) -> None:
 def write_samples(args: JudgeArgs) -> list[str]:
     """`{file}-sampled.jsonl` of each file, all with the same prompts where the files have them."""
     written = []
-    for name in args.responses:
+    for name in args.responses_file:
         rows = read_jsonl(name, needs=["prompt"])
         if args.max_per_subreddit is not None and not any("subreddit" in row for row in rows):
             raise UsageError(f"--max_per_subreddit {args.max_per_subreddit}: {name} has no column subreddit")

@@ -66,7 +66,7 @@ def server():
 
 
 def run(files, *flags: str) -> tuple[dict, list[dict]]:
-    results = judge.main(["--responses", *files, *flags])
+    results = judge.main(["--responses_file", *files, *flags])
     output = flags[flags.index("--output_file") + 1]
     return results, read_jsonl(output)
 
@@ -116,7 +116,7 @@ def test_an_interrupted_run_goes_on_where_it_was(files, server, tmp_path, monkey
     written = "".join(path.read_text(errors="replace") for path in tmp_path.iterdir())
     assert "secret" not in written + capsys.readouterr().out
     with pytest.raises(SystemExit):
-        judge.main(["--responses", *files, *flags, "--task", "webgpt"])
+        judge.main(["--responses_file", *files, *flags, "--task", "webgpt"])
     assert "rows of other settings: task was dialogue, now webgpt" in capsys.readouterr().err
 
 
@@ -234,7 +234,7 @@ def test_samples_are_seeded_spread_and_of_the_same_prompts(tmp_path):
     for name, order in (("one", rows), ("two", rows[::-1])):
         files.append(tmp_path / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps(row) + "\n" for row in order))
-    flags = ["--responses", *map(str, files), "--sample", "20", "--max_per_subreddit", "5"]
+    flags = ["--responses_file", *map(str, files), "--sample", "20", "--max_per_subreddit", "5"]
     written = judge.main(flags)
     assert written == [str(tmp_path / f"{name}-sampled.jsonl") for name in ("one", "two")]
     one, two = map(read_jsonl, written)
@@ -253,12 +253,12 @@ def test_samples_are_seeded_spread_and_of_the_same_prompts(tmp_path):
         (["--judge", "nowhere:f"], "--judge nowhere:f cannot be imported"),
         (["--max_per_subreddit", "5"], "--max_per_subreddit is of no use without --sample"),
         (["--sample", "5", "--max_per_subreddit", "5"], "has no column subreddit"),
-        (["--responses", "nowhere.jsonl"], "--responses nowhere.jsonl does not exist"),
+        (["--responses_file", "nowhere.jsonl"], "--responses_file nowhere.jsonl does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_calls_are_one_line(flags, line, files, capsys):
-    given = flags if "--responses" in flags else ["--responses", *files, *flags]
+    given = flags if "--responses_file" in flags else ["--responses_file", *files, *flags]
     with pytest.raises(SystemExit) as stopped:
         judge.main(given)
     said = capsys.readouterr().err.strip().splitlines()
@@ -270,7 +270,7 @@ def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
     for name, texts in rows.items():
         lines = [json.dumps({"prompt": "p", "response": text}) + "\n" for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    args = judge.JudgeArgs(responses=[str(tmp_path / f"{name}.jsonl") for name in rows], judge="human")
+    args = judge.JudgeArgs(responses_file=[str(tmp_path / f"{name}.jsonl") for name in rows], judge="human")
     pairs, told = judge.matched(args)
     assert [(pair["a"], pair["b"]) for pair in pairs] == [("a1", "b1"), ("a2", "b2")]
     assert told == {"only_in_a": 1, "only_in_b": 0}
@@ -279,5 +279,5 @@ def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
 def test_files_without_a_common_prompt_are_refused(tmp_path, capsys):
     one, two = write(tmp_path, "one.jsonl", {"a": "x"}), write(tmp_path, "two.jsonl", {"b": "x"})
     with pytest.raises(SystemExit):
-        judge.main(["--responses", one, two, "--judge", "human"])
+        judge.main(["--responses_file", one, two, "--judge", "human"])
     assert "have no prompt in common" in capsys.readouterr().err
