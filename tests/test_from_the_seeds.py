@@ -60,7 +60,7 @@ FLAGS = """
 PROGRAMS = [
     *(
         f"lightrlhf.{name}"
-        for name in ("sft", "rm", "ppo", "dpo", "generate", "annotate", "online_dpo", "evaluate", "plot")
+        for name in ("sft", "rm", "ppo", "dpo", "generate", "annotate", "online_dpo", "evaluate", "judge", "plot")
     ),
     *(f"datasets_prep.{name}.prepare_data" for name in ("helpful_harmless", "summarization", "generic", "apps")),
 ]
