@@ -115,11 +115,9 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
 def main(argv: list[str] | None = None) -> str:
     """Run the program; returns the experiment dir."""
     args = parse(OnlineDPOArgs, argv)
-    source, flag = starting_model(args)
-    initial = resolve(source, flag)
     shards = prompt_shards(args)
     held_out = load_prompts(args.data_dir, "validation")[: args.eval_prompts]
-    directory = open_directory(args)
+    directory, initial = open_directory(args)
     policy = initial
     evaluated(args, directory / "iteration-00", initial, initial, held_out)
     for number, prompts in enumerate(shards, start=1):
@@ -347,8 +345,11 @@ def mean(values: Any) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ files
-def open_directory(args: OnlineDPOArgs) -> Path:
-    """The experiment dir, new or that of `--resume_from`, with `args.json`."""
+def open_directory(args: OnlineDPOArgs) -> tuple[Path, str]:
+    """The experiment dir, new or that of `--resume_from`, and the initial policy, which `args.json` keeps.
+
+    Raises: UsageError when it cannot be written, was begun with other arguments, or starts from no folder.
+    """
     if args.resume_from:
         stored = json.loads((Path(args.resume_from) / "args.json").read_text(encoding="utf-8"))
         if stored.get("program") != "online_dpo":
@@ -358,7 +359,11 @@ def open_directory(args: OnlineDPOArgs) -> Path:
             raise UsageError(
                 f"--resume_from {args.resume_from}: {changed[0]} was {stored.get(changed[0])} there; start a new run"
             )
-        return Path(args.resume_from)
+        return Path(args.resume_from), stored["initial"]
+    source, flag = starting_model(args)
+    initial = resolve(source, flag)  # of an experiment dir its newest checkpoint now, whatever comes later
+    if not Path(initial).is_dir():
+        raise UsageError(f"{flag} {source} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
     data = Path(args.data_dir).resolve()
     parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
     directory = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -372,8 +377,10 @@ def open_directory(args: OnlineDPOArgs) -> Path:
                 directory = directory.with_name(f"{directory.name}x")
     except OSError as problem:
         raise UsageError(f"--log_dir {args.log_dir} cannot be written: {problem.strerror}") from None
-    write_text(directory / "args.json", json.dumps({**to_dict(args), "program": "online_dpo"}, indent=1))
-    return directory
+    write_text(
+        directory / "args.json", json.dumps({**to_dict(args), "program": "online_dpo", "initial": initial}, indent=1)
+    )
+    return directory, initial
 
 
 def link_checkpoint(directory: Path, number: int, policy: str) -> None:

@@ -55,7 +55,8 @@ def test_every_iteration_keeps_its_files_and_fresh_prompts(finished, cafe_data):
     results = json.loads((finished / "results.json").read_text())
     assert [row["iteration"] for row in results] == [0, 1, 2]
     assert [row["reward_queries"] for row in results] == [0, 32, 64]
-    assert results[0]["kl"] == 0.0 and results[0]["win_rate"] == 0.5 and results[1]["kl"] != 0.0
+    assert results[0]["kl"] == pytest.approx(0.0, abs=1e-4) and results[0]["win_rate"] == 0.5
+    assert abs(results[1]["kl"]) > 1e-3
     assert {"reward", "gold", "mean_length", "truncated_ratio", "pairs", "gold_win_rate"} <= results[2].keys()
     assert (finished / "curves.png").stat().st_size > 10_000
 
@@ -190,6 +191,7 @@ def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_p
         (["--rm_experiment_dir", "."], "--rm_experiment_dir or --reward_function is needed, and not both"),
         (["--length_penalty", "1"], "is read by --choose_type max_min_p only"),
         (["--eval_interval", "5"], "--eval_interval 5 has no use here"),
+        (["--sft_experiment_dir", "null", "--model_name", "tiny"], "--model_name tiny is loaded in each iteration"),
     ],
 )
 def test_bad_flags_are_one_line(wrong, message, flags, tmp_path, capsys):
