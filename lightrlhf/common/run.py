@@ -605,6 +605,8 @@ def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, worl
         flags.append("--activation_checkpointing True (activations of one layer at a time, a third more computing)")
     if getattr(args, "finetune_mode", "lora") == "all" and learning:
         flags.append(f"--finetune_mode lora (saves {gib(12 * learning)} of gradients and moments)")
+    if args.optimizer in ("AdamW", "Adam") and args.strategy in ("auto", "ddp") and learning:
+        flags.append(f"--optimizer AdamW8bit (saves {gib(6 * learning)} of moments)")
     if args.strategy != "fsdp":
         ranks = max(world_size, 2)
         flags.append(f"--strategy fsdp --devices {ranks} (saves {gib(16 * learning * (1 - 1 / ranks))} on each)")
