@@ -277,7 +277,7 @@ class Slots:
         self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
