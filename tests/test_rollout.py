@@ -9,6 +9,7 @@ import torch
 from helpers import VOCABULARY, rows_of, tiny_model, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrlhf.common import rollout as engine
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
@@ -371,6 +372,36 @@ def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
         assert mine == pytest.approx(said.logprobs[row], abs=2e-4)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cast_once(frozen, monkeypatch):
+    policy = tiny_policy("llama").requires_grad_(not frozen)
+    drawn = []
+
+    def watch(logits, uniforms, args, seen=None):
+        token, removed = sample(logits, uniforms, args, seen)
+        drawn.append(float(logits.float().log_softmax(-1)[0, token[0]]))
+        return token, removed
+
+    class Casts(TorchDispatchMode):
+        weights: list[int] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].dim() == 2:
+                self.weights += [args[0].data_ptr()] if args[0].data_ptr() in parameters else []
+            return function(*args, **(kwargs or {}))
+
+    parameters = {parameter.data_ptr() for parameter in policy.parameters()}
+    monkeypatch.setattr(engine, "sample", watch)
+    with torch.autocast("cpu", torch.bfloat16):
+        with Casts() as casts:
+            casts.weights.clear()
+            said = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
+        scored = score_logprobs(policy, response_batch(PROMPTS[:1], said.responses, 1), 1.0, 1)[0, -12:]
+    assert len(casts.weights) == len(set(casts.weights)) == 15  # seven of each layer, and the head
+    assert scored.tolist() == pytest.approx(drawn, abs=0.05)
+    assert all(parameter.requires_grad != frozen for parameter in policy.parameters())
+
+
 def test_scoring_is_the_same_for_every_micro_batch_size_and_without_dropout():
     policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
     batch = response_batch(PROMPTS, [[*row, 1] for row in reversed(PROMPTS)], 1)
@@ -403,6 +434,18 @@ def test_sampling_with_adapters_equals_sampling_with_the_exported_model(base_mod
     exported = merged_model(policy).eval()
     assert said == greedy_by_transformers(exported, PROMPTS, 8, ENDS)
     assert said != greedy_by_transformers(plain.eval(), PROMPTS, 8, ENDS)
+
+
+def test_the_reference_on_a_shared_backbone_speaks_as_itself(base_model, tokenizer):
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer, shares=True)
+    reference = policy.reference()
+    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    before = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses != before
+    assert generate(reference, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses == before
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -277,7 +278,6 @@ class Slots:
         self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
 
 
-@torch.inference_mode()
 def generate(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
@@ -299,9 +299,8 @@ def generate(
     check_room(model, prompts, args)
     was_training = policy.training
     policy.eval()
-    slots = Slots(model, prompts, args, eos_ids, uniforms, num_slots)
-    with policy.speaking():
-        _decode(slots, args, tokenizer)
+    with policy.speaking(), no_gradients(model):
+        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots), tokenizer)
     policy.train(was_training)
     ends = {*eos_ids, *args.eos_ids}
     responses, logprobs, truncated = [], [], []
@@ -314,13 +313,13 @@ def generate(
     return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
-def _decode(slots: Slots, args: GenerationArgs, tokenizer: Any) -> None:
-    """Sample until every prompt has its response."""
+def decode_all(slots: Slots, tokenizer: Any) -> Slots:
+    """Step until every row has ended, with waiting rows for idle slots."""
     slots.enter(torch.arange(len(slots.row), device=slots.device))
     check_every = 1 if slots.device.type == "cpu" else 8  # reading a device tensor waits for the device
     for step in count(1):
         if step % check_every == 0:
-            if args.stop_strings:
+            if slots.args.stop_strings:
                 slots.stop_at_strings(tokenizer)
             idle = slots.row == slots.nobody
             num_idle = int(idle.sum())
@@ -328,11 +327,32 @@ def _decode(slots: Slots, args: GenerationArgs, tokenizer: Any) -> None:
                 slots.enter(idle.nonzero()[:, 0])
                 continue
             if num_idle == len(idle):
-                break
+                return slots
             slots.look_from(idle)
             if not slots.waiting() and num_idle * 8 >= len(idle):
                 slots.close_up(idle)
         slots.step()
+
+
+@contextmanager
+def no_gradients(model: nn.Module) -> Iterator[None]:
+    """Inference mode; under autocast no_grad, where each weight is cast once and not at every step.
+
+    Autocast keeps its casts outside of inference mode only, and only those of weights that require a gradient.
+    """
+    if not torch.is_autocast_enabled(model.device.type):
+        with torch.inference_mode():
+            yield
+        return
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
