@@ -55,7 +55,8 @@ def plainly(policy, prompts, args, ends, uniforms, tokenizer=None) -> Completion
             ids = torch.tensor([[*prompt, *response]])
             logits = policy.model(ids, use_cache=False).logits[:, -1]
             seen = torch.zeros_like(logits, dtype=torch.bool).index_fill(1, ids[0], True)
-            token, logprob, _ = sample(logits, row[len(response)][None], args, seen)
+            token, _, _ = sample(logits, row[len(response)][None], args, seen)
+            logprob = (logits / args.temperature).log_softmax(-1)[0, token]
             response.append(int(token))
             values.append(float(logprob))
             text = decode(tokenizer, response) if tokenizer else ""
@@ -321,7 +322,8 @@ def test_the_sampling_distribution_is_that_of_the_processors_of_transformers(opt
     uniforms = (torch.arange(points) + 0.5) / points
     ids = torch.tensor([3, 14, 15, 9, 2, 6, 5, 3, 5])
     seen = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, ids, True)
-    tokens, _, removed = sample(logits.expand(points, -1), uniforms, args, seen.expand(points, -1))
+    tokens, logprobs, removed = sample(logits.expand(points, -1), uniforms, args, seen.expand(points, -1))
+    assert torch.allclose(logprobs, (logits / args.temperature).log_softmax(-1)[tokens], atol=1e-5)  # nothing is bent
     share = torch.bincount(tokens, minlength=VOCABULARY) / points
     expected = by_processors(logits, args, ids)
     assert (share - expected).abs().max() < 2 / points
@@ -373,14 +375,8 @@ def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cast_once(frozen, monkeypatch):
+def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cast_once(frozen):
     policy = tiny_policy("llama").requires_grad_(not frozen)
-    drawn = []
-
-    def watch(logits, uniforms, args, seen=None):
-        token, removed = sample(logits, uniforms, args, seen)
-        drawn.append(float(logits.float().log_softmax(-1)[0, token[0]]))
-        return token, removed
 
     class Casts(TorchDispatchMode):
         weights: list[int] = []
@@ -391,14 +387,13 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
             return function(*args, **(kwargs or {}))
 
     parameters = {parameter.data_ptr() for parameter in policy.parameters()}
-    monkeypatch.setattr(engine, "sample", watch)
     with torch.autocast("cpu", torch.bfloat16):
         with Casts() as casts:
             casts.weights.clear()
             said = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
         scored = score_logprobs(policy, response_batch(PROMPTS[:1], said.responses, 1), 1.0, 1)[0, -12:]
     assert len(casts.weights) == len(set(casts.weights)) == 15  # seven of each layer, and the head
-    assert scored.tolist() == pytest.approx(drawn, abs=0.05)
+    assert scored.tolist() == pytest.approx(said.logprobs[0], abs=0.05)
     assert all(parameter.requires_grad != frozen for parameter in policy.parameters())
 
 

@@ -371,19 +371,34 @@ def sample(
     logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row by inverse CDF: (S, V), (S,) -> three (S,): ids, their log-probabilities at the temperature
-    (and penalty) over the whole vocabulary, and the probability taken out by top-k, top-p and min-p.
+    over the whole vocabulary, bent by nothing, and the probability taken out by top-k, top-p and min-p.
 
-    Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p, each on what the one before
-    left, as Hugging Face's processors do.
+    Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p: the order, and the
+    distribution, of Hugging Face's processors.
     """
     logits = logits.float()
+    probs = unbent = (logits / args.temperature).softmax(-1)  # (S, V)
     if seen is not None:
         penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-    kept = probs = (logits / args.temperature).softmax(-1)  # (S, V)
-    if not args.do_sample:
+        probs = (logits / args.temperature).softmax(-1)
+    removed = torch.zeros_like(probs[:, 0])
+    if args.do_sample:
+        kept = restrict(probs, args)
+        cumulative = kept.cumsum(-1)
+        total = cumulative[:, -1:]
+        below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
+        token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
+        if kept is not probs:
+            removed = 1 - total[:, 0] / probs.sum(-1)
+    else:
         token = logits.argmax(-1)
-        return token, probs.gather(-1, token[:, None])[:, 0].log(), torch.zeros_like(probs[:, 0])
+    return token, unbent.gather(-1, token[:, None])[:, 0].log(), removed
+
+
+def restrict(probs: Tensor, args: GenerationArgs) -> Tensor:
+    """Probabilities (S, V) with 0 for what top-k, top-p and min-p take out, each from what the one before left."""
+    kept = probs
     if 0 < args.top_k < probs.shape[-1]:
         least = kept.topk(args.top_k, -1).values[:, -1:]
         kept = torch.where(kept < least, 0.0, kept)
@@ -394,12 +409,7 @@ def sample(
         kept = torch.zeros_like(kept).scatter(-1, index, ordered)
     if args.min_p > 0:
         kept = torch.where(kept < args.min_p * kept.amax(-1, keepdim=True), 0.0, kept)
-    cumulative = kept.cumsum(-1)
-    total = cumulative[:, -1:]
-    below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
-    token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
-    removed = torch.zeros_like(total[:, 0]) if kept is probs else 1 - total[:, 0] / probs.sum(-1)
-    return token, probs.gather(-1, token[:, None])[:, 0].log(), removed
+    return kept
 
 
 @torch.no_grad()
