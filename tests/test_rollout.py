@@ -377,22 +377,20 @@ def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cast_once(frozen):
     policy = tiny_policy("llama").requires_grad_(not frozen)
+    matrices = {parameter.data_ptr() for parameter in policy.parameters() if parameter.dim() == 2}
+    cast: list[int] = []
 
-    class Casts(TorchDispatchMode):
-        weights: list[int] = []
-
+    class WatchCasts(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._to_copy.default and args[0].dim() == 2:
-                self.weights += [args[0].data_ptr()] if args[0].data_ptr() in parameters else []
+            if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in matrices:
+                cast.append(args[0].data_ptr())
             return function(*args, **(kwargs or {}))
 
-    parameters = {parameter.data_ptr() for parameter in policy.parameters()}
     with torch.autocast("cpu", torch.bfloat16):
-        with Casts() as casts:
-            casts.weights.clear()
+        with WatchCasts():
             said = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
         scored = score_logprobs(policy, response_batch(PROMPTS[:1], said.responses, 1), 1.0, 1)[0, -12:]
-    assert len(casts.weights) == len(set(casts.weights)) == 15  # seven of each layer, and the head
+    assert len(cast) == len(set(cast)) == 15  # seven of each layer, and the head
     assert scored.tolist() == pytest.approx(said.logprobs[0], abs=0.05)
     assert all(parameter.requires_grad != frozen for parameter in policy.parameters())
 
