@@ -384,19 +384,21 @@ def number(value: float) -> str:
 
 def short_table(results: dict[str, Any]) -> str:
     """The ratios alone."""
-    lines = ["| work | times as fast as | ratio | goal | |", "|---|---|---|---|---|"]
+    lines = ["| work | beside | ours / theirs | goal | |", "|---|---|---|---|---|"]
     for case in results["cases"].values():
-        what, _, peer, ratio, goal, said, *_ = cells_of(case)
-        lines.append(f"| {what} | {peer.partition(':')[0]} | {ratio} | {goal} | {said} |")
+        what, ours, peer, ratio, goal, said, *_ = cells_of(case)
+        lines.append(f"| {what} | {peer.partition(':')[0]} | {ours if 'value' in case else ratio} | {goal} | {said} |")
     return "\n".join(lines) + "\n"
 
 
 def insert(suite: str, folder: Path) -> None:
-    """Put the tables between the markers of the pages. Raises: UsageError when there are none yet."""
+    """Put the tables between the markers of the pages. Raises: UsageError when there are none worth showing."""
     source = folder / f"{suite}.json"
     if not source.is_file():
         raise UsageError(f"--insert True: {source} does not exist; measure first")
     results = json.loads(source.read_text(encoding="utf-8"))
+    if results["quick"]:
+        raise UsageError(f"--insert True: {source} comes from a quick try, which measures nothing; measure first")
     for name, text in ((suite, table(results)), (f"{suite}, short", short_table(results))):
         start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
         for page in PAGES:

@@ -15,6 +15,7 @@ from helpers import CPU, ROOT, tiny_model
 from benchmarks import run as benchmark
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, write_data, write_models
+from lightrlhf.common.args import UsageError
 from lightrlhf.common.roofline import (
     Ceilings,
     Shape,
@@ -158,7 +159,10 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     assert [benchmark.verdict(row(ratio, True)) for ratio in (1.9, 2.1)] == ["met", "missed"]
 
     results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "date": "d", "repetitions": 3}
-    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": {"a": row(2.1), "b": row(0.5)}}))
+    start = row(0, True) | {"what": "Start", "value": {"median": 1.9, "min": 1.8, "max": 2.0}}
+    del start["ratio"]
+    cases = {"a": row(2.1), "b": row(0.5), "start": start}
+    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
     page = tmp_path / "page.md"
     places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
     page.write_text(f"above\n{places[0]}between\n{places[1]}below\n")
@@ -168,6 +172,10 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert [part.count("**2.10**") for part in text.split("between")] == [1, 1] and "the peer is faster" in text
+    assert [part.count("**1.90** u (1.80 to 2.00)") for part in text.split("between")] == [1, 1]
+    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
+    with pytest.raises(UsageError, match="quick try"):
+        benchmark.insert("cpu", tmp_path)
 
 
 def test_every_case_can_be_made_and_names_are_unique(tmp_path):
