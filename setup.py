@@ -2,7 +2,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "evaluate", "judge", "plot"]
+PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "evaluate", "judge", "estimate", "plot"]
 
 EXTRAS = {
     "parse": ["textblob>=0.18"],

@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "gpt_neo": GPT_NEO,
     "gpt_neox": LLAMA,
     "qwen2": LLAMA | {"num_key_value_heads": 2},
+    "qwen3": LLAMA | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma": LLAMA | {"num_key_value_heads": 2, "head_dim": 8},
     "mistral": LLAMA | {"num_key_value_heads": 2, "sliding_window": 6, "head_dim": 8},
     "gemma2": GEMMA2,
     "phi": LLAMA,

@@ -34,9 +34,11 @@ from lightrlhf.common.model import (
     separate_pad_token,
     vocabulary_size,
 )
+from lightrlhf.common.model import export as write_checkpoint
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
+TRAINABLE = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "qwen2", "qwen3", "gemma", "gemma2", "phi"]
 PACKS = ["llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "opt", "falcon"]
 WIDE = {"mistral": {"sliding_window": 12}, "gemma2": {"sliding_window": 12}}  # as long as the longest row
 
@@ -168,6 +170,8 @@ DROPOUT = {
     "gpt_neo": {"attention_dropout": 0.5, "resid_dropout": 0.5, "embed_dropout": 0.5},
     "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
     "qwen2": {"attention_dropout": 0.5},
+    "qwen3": {"attention_dropout": 0.5},
+    "gemma": {"attention_dropout": 0.5},
     "gemma2": {"attention_dropout": 0.5},
     "phi": {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
     "falcon": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
@@ -185,7 +189,7 @@ def test_disable_dropout_makes_training_passes_repeatable(architecture, tmp_path
         assert torch.equal(one, other) == disabled
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("architecture", TRAINABLE)
 def test_last_layer_trains_the_last_layer_and_no_earlier_one(architecture, tmp_path, tokenizer):
     folder = save_model(architecture, tmp_path / "model", tokenizer)
     args = ModelArgs(finetune_mode="last_layer")
@@ -193,7 +197,8 @@ def test_last_layer_trains_the_last_layer_and_no_earlier_one(architecture, tmp_p
         learning = {name for name, p in module.named_parameters() if p.requires_grad}
         layers = {name for name in learning if ".0." in name or ".1." in name}
         assert layers and all(".1." in name for name in layers)
-        assert learning - layers <= {"model.score.weight", "model.lm_head.weight", "model.embed_out.weight"}
+        heads = {f"model.{name}" for name in ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")}
+        assert learning - layers <= heads
         assert any("score" in name for name in learning) == hasattr(module.model, "score")
 
 
@@ -244,7 +249,7 @@ def export(module, folder, tokenizer):
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gpt_neox", "falcon"])
+@pytest.mark.parametrize("architecture", TRAINABLE)
 @pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
 def test_plain_transformers_reads_the_trained_logits_from_an_export(architecture, mode, tmp_path, tokenizer):
     from transformers import AutoModelForCausalLM
@@ -320,6 +325,51 @@ def test_a_pad_token_of_its_own_gets_a_row_in_the_embedding(base_model, tokenize
     model = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0)
     separate_pad_token(model, tokenizer)
     assert tokenizer.pad_token_id < vocabulary_size(model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mode", ["all", "lora"])
+def test_tokens_added_to_a_tokenizer_get_rows_in_embedding_and_head(mode, tied, tmp_path, tokenizer, capsys):
+    from transformers import AutoModelForCausalLM
+
+    base = save_model("llama", tmp_path / "base", tokenizer, tie_word_embeddings=tied)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<one>", "<two>"])
+    policy = load_policy(str(base), ModelArgs(finetune_mode=mode), tokenizer)
+    assert "the vocabulary grows from" in capsys.readouterr().out and vocabulary_size(policy) == len(tokenizer)
+    old, new = AutoModelForCausalLM.from_pretrained(base), policy.model
+    for layer in ("get_input_embeddings", "get_output_embeddings"):
+        before, after = getattr(old, layer)().weight, getattr(new, layer)().weight
+        assert torch.equal(after[:-2], before) and torch.allclose(after[-1], before.mean(0), atol=1e-6)
+    assert (new.get_input_embeddings().weight is new.get_output_embeddings().weight) == tied
+    train_a_little(policy)
+    (tmp_path / "out").mkdir()
+    write_checkpoint(policy, tmp_path / "out", tmp_path / "written")
+    assert (tmp_path / "written").is_dir() == (mode == "lora")
+    ids = torch.tensor([[3, len(tokenizer) - 1, 5]])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits_of(theirs, ids), logits_of(new, ids), atol=1e-5)
+
+
+def test_a_tokenizer_with_fewer_or_far_more_tokens_changes_nothing(tmp_path, tokenizer, capsys):
+    for size in (len(tokenizer) + 9, 61):
+        base = save_model("llama", tmp_path / str(size), tokenizer, vocab_size=size)
+        assert vocabulary_size(load_policy(str(base), ModelArgs(), tokenizer)) == size
+    assert "vocabulary" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
+def test_checkpointed_activations_change_no_gradient(mode, architecture, tmp_path, tokenizer):
+    base, found = save_model(architecture, tmp_path, tokenizer), []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        args = ModelArgs(finetune_mode=mode, activation_checkpointing=checkpointing)
+        policy = load_policy(str(base), args, tokenizer).train()
+        assert policy.model.is_gradient_checkpointing == checkpointing
+        policy(**policy_inputs(mixed_batch())).logprobs.sum().backward()
+        found.append(gradients(policy))
+    assert_same_gradients(*found)
 
 
 def test_the_tiny_model_is_under_a_million_parameters_and_knows_the_tokenizer(tokenizer):

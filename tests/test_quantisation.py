@@ -71,7 +71,7 @@ def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_toke
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.add_tokens([f"<{i}>" for i in range(reward.model.get_input_embeddings().weight.shape[0])])
-    with pytest.raises(UsageError, match="quantised weights no row to spare"):
+    with pytest.raises(UsageError, match="a quantised one cannot grow"):
         separate_pad_token(reward, tokenizer)
 
 

@@ -77,7 +77,7 @@ def add_adapter(model: nn.Module, name: str, args: ModelArgs) -> None:
 
     targets = args.lora_targets.split(",")
     if args.lora_targets == "all-linear":
-        targets = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
+        targets = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -122,7 +122,7 @@ def _inject(config: Any, model: nn.Module, name: str) -> None:
         inject_adapter_in_model(config, model, adapter_name=name)
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
+def linear_layers(model: nn.Module) -> list[str]:
     """Names of all linear layers but the heads, with or without adapters on them."""
     heads = {id(model.get_output_embeddings()), *(id(getattr(model, name, None)) for name in HEADS)}
     names = [name for name, module in model.named_modules() if _is_linear(module) and id(module) not in heads]
@@ -235,7 +235,7 @@ def _padded(matrix: Tensor, rank: int, dim: int) -> Tensor:
 def _shortest(model: nn.Module, names: list[str]) -> list[str]:
     """Last parts of the names where those say as much as the whole names."""
     last = {name.rpartition(".")[2] for name in names}
-    matched = {name for name in _linear_layers(model) if name.rpartition(".")[2] in last}
+    matched = {name for name in linear_layers(model) if name.rpartition(".")[2] in last}
     return sorted(last if matched == set(names) else names)
 
 

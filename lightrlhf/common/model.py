@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ TINY = {
     "initializer_range": 0.1,  # about hidden_size ** -0.5, as for a wide model 0.02 is
 }
 MAX_TINY_POSITIONS = 2048
+MAX_ADDED_TOKENS = 256
 
 
 class TokenStats(NamedTuple):
@@ -263,6 +265,8 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     if holds_reward_model(source):
         raise UsageError(f"{flag} {name} holds a reward model, not a language model; give an SFT experiment dir")
     model, base, loaded = _load(AutoModelForCausalLM, source, flag, args, tokenizer)
+    if _grow_vocabulary(model, tokenizer, name):
+        base = None  # no folder holds these weights
     if model.generation_config is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -297,11 +301,13 @@ def load_scalar(
         raise UsageError(
             f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
         )
-    if backbone is not None and backbone.shares and base_name(source, flag) == backbone.base:
+    if backbone is not None and backbone.shares and backbone.base == base_name(source, flag) is not None:
         return _scalar_on(backbone, source, args, seed, flag)
     model, base, loaded = _load(AutoModelForSequenceClassification, source, flag, args, tokenizer, num_labels=1)
     if has_head and model.config.num_labels != 1:
         raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
+    if tokenizer is not None and not needs_head and _grow_vocabulary(model, tokenizer, name):
+        base = None
     if said.get("compares_pairs"):
         model.config.compares_pairs = True
     if not has_head:
@@ -337,14 +343,38 @@ def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         if len(tokenizer) > vocabulary_size(module):
-            if is_quantised(module.model):
-                raise UsageError(
-                    "the tokenizer has no pad token of its own, and quantised weights no row to spare for one; "
-                    "train without --load_in_8bit and --load_in_4bit"
-                )
-            module.model.resize_token_embeddings(len(tokenizer))
+            _add_rows(module.model, len(tokenizer))
             module.base = None  # no folder holds these weights
     module.model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _grow_vocabulary(model: nn.Module, tokenizer: Any, name: str) -> bool:
+    """Give tokens that were added to a tokenizer rows in the embedding and the head; returns whether it did.
+
+    Many missing rows mean that the tokenizer is another model's; the ids in the data then say so.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not rows < len(tokenizer) <= rows + MAX_ADDED_TOKENS:
+        return False
+    _add_rows(model, len(tokenizer))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{name}: the vocabulary grows from {rows} to {len(tokenizer)} tokens, as many as its tokenizer has")
+    return True
+
+
+@torch.no_grad()
+def _add_rows(model: nn.Module, size: int) -> None:
+    """Rows at the end of the embedding and of an untied head, each the mean of those before."""
+    if is_quantised(model):
+        raise UsageError(
+            f"the tokenizer has {size} tokens, the model fewer, and a quantised one cannot grow; "
+            "train without --load_in_8bit and --load_in_4bit"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is not None:
+            layer.weight[rows:] = layer.weight[:rows].mean(0)
 
 
 def tiny_config(tokenizer: Any, **changes: Any) -> Any:
@@ -476,7 +506,7 @@ def _switch_off_dropout(model: nn.Module) -> None:
 
 
 def _train_last_layer(model: nn.Module) -> None:
-    """Only the last transformer layer, what stands behind it and the head learn."""
+    """Only the last transformer layer learns, and the head where it is not the embedding too."""
     layers = max(
         (m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: sum(1 for _ in m.parameters())
     )
@@ -574,8 +604,6 @@ def self_contained(folder: Path) -> Iterator[Path]:
 # -------------------------------------------------------------------------------------------------------- helpers
 def quiet_libraries() -> None:
     """No progress bars, hints or telemetry of the libraries in a program's output; its own lines stay readable."""
-    import os
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightrlhf.common.args import GenerationArgs, UsageError
 from lightrlhf.common.batch import Batch, Rollout, Row, decode, response_batch
-from lightrlhf.common.model import Policy, policy_inputs, position_inputs
+from lightrlhf.common.model import Policy, is_quantised, policy_inputs, position_inputs
 from lightrlhf.common.ops import position_ids
 from lightrlhf.common.ranks import whole
 
@@ -436,15 +436,15 @@ def generate_rollout(
 ) -> Rollout:
     """Sample a response to each prompt row and score it under the policy and the reference, at the same temperature.
 
-    The policy's log-probabilities are those it sampled with; under autocast, where a step and a whole pass round
-    differently, a pass of its own finds them, or ratios would start off 1.
+    The policy's log-probabilities are those it sampled with; under autocast and with quantised weights, where a step
+    and a whole pass round differently, a pass of its own finds them, or ratios would start off 1.
     """
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module = getattr(policy, "module", policy)
     with whole(module):
         sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
-        if torch.is_autocast_enabled(batch.input_ids.device.type):
+        if torch.is_autocast_enabled(batch.input_ids.device.type) or is_quantised(module.model):
             logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
         else:
             sampled_with = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions

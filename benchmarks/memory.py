@@ -1,0 +1,127 @@
+"""Peak memory of PPO by fine-tuning mode, measured and estimated: a Markdown table.
+
+Every case is a process of its own: one rollout and two updates of PPO on a random Llama whose weights dominate, after
+which its largest resident size is read, less what it was when the libraries had been imported. The estimate is that of
+`lightrlhf.estimate` for the same flags.
+
+    python benchmarks/memory.py --sizes 30M 50M 100M
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CASES = {
+    "`all`": [],
+    "`lora`, four models": ["--finetune_mode", "lora", "--share_backbone", "False"],
+    "`lora`, one backbone": ["--finetune_mode", "lora"],
+    "`lora`, one backbone in 4 bits": ["--finetune_mode", "lora", "--load_in_4bit", "True"],
+}
+SHAPE = ["--micro_batch_size", "2", "--rollout_mini_batch_size", "8", "--max_new_tokens", "32"]
+SEQUENCE_LENGTH = 64  # the café's prompts are about 20 tokens long
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["30M", "50M", "100M"], help="parameters, such as 30M")
+    parser.add_argument("--output", type=Path, help="Markdown file to write; printed anyway")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        call("datasets_prep.cafe.prepare_data", ["--destination_dir", f"{folder}/data", "--num_proc", "1"])
+        for size in args.sizes:
+            models = Path(folder) / size
+            child("make", str(models), f"{folder}/data", size)
+            for name, flags in CASES.items():
+                reward = models / ("adapter" if "lora" in flags else "whole")
+                where = ["--data_dir", f"{folder}/data", "--log_dir", f"{folder}/logs"]
+                where += ["--model_name", str(models / "base"), "--rm_experiment_dir", str(reward)]
+                measured = child("measure", *where, *SHAPE, *flags)["bytes"]
+                estimated = child("estimate", "--model_name", str(models / "base"), *SHAPE, *flags)["bytes"]
+                rows.append((size, name, estimated, measured))
+                print(rows[-1], file=sys.stderr)
+    text = table(rows)
+    print(text)
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+
+
+def table(rows: list[tuple[str, str, float, float]]) -> str:
+    """Measured and estimated gigabytes, and what part of `all` a case takes."""
+    lines = ["| parameters | PPO | measured | estimated | of `all` |", "|---|---|---|---|---|"]
+    whole = {size: measured for size, name, _, measured in rows if name == "`all`"}
+    for size, name, estimated, measured in rows:
+        share = measured / whole[size]
+        lines.append(f"| {size} | {name} | {measured / 1e9:.2f} GB | {estimated / 1e9:.2f} GB | {share:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def call(module: str, flags: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", module, *flags], check=True, stdout=subprocess.DEVNULL)
+
+
+def child(task: str, *words: str) -> dict:
+    """Do one task in a process of its own; returns what it prints last."""
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "2"}
+    command = [sys.executable, __file__, "--task", task, *words]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+# --------------------------------------------------------------------------------------- within a process of its own
+def make(folder: str, data: str, size: str) -> dict:
+    """A random Llama, a whole reward model of its size, and an adapter of one on it."""
+    from transformers import AutoModelForCausalLM
+
+    from lightrlhf.common.args import ModelArgs
+    from lightrlhf.common.model import export, load_scalar, load_tokenizer
+    from lightrlhf.estimate import UNITS, llama_of
+
+    tokenizer, path = load_tokenizer(data), Path(folder)
+    model = AutoModelForCausalLM.from_config(llama_of(float(size[:-1]) * UNITS[size[-1]]))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(path / "base")
+    for name, args in (("whole", ModelArgs()), ("adapter", ModelArgs(finetune_mode="lora"))):
+        (path / name).mkdir()
+        export(load_scalar(str(path / "base"), args, tokenizer, seed=0), path / name, path)
+        tokenizer.save_pretrained(path / name)
+    return {}
+
+
+def measure(*flags: str) -> dict:
+    """Bytes that one rollout and two updates take beyond the libraries."""
+    import bitsandbytes  # noqa: F401
+    import lightning.fabric  # noqa: F401
+    import peft  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from lightrlhf import ppo
+
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    steps = ["--max_steps", "1", "--rollout_size", "8", "--mini_batch_size", "4", "--eval_interval", "0"]
+    ppo.main([*steps, *flags, "--accelerator", "cpu"])
+    return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
+
+
+def estimate(*flags: str) -> dict:
+    """Bytes by `lightrlhf.estimate`."""
+    from lightrlhf.estimate import main as parts_of
+
+    return {"bytes": parts_of(["--algorithm", "ppo", "--sequence_length", str(SEQUENCE_LENGTH), *flags])["peak"]}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--task"]:
+        print(json.dumps({"make": make, "measure": measure, "estimate": estimate}[sys.argv[2]](*sys.argv[3:])))
+    else:
+        main()
