@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lightrlhf import online_dpo, sft
-from lightrlhf.common.args import one_line_errors, parse
+from lightrlhf.common.args import check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response, save_split
 from lightrlhf.common.checkpoint import write_text
 from lightrlhf.common.jsonl import JsonlWriter
@@ -49,7 +49,7 @@ SFT = [
 ONLINE = [
     *("--accelerator", "cpu", "--mini_batch_size", "16", "--micro_batch_size", "16", "--num_responses", "8"),
     *("--max_new_tokens", str(RESPONSE), "--beta", "0.1", "--learning_rate", "1e-3"),
-    *("--lr_scheduler_type", "constant", "--rollout_mini_batch_size", "256"),
+    *("--lr_scheduler_type", "constant_with_warmup", "--rollout_mini_batch_size", "256"),
     *("--reward_function", "examples.hidden_map:share_right", "--eval_prompts", str(NUM_HELD_OUT)),
 ]
 EQUAL = ["--iterations", str(ITERATIONS), "--prompts_per_iteration", str(PROMPTS)]
@@ -81,8 +81,11 @@ class HiddenMapArgs:
     """Seeds to run; 1 to 5 when not given."""
     arms: list[str] | None = None
     """Names of the arms to run; all when not given."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up in each iteration, of every arm."""
 
     def __post_init__(self) -> None:
+        check_at_least(self, "lr_warmup_steps", 0)
         for seed in self.seeds or []:
             if seed < 0:
                 raise ValueError(f"--seeds {seed} must be at least 0")
@@ -98,12 +101,13 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     started = time.perf_counter()
     folder = Path(args.output_dir)
     seeds, arms = args.seeds or [1, 2, 3, 4, 5], args.arms or list(ARMS)
-    with JsonlWriter(folder / "results.jsonl", {"arms": ARMS, "online": ONLINE, "sft": SFT}) as writer:
+    online = [*ONLINE, "--lr_warmup_steps", str(args.lr_warmup_steps)]
+    with JsonlWriter(folder / "results.jsonl", {"arms": ARMS, "online": online, "sft": SFT}) as writer:
         done = {(row["seed"], row["arm"]) for row in writer.rows}
         for seed in seeds:
             for arm in arms:
                 if (seed, arm) not in done:
-                    writer.append(run_arm(folder / f"seed-{seed}", seed, arm))
+                    writer.append(run_arm(folder / f"seed-{seed}", seed, arm, online))
         rows = [row for row in writer.rows if row["seed"] in seeds and row["arm"] in arms]
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
     curves = {arm: [row["curve"] for row in rows if row["arm"] == arm] for arm in arms}
@@ -188,11 +192,11 @@ def new_model(folder: Path, seed: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- arms
-def run_arm(folder: Path, seed: int, arm: str) -> dict[str, Any]:
+def run_arm(folder: Path, seed: int, arm: str, online: list[str]) -> dict[str, Any]:
     """One arm's curve: reward, KL and counts after each iteration."""
     data = str(folder / "data" / "map")
     own = trained(folder, "sft", data, seed, TOKENS)
-    flags = ["--data_dir", data, "--log_dir", str(folder / "logs"), "--sft_experiment_dir", own, *ONLINE]
+    flags = ["--data_dir", data, "--log_dir", str(folder / "logs"), "--sft_experiment_dir", own, *online]
     flags += ["--seed", str(seed), *ARMS[arm]]
     if "FOREIGN" in flags:
         flags[flags.index("FOREIGN")] = trained(folder, "foreign", str(folder / "data" / "foreign"), seed, DIALECT)

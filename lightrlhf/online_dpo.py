@@ -79,8 +79,8 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
     """Held-out prompts of the evaluation after each iteration; the validation split's first ones."""
     epochs: int = 1
     """Passes over the pairs of an iteration."""
-    lr_warmup_steps: int = 0
-    """Steps of linear warm-up from 0, in each iteration."""
+    lr_warmup_steps: int = 5
+    """Steps of linear warm-up from 0, in each iteration: a fresh Adam at the full rate can throw a policy far off."""
     eval_interval: int = 0
     """Not used: policies are evaluated on held-out prompts after each iteration."""
 

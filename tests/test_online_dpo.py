@@ -18,6 +18,7 @@ from lightrlhf.online_dpo import main
 
 SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_responses", "4", "--max_new_tokens", "6"]
 SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
+SIZES += ["--lr_warmup_steps", "0"]
 
 
 def vowels(prompts, completions, **columns):
