@@ -117,7 +117,7 @@ class Policy(Role):
     ) -> TokenStats:
         """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked."""
         if not len(input_ids):
-            stats = self(*_stand_in(input_ids), None, temperature, with_entropy, with_mean)
+            stats = self.forward(*_stand_in(input_ids), None, temperature, with_entropy, with_mean)
             return TokenStats(*(None if row is None else row[:0] for row in stats))
         inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         targets = input_ids[:, 1:][action_mask]  # (N,)
@@ -142,7 +142,7 @@ class ScalarModel(Role):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) ids and mask -> (B, T) float32, the head at each token."""
         if not len(input_ids):
-            return self(*_stand_in(input_ids)[:2])[:0]
+            return self.forward(*_stand_in(input_ids)[:2])[:0]
         with self.speaking():
             hidden = self.model.base_model(**model_inputs(self.model, input_ids, attention_mask)).last_hidden_state
         head = self.score if self.shares else self.model.score

@@ -148,6 +148,7 @@ def shard_layers(module: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into what a model returns
+    mesh = mesh["data_parallel"]  # Fabric's has a second dimension for tensor parallelism, of one rank here
     for layer in transformer_layers(module):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
