@@ -91,8 +91,7 @@ class Letters:
 # ------------------------------------------------------------------------------------------- what is said
 @pytest.mark.parametrize("architecture", GENERATES)
 def test_the_engine_says_what_the_obvious_loop_says(architecture, monkeypatch):
-    """Repeated prompts, refills, closing up, moves of the slab, every sampling option; whatever slots and order."""
-    monkeypatch.setattr(engine, "SPARE_COLUMNS", 3)
+    """Repeated prompts, refills, closing up, moves of the slab, every option; whatever slots, order and device."""
     policy = tiny_policy(architecture)
     if architecture not in ("gemma2", "bloom"):  # their attention makes NaN of padding in float64
         policy.double()
@@ -112,14 +111,15 @@ def test_the_engine_says_what_the_obvious_loop_says(architecture, monkeypatch):
     assert len({len(answer) for answer in plain.responses}) > 2
     assert sum(any(s in Letters().decode(answer) for s in strings) for answer in plain.responses) > 1
     order = torch.randperm(len(prompts)).tolist()
-    for num_slots, rows in ((1, range(len(prompts))), (3, order), (7, order), (64, order)):
-        said = generate(
-            policy, [prompts[i] for i in rows], args, [2, 9, 17], uniforms[list(rows)], num_slots, Letters()
-        )
+    for num_slots, rows, looks in ((1, range(len(prompts)), 1), (3, order, 1), (64, order, 1), (7, order, 8)):
+        monkeypatch.setitem(engine.STEPS_BETWEEN_LOOKS, "cpu", looks)
+        monkeypatch.setattr(engine, "SPARE_COLUMNS", looks + 2)
+        mine = [prompts[i] for i in rows]
+        said = generate(policy, mine, args, [2, 9, 17], uniforms[list(rows)], num_slots, Letters())
         assert said.responses == [plain.responses[i] for i in rows]
         assert said.truncated == [plain.truncated[i] for i in rows]
-        for mine, i in zip(said.logprobs, rows):
-            assert mine == pytest.approx(plain.logprobs[i], abs=2e-4)
+        for logprobs, i in zip(said.logprobs, rows):
+            assert logprobs == pytest.approx(plain.logprobs[i], abs=2e-4)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 8, 64])
@@ -136,12 +136,12 @@ def test_a_prompt_is_read_once_for_all_its_samples(num_slots, monkeypatch):
 
 
 def test_a_slot_that_idles_never_asks_for_a_position_beyond_the_model():
-    """The last row of each prompt length ends at the model's last position while others have just begun."""
+    """Of 33 slots two may idle until a third does, long after their last row ended at the model's last position."""
     policy = tiny_policy("gpt2", n_positions=24)
-    prompts, args = rows_of(*[12] * 40), GenerationArgs(max_new_tokens=12)
-    uniforms = noise(40, 12)
-    said = generate(policy, prompts, args, [2], uniforms, num_slots=33)
-    assert said.responses == plainly(policy, prompts, args, [2], uniforms).responses
+    prompts, args = rows_of(*[12] * 120), GenerationArgs(max_new_tokens=12)
+    uniforms = noise(120, 12)
+    many, few = (generate(policy, prompts, args, [2, 9, 17], uniforms, num_slots) for num_slots in (33, 8))
+    assert many.responses == few.responses and max(map(len, few.responses)) == 12
 
 
 def test_stop_strings_keep_the_tokens_as_sampled(tokenizer, base_model):

@@ -30,6 +30,7 @@ from lightrlhf.common.ops import position_ids
 from lightrlhf.common.ranks import whole
 
 SPARE_COLUMNS = 64  # refilled slots move the shared column on; about this many steps between two moves of the slab
+STEPS_BETWEEN_LOOKS = {"cpu": 1}  # elsewhere 8: reading which rows have ended waits; fewer than SPARE_COLUMNS
 
 
 class Completions(NamedTuple):
@@ -316,20 +317,19 @@ def generate(
 def decode_all(slots: Slots, tokenizer: Any) -> Slots:
     """Step until every row has ended, with waiting rows for idle slots."""
     slots.enter(torch.arange(len(slots.row), device=slots.device))
-    check_every = 1 if slots.device.type == "cpu" else 8  # reading a device tensor waits for the device
+    check_every = STEPS_BETWEEN_LOOKS.get(slots.device.type, 8)
     for step in count(1):
         if step % check_every == 0:
             if slots.args.stop_strings:
                 slots.stop_at_strings(tokenizer)
             idle = slots.row == slots.nobody
-            num_idle = int(idle.sum())
-            if slots.waiting() and num_idle * 16 >= len(idle):
+            while slots.waiting() and int(idle.sum()) * 16 >= len(idle):
                 slots.enter(idle.nonzero()[:, 0])
-                continue
-            if num_idle == len(idle):
+                idle = slots.row == slots.nobody  # a row may end with its first token
+            if idle.all():
                 return slots
             slots.look_from(idle)
-            if not slots.waiting() and num_idle * 8 >= len(idle):
+            if not slots.waiting() and int(idle.sum()) * 8 >= len(idle):
                 slots.close_up(idle)
         slots.step()
 
