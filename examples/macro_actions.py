@@ -198,7 +198,7 @@ def demonstration(rng: random.Random, group: str) -> dict[str, Any]:
 
 
 def run_letters(folder: Path, setting: str, arm: str, seed: int, smoke: bool) -> Result:
-    """Rollouts until the score of the latest five is above the target (one more than there were if never), last score."""
+    """Rollouts until the score of five is above the target (one more than there were if never), and the last score."""
     reward = f"examples.macro_actions:{LETTER_SETTINGS[setting]}"
     here = folder / "letters" / str(seed)
     start, logs = prepare_letters(here, seed), folder / "logs" / setting / arm

@@ -75,6 +75,8 @@ class TrainArgs:
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
+    lr_warmup_ratio: float | None = None
+    """Share of all steps for that warm-up, instead of `lr_warmup_steps`."""
     accelerator: str = "auto"
     """Fabric: cpu, cuda, mps or auto."""
     devices: int = 1
@@ -118,6 +120,8 @@ class TrainArgs:
             raise ValueError(
                 f"--optimizer {self.optimizer} cannot be split by --strategy {self.strategy}; use --optimizer AdamW"
             )
+        if self.lr_warmup_ratio is not None and not 0 <= self.lr_warmup_ratio <= 1:
+            raise ValueError(f"--lr_warmup_ratio {self.lr_warmup_ratio} must lie in [0, 1]")
         check_positive(self, "optimizer_eps")
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -175,7 +175,10 @@ class Run:
                 wrapped = self.fabric.setup_module(module)  # first, for splitting replaces the parameters
                 optimizer = self.fabric.setup_optimizers(self._optimizer(module, learning_rate))
         wrapped.train()
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, args.lr_warmup_steps, num_updates)
+        warmup = args.lr_warmup_steps
+        if args.lr_warmup_ratio is not None:
+            warmup = math.ceil(args.lr_warmup_ratio * num_updates)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, warmup, num_updates)
         if self.resumed:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             optimizer.load_state_dict(split_like(self.resumed["optimizers"][name], parameters))

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# PPO on the code reward, at the size of a laptop: a model of a million parameters that starts from nothing learns small
+# problems in the schema of APPS from solutions, then from running its programs against tests. Prints pass@1 before and
+# after on problems it has not seen. With a real model and set: examples/configs/ma_rlhf/codegemma-2b.
+#
+#     examples/apps.sh [FILE]        FILE: problems in the schema of APPS; ours when not given
+#
+# PYTHON, DATA and LOGS name the interpreter and the two folders that are written. Programs run isolated (Linux).
+set -euo pipefail
+PYTHON=${PYTHON:-python}
+DATA=${DATA:-data/apps/small}
+LOGS=${LOGS:-logs/apps}
+SOURCE=${1:-$DATA/problems.jsonl}
+
+newest() {  # experiment dirs end with their time, so the last is the newest
+    ls -d "$LOGS/$1/$(basename "$(dirname "$DATA")")/$(basename "$DATA")"/* | tail -n 1
+}
+
+if [ $# = 0 ]; then
+    $PYTHON -m examples.small_problems --output_file "$DATA/problems.jsonl"
+fi
+$PYTHON -m datasets_prep.train_tokenizer --dataset_name "$SOURCE" --destination_dir "$DATA/bpe" --vocab_size 512
+$PYTHON -m datasets_prep.apps.prepare_data --dataset_name "$SOURCE" --dataset_revision null --destination_dir "$DATA" \
+    --tokenizer_name "$DATA/bpe" --max_length 192 --max_prompt_length 128 --split 5,0,5
+
+$PYTHON -m lightrlhf.sft --data_dir "$DATA" --log_dir "$LOGS" --model_name tiny --use_targets True \
+    --epochs 100 --max_steps 250 --mini_batch_size 32 --micro_batch_size 32 --learning_rate 2e-3 --lr_warmup_steps 20 \
+    --eval_interval 50
+SFT=$(newest rlhf-supervised-finetuning)
+
+$PYTHON -m lightrlhf.ppo --data_dir "$DATA" --log_dir "$LOGS" --sft_experiment_dir "$SFT" \
+    --reward_function datasets_prep.apps.reward:adaptive_score --epochs 10 --max_steps 30 --rollout_size 32 \
+    --rollout_mini_batch_size 32 --mini_batch_size 32 --micro_batch_size 32 --max_new_tokens 40 --ngram 5 \
+    --actor_learning_rate 2e-4 --critic_learning_rate 1e-3 --init_kl_coeff 0.02 --eval_interval 0 --log_interval 1
+PPO=$(newest rlhf-ppo)
+
+$PYTHON -m lightrlhf.generate --model_name "$SFT" --data_dir "$DATA" --num_prompts 100 --max_new_tokens 40 \
+    --output_file "$LOGS/sft.jsonl"
+$PYTHON -m lightrlhf.generate --model_name "$PPO" --data_dir "$DATA" --num_prompts 100 --max_new_tokens 40 \
+    --output_file "$LOGS/ppo.jsonl"
+$PYTHON -m examples.pass_at_1 --responses_file "$LOGS/sft.jsonl" "$LOGS/ppo.jsonl"
