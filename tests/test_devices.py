@@ -50,6 +50,18 @@ def turn(what):
         if what == "fail":
             raise ValueError("no more")
         time.sleep(100)
+def main(flags):
+    from lightrlhf import sft
+    from lightrlhf.common.run import Run
+    setup = Run.setup
+    def checked(run, *arguments):
+        model = setup(run, *arguments)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held < 0.6 * sum(p.numel() for p in model.parameters()), held
+        return model
+    Run.setup = checked
+    sft.main(flags)
+    Run.setup = setup
 """
 
 
@@ -121,6 +133,8 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
             calls.append(
                 [f"lightrlhf.{PROGRAMS[program][0]}", [*flags_of(program, odd_data, base_model, 14, 2), *where]]
             )
+        if strategy == "fsdp":
+            calls[0][0] = "rewards_of_ranks"  # whose main is that of sft, and looks at what a rank holds
         begun = calls[0][1][:-1] + [str(logs / f"{strategy}-begun"), "--max_steps", "1"]
         taken_over = shutil.copytree(alone["begun"], logs / f"{strategy}-taken-over")
         more = ["--devices", "2", "--strategy", strategy, "--mini_batch_size", "7", "--max_steps", "2"]
