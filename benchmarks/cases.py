@@ -229,6 +229,9 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         peers=[
             peer("one batch", batch, 1),
             peer("by length", micro, batch // micro, train_sampling_strategy="group_by_length"),
+            peer(
+                "by length, larger batches", 2 * micro, batch // micro // 2, train_sampling_strategy="group_by_length"
+            ),
             peer("packing", packed_batch, 1, **packed),
         ],
         floor={"kind": "sft", "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
@@ -306,27 +309,29 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         "rollout_size": rows,
         "rollout_mini_batch_size": slots,
         "mini_batch_size": rows // 2,
-        "micro_batch_size": rows // 4,
+        "micro_batch_size": rows // 8,
         "max_new_tokens": longest,
         "actor_learning_rate": LEARNING_RATE,
         "critic_learning_rate": LEARNING_RATE,
     }
-    tried = sorted({slots, rows})
+    cuts = {(forward, rows): f"{forward} rows at a time" for forward in (slots, rows)}
+    cuts[slots, rows // 8] = f"{slots} rows at a time, smaller batches"
     peers = [
         bench.trl(
             "ppo",
             scale,
-            f"PPOTrainer (1.10), {forward} rows at a time",
+            f"PPOTrainer (1.10), {label}",
             models,
             data,
             bf16,
-            batch=rows,
+            batch=batch,
+            accumulation=rows // batch,
             mini_batches=2,
             max_new_tokens=longest,
             steps=1,
             options={"local_rollout_forward_batch_size": forward},
         )
-        for forward in tried
+        for (forward, batch), label in cuts.items()
     ]
     words = f"mean {round(MEAN_SHARE * longest)} of {longest}" if lengths == "skewed" else f"all {longest}"
     return Case(
