@@ -1,0 +1,69 @@
+"""What macro actions cost: an iteration of PPO with segments, in seconds, over one of token PPO.
+
+    python -m benchmarks.macro_overhead
+
+Runs of a few rollouts on the café's bundled model, the conditions taking turns. Learning rates are next to nothing, so
+that all sample the same answers and do the same work. Prints the median over turns of the seconds of an iteration, and
+of its ratio to token PPO in the same turn, with the smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+
+from datasets_prep.cafe import prepare_data
+from datasets_prep.cafe.pretrain_base import BASE_DIR
+from lightrlhf import ppo
+from lightrlhf.plot import read_metrics
+
+CONDITIONS = {
+    "token": [],
+    "fixed, n=5": ["--ngram=5"],
+    "randomized": ["--termination_condition=randomized"],
+    "ppl": ["--termination_condition=ppl"],
+    "parsing": ["--termination_condition=parsing"],
+}
+SIZES = ["--rollout_size=64", "--rollout_mini_batch_size=64", "--mini_batch_size=32", "--micro_batch_size=32"]
+FLAGS = ["--max_new_tokens=64", "--actor_learning_rate=1e-9", "--critic_learning_rate=1e-9", "--log_interval=1"]
+FLAGS += ["--eval_interval=0", "--save_interval=1000", "--logger=csv", "--accelerator=cpu"]
+
+
+def constant(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """A reward that costs nothing."""
+    return [0.0] * len(completions)
+
+
+def main() -> None:
+    """Run the benchmark and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=5, help="how often each condition is measured")
+    parser.add_argument("--steps", type=int, default=6, help="rollouts a turn; the first is not counted")
+    args = parser.parse_args()
+    seconds: dict[str, list[float]] = {name: [] for name in CONDITIONS}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()):
+            prepare_data.main(["--destination_dir", f"{folder}/data", "--tokenizer_name", str(BASE_DIR)])
+        where = ["--data_dir", f"{folder}/data", "--log_dir", f"{folder}/logs", "--model_name", str(BASE_DIR)]
+        reward = "--reward_function=benchmarks.macro_overhead:constant"
+        for _ in range(args.turns):
+            for name, flags in CONDITIONS.items():
+                with contextlib.redirect_stdout(io.StringIO()):
+                    run = ppo.main([*where, reward, *SIZES, *FLAGS, f"--max_steps={args.steps}", *flags])
+                rows = read_metrics(run)[1:]
+                seconds[name].append(
+                    statistics.median(row["time/rollout"] + row["time/score"] + row["time/update"] for row in rows)
+                )
+    for name, taken in seconds.items():
+        ratios = [ours / token for ours, token in zip(taken, seconds["token"])]
+        print(
+            f"{name:12} {statistics.median(taken):.3f} s   {statistics.median(ratios):.3f} "
+            f"[{min(ratios):.3f}, {max(ratios):.3f}] of token PPO"
+        )
+
+
+if __name__ == "__main__":
+    main()
