@@ -136,11 +136,11 @@ def test_a_prompt_is_read_once_for_all_its_samples(num_slots, monkeypatch):
 
 
 def test_a_slot_that_idles_never_asks_for_a_position_beyond_the_model():
-    """Of 33 slots two may idle until a third does, long after their last row ended at the model's last position."""
+    """Of 40 slots some idle until enough do, long after their last row ended at the model's last position."""
     policy = tiny_policy("gpt2", n_positions=24)
     prompts, args = rows_of(*[12] * 120), GenerationArgs(max_new_tokens=12)
     uniforms = noise(120, 12)
-    many, few = (generate(policy, prompts, args, [2, 9, 17], uniforms, num_slots) for num_slots in (33, 8))
+    many, few = (generate(policy, prompts, args, [2], uniforms, num_slots) for num_slots in (40, 8))
     assert many.responses == few.responses and max(map(len, few.responses)) == 12
 
 
