@@ -85,6 +85,7 @@ class Bench:
         self.cuda = suite == "gpu"
         self.scales = QUICK if quick else GPU if self.cuda else CPU
         self.device = "cuda" if self.cuda else "cpu"
+        self.small_pass = 16 if self.cuda else 4  # rows of a pass, as howto/speed.md advises for a processor
 
     def models(self, scale: Scale, longest: int | None) -> Path:
         """Folder of `policy` and `reward`; `longest` of skewed lengths, None where all are full."""
@@ -207,7 +208,7 @@ def cpu_and_gpu_cases(bench: Bench) -> Iterator[Case]:
 
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch
-    micro = max(batch // 8, 2)
+    micro, larger = min(bench.small_pass, batch), min(2 * bench.small_pass, batch)
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
     flags |= {"learning_rate": LEARNING_RATE}
     tokens = bench.counts(scale)["tokens"]
@@ -229,9 +230,7 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         peers=[
             peer("one batch", batch, 1),
             peer("by length", micro, batch // micro, train_sampling_strategy="group_by_length"),
-            peer(
-                "by length, larger batches", 2 * micro, batch // micro // 2, train_sampling_strategy="group_by_length"
-            ),
+            peer("by length, larger batches", larger, batch // larger, train_sampling_strategy="group_by_length"),
             peer("packing", packed_batch, 1, **packed),
         ],
         floor={"kind": "sft", "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
@@ -251,7 +250,7 @@ def pairs_case(
 ) -> Case:
     """Training on pairs; the reference's log-probabilities of DPO are computed before the start on both sides."""
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch // 2
-    micro = max(batch // 4, 1)
+    micro = min(bench.small_pass, batch)
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
     flags |= {"learning_rate": LEARNING_RATE, **more}
     settings = {"one batch": (batch, 1), "smaller batches": (micro, batch // micro)}
@@ -300,6 +299,7 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
 
 def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:
     longest, rows = scale.ppo_new_tokens, scale.rollout
+    small = min(2 * bench.small_pass, rows // 2)
     models = bench.models(scale, longest if lengths == "skewed" else None)
     data = bench.subset(scale, rows)
     slots = min(scale.slots, rows)
@@ -309,13 +309,13 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         "rollout_size": rows,
         "rollout_mini_batch_size": slots,
         "mini_batch_size": rows // 2,
-        "micro_batch_size": rows // 8,
+        "micro_batch_size": small,
         "max_new_tokens": longest,
         "actor_learning_rate": LEARNING_RATE,
         "critic_learning_rate": LEARNING_RATE,
     }
     cuts = {(forward, rows): f"{forward} rows at a time" for forward in (slots, rows)}
-    cuts[slots, rows // 8] = f"{slots} rows at a time, smaller batches"
+    cuts[slots, small] = f"{slots} rows at a time, smaller batches"
     peers = [
         bench.trl(
             "ppo",
