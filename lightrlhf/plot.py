@@ -147,6 +147,13 @@ def draw(runs: dict[str, list[dict[str, Any]]], names: list[str], output: Path, 
     if len(runs) > 1:
         figure.legend(handles, texts, loc="lower center", ncol=min(4, len(runs)), fontsize=8)
     figure.tight_layout(rect=(0, 0.05 if len(runs) > 1 else 0, 1, 1))
+    save(figure, output)
+
+
+def save(figure: Any, output: Path) -> None:
+    """Write the picture. Raises: UsageError when it cannot be written."""
+    from matplotlib import pyplot as plt
+
     try:
         figure.savefig(output, dpi=130)
     except OSError as problem:
@@ -223,12 +230,7 @@ def draw_best_of_n(sweeps: list[Sweep], output: Path) -> None:
     axes[0].legend(fontsize=7)
     axes[1].legend(fontsize=7)
     figure.tight_layout()
-    try:
-        figure.savefig(output, dpi=130)
-    except OSError as problem:
-        raise UsageError(f"--output {output} cannot be written: {problem.strerror}") from None
-    finally:
-        plt.close(figure)
+    save(figure, output)
 
 
 if __name__ == "__main__":

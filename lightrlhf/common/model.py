@@ -505,13 +505,16 @@ def _switch_off_dropout(model: nn.Module) -> None:
                 setattr(owner, name, 0.0)
 
 
+def transformer_layers(module: nn.Module) -> nn.ModuleList:
+    """The list of modules that holds most of a model's parameters."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=nn.ModuleList())
+
+
 def _train_last_layer(model: nn.Module) -> None:
     """Only the last transformer layer learns, and the head where it is not the embedding too."""
-    layers = max(
-        (m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: sum(1 for _ in m.parameters())
-    )
     model.requires_grad_(False)
-    layers[-1].requires_grad_(True)
+    transformer_layers(model)[-1].requires_grad_(True)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     elif model.get_output_embeddings().weight is not model.get_input_embeddings().weight:

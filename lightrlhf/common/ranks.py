@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
 from lightrlhf.common.checkpoint import sha256
+from lightrlhf.common.model import transformer_layers
 
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 40.0  # a rank that gave none for so long is gone; long enough for a thread that gets no turn
@@ -154,12 +155,6 @@ def shard_layers(module: nn.Module, mesh: Any) -> nn.Module:
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     module._get_fsdp_state()._lazy_init()  # otherwise done by whichever part runs first, in sampling not the outermost
     return module
-
-
-def transformer_layers(module: nn.Module) -> nn.ModuleList:
-    """The list of modules that holds most of a model's parameters."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=nn.ModuleList())
 
 
 def is_split(module: nn.Module) -> bool:
