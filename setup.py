@@ -8,7 +8,7 @@ EXTRAS = {
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],
-    "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.8"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -92,28 +92,38 @@ STOPS = [  # each start is killed when this is there
 ]
 
 
+def run_quietly(flags):
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    main(flags)
+
+
 def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
-    """Each start is a process of its own, killed by SIGKILL; the last one ends by itself."""
+    """Each start is a process of its own, killed by SIGKILL; the last one ends by itself.
+
+    They are forked off a server without threads: forked off this one, a child would wait for ever for any lock that
+    another thread held at that moment.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightrlhf.online_dpo"])
     flags = [*flags, "--log_dir", str(tmp_path), "--save_interval", "1"]
     run, killed = None, 0
     for stop in [*STOPS, None]:
-        child = os.fork()
-        if child == 0:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
-                os.dup2(nowhere.fileno(), 2)
-            main([*flags, *(["--resume_from", str(run)] if run else [])])
-            os._exit(0)
-        while stop is not None and os.waitpid(child, os.WNOHANG) == (0, 0):
+        resume = ["--resume_from", str(run)] if run else []
+        child = context.Process(target=run_quietly, args=([*flags, *resume],), daemon=True)
+        child.start()
+        while stop is not None and child.is_alive():
             run = run or next((path.parent for path in tmp_path.rglob("args.json")), None)
             if run and any(run.glob(stop)):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+                child.kill()
+                child.join()
                 killed += 1
                 break
             time.sleep(0.001)
         if stop is None:
-            assert os.waitpid(child, 0)[1] == 0
+            child.join()
+            assert child.exitcode == 0
     assert killed >= 4
     for t in (1, 2):
         for name in ("responses.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json"):
