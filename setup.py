@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "evaluate", "judge", "estimate", "plot"]
 
 EXTRAS = {
+    "envs": ["gymnasium>=1.3"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],

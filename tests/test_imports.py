@@ -103,11 +103,18 @@ def test_no_two_files_import_each_other_in_a_circle():
 PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "lightrlhf" / "envs").glob("*.py")), ids=lambda p: p.stem)
+def test_an_environment_imports_arguments_batches_and_its_neighbours(path):
+    allowed = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.common.jsonl", "lightrlhf.common.remote"}
+    assert {name for name in imported(path) if not name.startswith("lightrlhf.envs")} <= allowed
+
+
 def test_importing_the_programs_loads_no_heavy_library_and_prints_nothing():
     heavy = ["lightning", "transformers", "peft", "bitsandbytes", "datasets", "gradio", "matplotlib", "torchmetrics"]
+    heavy += ["gymnasium"]
     code = f"""
 import importlib, sys
-for name in {PROGRAMS}:
+for name in {[*PROGRAMS, "envs", "envs.prompts"]}:
     importlib.import_module("lightrlhf." + name)
     found = [heavy for heavy in {heavy} if heavy in sys.modules]
     assert not found, (name, found)
