@@ -15,7 +15,7 @@ from helpers import ROOT, environment
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
 
 from lightrlhf.common.args import UsageError  # noqa: E402
-from lightrlhf.envs import MEMBERS, information, make_env, prompts  # noqa: E402
+from lightrlhf.envs import MEMBERS, information, make_env, prompts, read_options  # noqa: E402
 from lightrlhf.envs.dangerous_taxi import ABOARD, DROPOFF, FULL, PICKUP  # noqa: E402
 
 SPLITS = ("train", "validation", "test")
@@ -144,6 +144,21 @@ def test_an_environment_of_your_own_by_import_path(monkeypatch, tmp_path):
         with pytest.raises(UsageError) as told:
             make_env(name, **options)
         assert line in str(told.value) and name in str(told.value)
+
+
+def test_options_from_the_command_line():
+    words = ["horizon=30", "bonus=0.5", "split=train", "easy=True", "repo_dir=/a b=c", "level=None"]
+    assert read_options(words) == {
+        "horizon": 30,
+        "bonus": 0.5,
+        "split": "train",
+        "easy": True,
+        "repo_dir": "/a b=c",
+        "level": None,
+    }
+    for word in ("horizon", "=3", "a-b=3"):
+        with pytest.raises(ValueError, match="must be name=value"):
+            read_options([word])
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):

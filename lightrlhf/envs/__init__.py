@@ -12,6 +12,7 @@ Left out: images, several players, and texts that depend on the clock or the net
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import string
@@ -129,6 +130,23 @@ def make_env(name: str, **options: Any) -> Any:
     if missing:
         raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for what one needs")
     return made
+
+
+def read_options(words: Sequence[str]) -> dict[str, Any]:
+    """`horizon=30 split=train` as options of `make_env`: numbers and True or False as such, else text.
+
+    Raises: ValueError when a word has no name and value.
+    """
+    options = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--env_options {word} must be name=value, such as horizon=30")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
 
 
 def _class_of(name: str) -> Any:
