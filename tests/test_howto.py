@@ -25,6 +25,7 @@ ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8",
 ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
+    "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],

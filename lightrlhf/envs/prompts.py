@@ -29,7 +29,8 @@ from lightrlhf.envs import Info
 
 ANALYZE, CHOOSE, ACTION = "# Analyze:", "# Choose:", "# Action:"
 # Single characters first: they are one token for nearly every tokenizer, "10" to "199" only for some.
-CHOICES = [*string.digits, *string.ascii_lowercase, *string.ascii_uppercase, *map(str, range(10, 200))]
+SINGLE = [*string.digits, *string.ascii_lowercase, *string.ascii_uppercase]
+CHOICES = [*SINGLE, *map(str, range(10, 200))]
 
 
 def choices(n: int) -> list[str]:
@@ -39,7 +40,7 @@ def choices(n: int) -> list[str]:
     return CHOICES[:n]
 
 
-def labels_for(info: Info, shuffle: random.Random | None = None, pool: int = len(CHOICES)) -> list[str]:
+def labels_for(info: Info, shuffle: random.Random | None = None, pool: int = len(SINGLE)) -> list[str]:
     """A label for each of `info["admissible"]`, in that order.
 
     Where an environment's commands are fixed, a command has the same label in every state. With `shuffle` the labels

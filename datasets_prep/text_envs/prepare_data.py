@@ -1,0 +1,258 @@
+"""Demonstrations and reflections from a text environment: the five sets that Reflect-RL fine-tunes on.
+
+    sft                       state -> command                    for fine-tuning alone, and with RL after it
+    sft_reflection            state -> reflection                 for the reflector
+    sft_policy                state and reflection -> command     for the policy beside it
+    sft_reflection_positive   the same two
+    sft_policy_positive       without negative examples
+
+each a folder `{destination_dir}/{set}` of `finetune_*.pt`. All have equally many rows, whether some of them are
+negative examples or none. A positive example trains the command that was carried out, mostly noise (`--targets oracle`
+trains the oracle's instead); a negative one trains the correction. Prompts are those of `lightrlhf.envs.prompts`.
+
+Reflections come from the environment's own template, or from a language model (`--base_url`). Where no
+`--tokenizer_name` is given, a tokenizer is trained on the texts and a small Llama with fresh weights is written to
+`{destination_dir}/base`, for `--model_name`. Walks and replies are kept as JSON lines: the same command after a kill
+goes on, and more rows later begin with those that are there.
+
+Left out: playing the walks by a language model, whose guesses would then be learnt as if they were right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
+from datasets_prep.encoding import Dropped, Row
+from datasets_prep.text_envs.reflections import key_of, request, written_by_a_model
+from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
+from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.batch import SPLITS
+from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.common.model import quiet_libraries
+from lightrlhf.common.remote import RemoteArgs
+from lightrlhf.envs import make_env, prompts, read_options
+
+PAD, EOS = "<|pad|>", "<|endoftext|>"
+Examples = dict[tuple[str, Kind], list[Example]]  # by split and kind
+SETS = ("sft", "sft_reflection", "sft_policy", "sft_reflection_positive", "sft_policy_positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEnvArgs(RemoteArgs, PrepareArgs):
+    """Write the five sets of a text environment."""
+
+    env: str = "dangerous_taxi"
+    """Text environment: dangerous_taxi, or an import path `package.module:Class`."""
+    env_options: list[str] = field(default_factory=list)
+    """Options of the environment, as name=value."""
+    dataset_name: str = "text_envs"
+    """Name in the report; the data is generated, not read."""
+    tokenizer_name: str | None = None
+    """Tokenizer of the model to be trained; when not given one is trained, and a small base model made."""
+    num_samples: int = 4000
+    """Rows of each set's training split."""
+    num_held_out: int = 400
+    """Rows of each set's validation and test splits."""
+    noise: float = 0.9
+    """Probability that a command of a positive walk is random instead of the oracle's."""
+    targets: Literal["executed", "oracle"] = "executed"
+    """Which command positive examples train: the one carried out, noise and all, or the oracle's."""
+    negative_percentage: float = 0.5
+    """Share of negative examples in the three sets that have some."""
+    expert_start: bool = True
+    """Let the oracle walk a random part of its way first, so that late states occur."""
+    level: int | None = None
+    """Only starts of this level of the curriculum; all take turns when not given."""
+    with_history: bool = False
+    """Show the commands of an episode so far, with their results, in the prompts."""
+    shuffle_action: bool = False
+    """Label the commands of each prompt at random."""
+    reflection_model: str | None = None
+    """Name of the model at `base_url` that writes the reflections; without an address a template does."""
+    reflection_words: int = 50
+    """Most words that the model is asked for."""
+    reflections_file: str | None = None
+    """Where its replies are kept; `{destination_dir}/reflections.jsonl` when not given. Data sets may share one."""
+    temperature: float = 0.0
+    """Temperature at which it writes."""
+    vocab_size: int = 512
+    """Tokens of the tokenizer that is trained."""
+    hidden_size: int = 64
+    """Width of the small base model."""
+    num_hidden_layers: int = 2
+    """Layers of the small base model."""
+    num_attention_heads: int = 4
+    """Attention heads of the small base model."""
+    max_length: int = 1024
+    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    max_prompt_length: int = 960
+    """Longest prompt in tokens; rows with a longer one are dropped."""
+    minimum_response_length: int = 1
+    """Shortest response in characters; a label has one."""
+    remove_same_inputs: bool = False
+    """Keep only the first row of each prompt; a state is met more than once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_remote()
+        for name in ("num_held_out", "reflection_words", "num_hidden_layers", "num_attention_heads"):
+            check_at_least(self, name, 1)
+        check_at_least(self, "vocab_size", 256 + 2)
+        for name in ("noise", "negative_percentage"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
+        check_at_least(self, "temperature", 0)
+        if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size < 1:
+            raise ValueError(
+                f"--hidden_size {self.hidden_size} must be a multiple of twice --num_attention_heads "
+                f"{self.num_attention_heads}; try {2 * self.num_attention_heads * 8}"
+            )
+        if bool(self.base_url) != bool(self.reflection_model):
+            raise ValueError("--base_url and --reflection_model go together: an address and a model's name there")
+        read_options(self.env_options)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = parse(TextEnvArgs, argv)
+    env = make_env(args.env, **read_options(args.env_options))
+    if args.level is not None and not 0 <= args.level < len(env.levels):
+        raise UsageError(f"--level {args.level}: the levels of {args.env} are 0 to {len(env.levels) - 1}")
+    destination = Path(args.destination_dir)
+    examples = {
+        (split, kind): take(args, env, destination / "walks.jsonl", split, kind)
+        for split in SPLITS
+        if env.starts(split, args.level)
+        for kind in ("positive", "negative")
+    }
+    if args.base_url:
+        examples = commented(args, env.instructions, examples)
+    sets = {name: list(rows_of(args, name, examples)) for name in SETS}
+    tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else make_base(args, sets)
+    used = {row["completion"] for row in sets["sft"]}
+    prompts.label_ids(tokenizer, sorted(used))
+    for name, rows in sets.items():
+        of_the_set = dataclasses.replace(args, destination_dir=str(destination / name), stage="finetune")
+        example = next((row["prompt"] for row in rows if isinstance(row, dict)), "")
+        prepare(of_the_set, rows, tokenizer=tokenizer, example_prompt=example, stages=("finetune",))
+
+
+# ----------------------------------------------------------------------------------------------------------- examples
+def count(args: TextEnvArgs, split: str, kind: Kind) -> int:
+    """Examples that the sets need of a split: positive ones for a whole set, negative ones for their share."""
+    rows = args.num_samples if split == "train" else args.num_held_out
+    return rows if kind == "positive" else round(args.negative_percentage * rows)
+
+
+def take(args: TextEnvArgs, env: Any, path: Path, split: str, kind: Kind) -> list[Example]:
+    """The first examples of a split, from the walks that `path` holds and new ones that are added to it.
+
+    Raises: UsageError when `path` holds walks of other settings, RunFailure when the environment gives no examples.
+    """
+    names = ("env", "env_options", "seed", "noise", "expert_start", "level")
+    walker = Walker(env, args.seed, split, args.noise, args.expert_start, args.level)
+    needed = count(args, split, kind)
+    with JsonlWriter(path, {name: getattr(args, name) for name in names}) as file:
+        stored = [row for row in file.rows if (row["split"], row["kind"]) == (split, kind)]
+        found = [read_example(values) for row in stored for values in row["examples"]]
+        new = walker.walks(kind, first=len(stored))
+        with tqdm(total=needed, initial=min(len(found), needed), desc=f"{split} {kind}", disable=None) as bar:
+            while len(found) < needed:
+                number, examples = next(new)
+                file.append({"split": split, "kind": kind, "number": number, "examples": examples})
+                found += examples
+                bar.update(len(examples))
+    return found[:needed]
+
+
+def commented(args: TextEnvArgs, instructions: str, examples: Examples) -> Examples:
+    """The same examples with comments by a language model; where it gave none, the comment is empty."""
+    path = Path(args.reflections_file or Path(args.destination_dir) / "reflections.jsonl")
+    bodies = {
+        (place, i): request(example, place[1] == "negative", instructions, args.reflection_words, args.temperature)
+        for place, members in examples.items()
+        for i, example in enumerate(members)
+    }
+    written = written_by_a_model(bodies.values(), args, path)
+    return {
+        place: [example._replace(comment=written[key_of(bodies[place, i])]) for i, example in enumerate(members)]
+        for place, members in examples.items()
+    }
+
+
+def rows_of(args: TextEnvArgs, name: str, examples: Examples) -> Iterator[Row | Dropped]:
+    """Rows of a set, with prompt and completion."""
+    for split in SPLITS:
+        good, bad = (examples.get((split, kind), []) for kind in ("positive", "negative"))
+        mixed = [(example, False) for example in good[: len(good) - len(bad)]] + [(example, True) for example in bad]
+        chosen = [(example, False) for example in good] if name.endswith("_positive") else mixed
+        for example, negative in chosen:
+            if not example.comment and name != "sft":
+                yield Dropped("no_reflection", example.source)
+                continue
+            place = {"split": split, "group": split, "source": example.source}
+            yield place | dict(zip(("prompt", "completion"), texts_of(args, name, example, negative)))
+
+
+def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> tuple[str, str]:
+    """Prompt and completion of an example in a set."""
+    info = example.info()
+    if "reflection" in name:
+        return prompts.reflection_prompt(example.text, info, args.with_history), example.comment
+    shuffle = random.Random(f"{args.seed} {example.source}") if args.shuffle_action else None
+    labels = prompts.labels_for(info, shuffle)
+    reflection = example.comment if "policy" in name else None
+    prompt = prompts.policy_prompt(example.text, info, reflection, labels, args.with_history)
+    action = example.expert if negative or args.targets == "oracle" else example.action
+    return prompt, prompts.label_of(action, info, labels)
+
+
+# --------------------------------------------------------------------------------------------------------- base model
+def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]]) -> Any:
+    """Train a tokenizer on the training texts, write it to `base/` beside a Llama with fresh weights; returns it."""
+    quiet_libraries()
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    rows = [row for members in sets.values() for row in members if isinstance(row, dict) and row["split"] == "train"]
+    texts = [text for row in rows for text in (row["prompt"], row["completion"])]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
+    labels = {row["completion"] for row in sets["sft"] if isinstance(row, dict)}
+    tokenizer.add_tokens(sorted(label for label in labels if len(label) > 1))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=2 * args.hidden_size,
+        num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads,
+        max_position_embeddings=args.max_length,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(config)
+    with replacing(Path(args.destination_dir) / "base", []) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    print(f"{args.destination_dir}/base: {model.num_parameters():,} fresh parameters, {len(tokenizer)} tokens")
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Comments on states by a language model behind an OpenAI-compatible server, which is told what the oracle knows.
+
+The model plays an analyst: it gets the rules, the state, and as a spoiler the right command, and writes the thought of
+a player who found it alone. For a negative example it is also given the wrong command and says what is wrong with it.
+
+What a request cost is never paid again: replies are kept under the request's own hash, in a file that several data
+sets may share, and states that were met twice are asked about once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from datasets_prep.text_envs.walks import Example
+from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.common.remote import Servers
+from lightrlhf.envs import prompts
+
+ANALYST = """\
+{instructions}
+
+You are the thought of a player just before the next move, one or two sentences, at most {words} words, in the first \
+person. Say where things stand, what to beware of, and end with the move to make, word for word. Never say that \
+somebody told you."""
+SPOILER = "(Only for you, the right move is: {expert})"
+MISTAKE = "(Only for you: the player is tempted by {action}, which is wrong. The right move is: {expert}. Say why not.)"
+
+
+def request(example: Example, negative: bool, instructions: str, words: int, temperature: float) -> dict[str, Any]:
+    """The body of a chat completion for one state."""
+    spoiler = (MISTAKE if negative else SPOILER).format(action=example.action, expert=example.expert)
+    moves = ", ".join(example.admissible)
+    state = prompts.state_prompt(example.text, example.info(), with_history=True)
+    messages = [
+        {"role": "system", "content": ANALYST.format(instructions=instructions, words=words)},
+        {"role": "user", "content": f"{state}\nPossible moves: {moves}\n{spoiler}"},
+    ]
+    return {"messages": messages, "max_tokens": 4 * words, "temperature": temperature}
+
+
+def key_of(body: dict[str, Any]) -> str:
+    """What a request is filed under."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def written_by_a_model(bodies: Iterable[dict[str, Any]], args: Any, path: Path) -> dict[str, str]:
+    """Comment by key of request; what a server refused, or answered with nothing, is "".
+
+    `args` has the flags of servers, and `reflection_model`. Raises: RunFailure when the servers fail; what was
+    answered until then is kept.
+    """
+    with JsonlWriter(path, {"reflection_model": args.reflection_model}) as file:
+        known = {row["key"]: row["reflection"] for row in file.rows}
+        missing = {key_of(body): body for body in bodies}
+        missing = {key: body for key, body in missing.items() if key not in known}
+        if missing:
+            with Servers(args, args.reflection_model) as servers:
+                servers.wait_until_healthy()
+                replies = servers.replies(missing.values())
+                for key, reply in zip(missing, tqdm(replies, total=len(missing), desc="reflections", disable=None)):
+                    known[key] = prompts.tidy(reply.text)
+                    file.append({"key": key, "reflection": known[key], "error": reply.error})
+        return known
