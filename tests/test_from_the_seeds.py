@@ -62,7 +62,10 @@ PROGRAMS = [
         f"lightrlhf.{name}"
         for name in ("sft", "rm", "ppo", "dpo", "generate", "annotate", "online_dpo", "evaluate", "judge", "plot")
     ),
-    *(f"datasets_prep.{name}.prepare_data" for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs")),
+    *(
+        f"datasets_prep.{name}.prepare_data"
+        for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs")
+    ),
 ]
 
 
