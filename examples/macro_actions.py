@@ -105,29 +105,27 @@ def main(argv: list[str] | None = None) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the rewards
+# A place that an answer leaves empty, because it ended early, is a wrong one.
 def share_in_group(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Share of letters that are in the group the prompt names."""
-    return [_share(prompt.split(), answer.split()) for prompt, answer in zip(prompts, completions)]
+    """Share of the answer's places that hold a letter of the group the prompt names."""
+    return [
+        sum(letter in prompt.split() for letter in answer.split()) / LENGTH
+        for prompt, answer in zip(prompts, completions)
+    ]
 
 
 def share_by_position(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """In the first half the letters of the group count, in the second those of the other."""
-    scores = []
-    for prompt, completion in zip(prompts, completions):
-        answer, group = completion.split(), prompt.split()
-        middle = len(answer) // 2
-        scores.append((_share(group, answer[:middle]) + 1 - _share(group, answer[middle:])) / 2)
-    return scores
+    return [
+        sum((letter in prompt.split()) == (i < LENGTH // 2) for i, letter in enumerate(answer.split())) / LENGTH
+        for prompt, answer in zip(prompts, completions)
+    ]
 
 
 def noisy_share(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """The share, plus Gaussian noise that follows from the answer."""
     shares = share_in_group(prompts, completions)
     return [share + random.Random(answer).gauss(0, NOISE) for share, answer in zip(shares, completions)]
-
-
-def _share(group: list[str], letters: list[str]) -> float:
-    return sum(letter in group for letter in letters) / len(letters)
 
 
 # ---------------------------------------------------------------------------------------------------------- the runs
@@ -166,7 +164,7 @@ def run_all(jobs: list[Job], folder: Path, args: MacroActionsArgs) -> Iterator[t
 def prepare_letters(folder: Path, seed: int) -> str:
     """A policy to start from, an experiment dir: it has seen answers with seven of ten letters in the named group.
 
-    The end token is a ninth id, which the model has no logit for: all answers have their full length.
+    The end token is a ninth id, which no demonstration holds.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -182,7 +180,7 @@ def prepare_letters(folder: Path, seed: int) -> str:
         rng = random.Random(seed)
         torch.save([demonstration(rng, GROUPS[i % 2]) for i in range(2048)], data / "finetune_train.pt")
         torch.manual_seed(seed)
-        config = GPT2Config(vocab_size=len(LETTERS), bos_token_id=None, eos_token_id=None, **LETTER_MODEL)
+        config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None, **LETTER_MODEL)
         GPT2LMHeadModel(config).save_pretrained(folder / "model")
         where = ["--data_dir", data, "--model_name", folder / "model", "--log_dir", folder / "logs", f"--seed={seed}"]
         done.write_text(json.dumps(call(sft, folder, *where, *LETTER_SFT, *QUIET)))
