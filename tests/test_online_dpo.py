@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, listing, weights
+from helpers import CPU, ROOT, last_checkpoint, listing, weights
+from safetensors.torch import load_file
 
 from lightrlhf.common.batch import load_prompts, load_split
 from lightrlhf.common.jsonl import read_jsonl
@@ -131,6 +132,18 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
         ours, theirs = (last_checkpoint(where / f"iteration-0{t}" / "policy") for where in (run, finished))
         assert weights(ours) == weights(theirs)
     assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+
+
+def test_two_ranks_do_what_one_does(finished, flags, tmp_path, monkeypatch):
+    """Stages of several devices are programs of their own; half the batch on each of two is the same batch."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
+    given |= {"--iterations": "1", "--prompts_per_iteration": "8", "--log_dir": str(tmp_path)}
+    run = Path(main([word for pair in given.items() for word in pair]))
+    ours, theirs = (folder / "iteration-01" for folder in (run, finished))
+    assert (ours / "rewards.jsonl").read_bytes() == (theirs / "rewards.jsonl").read_bytes()
+    one, other = (load_file(last_checkpoint(folder / "policy") / "model.safetensors") for folder in (ours, theirs))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
 def test_a_finished_run_is_not_done_again(finished):
