@@ -1,9 +1,8 @@
-"""The café by three ways from the same SFT policy: PPO, offline DPO, and online DPO, in one table.
+"""The café by three ways from the same SFT policy: PPO, offline DPO, and online DPO, in one table over seeds.
 
-Takes the folder of `make quickstart` and trains what it does not hold yet, by the quickstart's settings. Online DPO
-asks the reward model as often as PPO does: 6,400 times. The gold judge, which no training has seen, decides. The
-settings were fixed before the run; those of online DPO were softened once, after the KL had run away on the validation
-split (howto/algorithms/online_dpo.md has both). The last line says which claims held.
+Every stage but online DPO has the quickstart's settings, and all ways see the café's 6,400 prompts or 6,000 pairs once.
+PPO scores one response to each prompt, online DPO eight. The gold judge, which no training has seen, decides. The last
+line says which claims held; howto/algorithms/online_dpo.md tells what was tried before.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ from typing import Any
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from examples import quickstart
-from examples.hidden_map import finish
+from examples.hidden_map import finish, interval, show
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
 from lightrlhf.common.args import one_line_errors, parse
 from lightrlhf.common.checkpoint import checkpoints
+from lightrlhf.common.jsonl import JsonlWriter
 
 DPO = [
     *("--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=1e-3", "--lr_warmup_steps=5"),
     *("--beta=0.1", "--rpo_alpha=0.5", "--eval_iters=8", "--log_interval=5"),
 ]
 ONLINE = [
-    *("--iterations=8", "--prompts_per_iteration=100", "--num_responses=8", "--max_new_tokens=96", "--epochs=2"),
-    *("--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=2e-4", "--lr_warmup_steps=4"),
+    *("--iterations=8", "--num_responses=8", "--max_new_tokens=96"),
+    *("--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=2e-4"),
     *("--beta=0.1", "--rpo_alpha=0.5", "--rollout_mini_batch_size=128", "--eval_prompts=200"),
 ]
 
@@ -36,23 +36,42 @@ ONLINE = [
 class OnlineCafeArgs:
     """Compare PPO, DPO and online DPO on the café."""
 
-    output_dir: str = "quickstart"
-    """Folder of `make quickstart`; what it lacks is trained there."""
-    seed: int = 1
-    """Seed of every stage."""
+    output_dir: str = "online_cafe"
+    """Folder for data, logs and results; what is there is not trained again."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 5 when not given."""
     smoke: bool = False
     """Run every stage for a moment only; nothing is claimed of the result."""
+
+    def __post_init__(self) -> None:
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> dict[str, bool]:
     """Run the program; returns which claims hold."""
     args = parse(OnlineCafeArgs, argv)
-    data, logs, seed = f"{args.output_dir}/data/cafe", f"{args.output_dir}/logs", ["--seed", str(args.seed)]
+    folder, seeds = Path(args.output_dir), args.seeds or [1, 2, 3, 4, 5]
+    with JsonlWriter(folder / "results.jsonl", {"dpo": DPO, "online": ONLINE, "smoke": args.smoke}) as writer:
+        done = {row["seed"] for row in writer.rows}
+        for seed in seeds:
+            if seed not in done:
+                writer.append({"seed": seed, "ways": run_seed(folder / f"seed-{seed}", seed, args.smoke)})
+        results = [row["ways"] for row in writer.rows if row["seed"] in seeds]
+    claims = tell(results)
+    finish(claims, folder)
+    return claims
+
+
+def run_seed(folder: Path, number: int, smoke: bool) -> dict[str, dict[str, Any]]:
+    """Train and evaluate each way; what was measured of it, with its reward queries."""
+    data, logs, seed = f"{folder}/data/cafe", f"{folder}/logs", ["--seed", str(number)]
     few = ["--num_finetune=64", "--num_preference=64", "--num_prompts=64", "--num_held_out=16"]
-    short = ["--max_steps=1"] if args.smoke else []
+    short = ["--max_steps=1"] if smoke else []
     if not Path(data, "args.json").is_file():
-        prepare_data.main(["--destination_dir", data, "--tokenizer_name", str(BASE_DIR), *seed, *few * args.smoke])
+        prepare_data.main(["--destination_dir", data, "--tokenizer_name", str(BASE_DIR), *seed, *few * smoke])
     common = ["--data_dir", data, "--log_dir", logs, *seed]
 
     def run(program: Any, name: str, *flags: str) -> str:
@@ -72,13 +91,12 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     trained = {
         "PPO": run(ppo, "rlhf-ppo", *models, *quickstart.PPO, *short),
         "DPO": run(dpo, "rlhf-dpo", "--sft_experiment_dir", start, *DPO, *short),
-        "online DPO": run(online_dpo, "rlhf-online-dpo", *models, *ONLINE, *tiny * args.smoke),
+        "online DPO": run(online_dpo, "rlhf-online-dpo", *models, *ONLINE, *tiny * smoke),
     }
-    flags = ["--rm_experiment_dir", reward, "--max_new_tokens", "96", *["--num_samples=8"] * args.smoke]
+    flags = ["--rm_experiment_dir", reward, "--max_new_tokens", "96", *["--num_samples=8"] * smoke]
     rows = evaluate.main(["--experiment_dir", start, *trained.values(), *flags])
-    claims = tell(dict(zip(("SFT", *trained), rows)), queries_of(trained, data))
-    finish(claims, Path(args.output_dir))
-    return claims
+    queries = queries_of(trained, data)
+    return {name: {**row, "reward_queries": queries.get(name)} for name, row in zip(("SFT", *trained), rows)}
 
 
 def is_finished(run: Path) -> bool:
@@ -95,24 +113,28 @@ def queries_of(trained: dict[str, str], data: str) -> dict[str, int]:
     return {"PPO": steps * told["rollout_size"], "DPO": 0, "online DPO": last["reward_queries"]}
 
 
-def tell(rows: dict[str, dict[str, Any]], queries: dict[str, int]) -> dict[str, bool]:
-    """Print the table and the claims."""
+def tell(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
+    """Print the table; returns which claims hold."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="the café, held-out orders")
-    for name in ("", "gold", "gold win rate over SFT, 95% interval", "KL to SFT, nats", "length", "reward queries"):
+    table = Table(title=f"the café, held-out orders: mean over {len(results)} seeds [95% interval]")
+    for name in ("", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries"):
         table.add_column(name, justify="right" if name else "left")
-    for name, row in rows.items():
-        rate = row.get("win_rate")
-        low, high = row.get("win_rate_interval", (0, 0))
-        wins = f"{rate:.3f} [{low:.3f}, {high:.3f}]" if rate is not None else ""
-        kl = f"{row['kl']:.1f}" if "kl" in row else ""
-        count = f"{queries[name]:,}" if name in queries else ""
-        table.add_row(name, f"{row['gold']:.3f}", wins, kl, f"{row['mean_length']:.1f}", count)
-    Console(width=110).print(table)
-    claims = {f"{name} wins >= {least:.0%}": rows[name]["win_rate"] >= least for name, least in GOALS.items()}
-    return claims
+    for way in results[0]:
+        ends = [ways[way] for ways in results]
+        names = ("gold", "win_rate", "kl")
+        measures = [show(interval([end[name] for end in ends])) if name in ends[0] else "" for name in names]
+        length = sum(end["mean_length"] for end in ends) / len(ends)
+        queries = ends[0]["reward_queries"]
+        table.add_row(way, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}")
+    Console(width=130).print(table)
+    for way in GOALS:
+        print(f"  {way}, win rate of each seed:", *(f"{ways[way]['win_rate']:.3f}" for ways in results))
+    return {
+        f"{way} wins >= {least:.0%}": interval([ways[way]["win_rate"] for ways in results])[0] >= least
+        for way, least in GOALS.items()
+    }
 
 
 GOALS = {"DPO": 0.7, "online DPO": 0.8}

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Online DPO, tried in two worlds: the café, beside PPO and offline DPO, and the hidden map, where online and offline are
-# compared at equal prompts, pairs, reward queries and KL over five seeds. What is done is not done again: after a kill
+# Online DPO, tried in two worlds over five seeds: the café, beside PPO and offline DPO, and the hidden map, where online
+# and offline are compared at equal prompts, pairs, reward queries and KL. What is done is not done again: after a kill
 # the same command goes on.
 #
 #     examples/online_dpo.sh
 #
-# PYTHON, CAFE and MAP name the interpreter and the two folders that are written; CAFE may be the folder of quickstart.
+# PYTHON, CAFE and MAP name the interpreter and the two folders that are written.
 set -euo pipefail
 PYTHON=${PYTHON:-python}
-CAFE=${CAFE:-quickstart}
+CAFE=${CAFE:-online_cafe}
 MAP=${MAP:-hidden_map}
 
 $PYTHON -m examples.online_cafe --output_dir "$CAFE"
