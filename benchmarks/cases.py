@@ -1,7 +1,7 @@
-"""What is compared: each case names our side, the peer's settings to try, the unit of work and the goal.
+"""What is compared: each case names the settings of both sides to try, the unit of work and the goal.
 
 Both sides get the same models and data (`inputs.py`), the same number of optimiser steps on the same effective batch,
-the same precision and the same threads. How a batch is cut into passes and padded is each side's own business. Peers
+the same precision and the same threads. How a batch is cut into passes and padded is each side's own business: both
 run in several settings, of which the fastest counts.
 """
 
@@ -41,7 +41,7 @@ class Case:
     name: str
     what: str
     unit: str  # of the work that is counted
-    ours: Side
+    ours: list[Side]  # settings, of which the fastest counts, as of the peer's
     peers: list[Side] = field(default_factory=list)
     goal: float | None = None  # ours over the peer's, at least; where `less_is_better`, at most
     limit_goal: float | None = None  # share of the machine's limit, at least
@@ -135,8 +135,10 @@ class Bench:
         return json.loads((self.data(scale) / "counts.json").read_text())
 
     # ------------------------------------------------------------------------------------------------------ sides
-    def program(self, name: str, scale: Scale, flags: dict[str, Any], bf16: bool, steps: int, data: Path) -> Side:
-        """One of our training programs, without logging, evaluation and saving."""
+    def program(
+        self, name: str, label: str, flags: dict[str, Any], bf16: bool, steps: int, data: Path, **more: Any
+    ) -> Side:
+        """One of our training programs, without logging, evaluation and saving; `more` are further flags."""
         never = 10**9
         common = {
             "data_dir": data,
@@ -149,11 +151,11 @@ class Bench:
             "accelerator": self.device,
             "precision": "bf16-mixed" if bf16 else "32-true",
         }
-        job = {"kind": "train", "program": name, "flags": {k: str(v) for k, v in (common | flags).items()}}
+        job = {"kind": "train", "program": name, "flags": {k: str(v) for k, v in (common | flags | more).items()}}
         job |= {"steps": steps, "cuda": self.cuda}
-        return Side(f"{name.removeprefix('lightrlhf.')}", [sys.executable, "-m", "benchmarks.ours"], job)
+        return Side(label, [sys.executable, "-m", "benchmarks.ours"], job)
 
-    def trl(self, kind: str, scale: Scale, label: str, models: Path, data: Path, bf16: bool, **job: Any) -> Side:
+    def trl(self, kind: str, label: str, models: Path, data: Path, bf16: bool, **job: Any) -> Side:
         """One of TRL's trainers in one setting."""
         python = interpreter("trl-1.10" if kind == "ppo" else "trl")
         job = {"kind": kind, "models": str(models), "data": str(data), "cuda": self.cuda, "bf16": bf16, **job}
@@ -209,15 +211,19 @@ def cpu_and_gpu_cases(bench: Bench) -> Iterator[Case]:
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch
     micro, larger = min(bench.small_pass, batch), min(2 * bench.small_pass, batch)
-    flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
-    flags |= {"learning_rate": LEARNING_RATE}
+    flags = {"model_name": models / "policy", "mini_batch_size": batch, "learning_rate": LEARNING_RATE}
     tokens = bench.counts(scale)["tokens"]
     packed = {"packing": True, "max_length": 512}
     packed_batch = max(round(tokens / scale.steps / packed["max_length"]), 1)
 
     def peer(label: str, batch: int, accumulation: int, **options: Any) -> Side:
         cut = {"batch": batch, "accumulation": accumulation, "options": options, "steps": scale.steps}
-        return bench.trl("sft", scale, f"SFTTrainer, {label}", models, data, bf16, **cut)
+        return bench.trl("sft", f"SFTTrainer, {label}", models, data, bf16, **cut)
+
+    def own(rows: int, packing: bool = False) -> Side:
+        label = f"passes of {rows} rows{', packed' if packing else ''}"
+        cut = {"micro_batch_size": rows, "packing": packing}
+        return bench.program("lightrlhf.sft", label, flags, bf16, scale.steps, data, **cut)
 
     return Case(
         name=f"sft-{scale.size}",
@@ -226,7 +232,7 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         units=tokens,
         goal=2,
         limit_goal=0.5 if bench.cuda else None,
-        ours=bench.program("lightrlhf.sft", scale, flags, bf16, scale.steps, data),
+        ours=[*map(own, sorted({max(micro // 2, 1), micro, larger})), own(larger, packing=True)],
         peers=[
             peer("one batch", batch, 1),
             peer("by length", micro, batch // micro, train_sampling_strategy="group_by_length"),
@@ -250,22 +256,24 @@ def pairs_case(
 ) -> Case:
     """Training on pairs; the reference's log-probabilities of DPO are computed before the start on both sides."""
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch // 2
-    micro = min(bench.small_pass, batch)
-    flags = {"model_name": models / "policy", "mini_batch_size": batch, "micro_batch_size": micro}
-    flags |= {"learning_rate": LEARNING_RATE, **more}
-    settings = {"one batch": (batch, 1), "smaller batches": (micro, batch // micro)}
+    flags = {"model_name": models / "policy", "mini_batch_size": batch, "learning_rate": LEARNING_RATE, **more}
+    small = min(bench.small_pass, batch)
+    cuts, steps = sorted({max(small // 4, 1), max(small // 2, 1), small, batch}), scale.steps
     return Case(
         name=f"{name}-{scale.size}",
         what=f"{name.upper()}, {scale.size}",
         unit="pairs",
         units=bench.counts(scale)["pairs"],
         goal=goal,
-        ours=bench.program(f"lightrlhf.{name}", scale, flags, bf16, scale.steps, data),
+        ours=[
+            bench.program(f"lightrlhf.{name}", f"passes of {cut} pairs", flags, bf16, steps, data, micro_batch_size=cut)
+            for cut in cuts
+        ],
         peers=[
             bench.trl(
-                kind, scale, f"{trainer}, {label}", models, data, bf16, batch=b, accumulation=a, steps=scale.steps
+                kind, f"{trainer}, {cut} pairs", models, data, bf16, batch=cut, accumulation=batch // cut, steps=steps
             )
-            for label, (b, a) in settings.items()
+            for cut in cuts
         ],
         floor={"kind": name, "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
     )
@@ -289,7 +297,7 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
         unit="tokens",
         goal=goal,
         limit_goal=0.6 if bench.cuda and lengths == "equal" else None,
-        ours=ours,
+        ours=[ours],
         peers=peers,
         unavailable=unavailable,
         floor={"kind": "rollout", "model": str(models / "policy"), "data": str(data), "samples": samples}
@@ -309,7 +317,6 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         "rollout_size": rows,
         "rollout_mini_batch_size": slots,
         "mini_batch_size": rows // 2,
-        "micro_batch_size": small,
         "max_new_tokens": longest,
         "actor_learning_rate": LEARNING_RATE,
         "critic_learning_rate": LEARNING_RATE,
@@ -319,7 +326,6 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
     peers = [
         bench.trl(
             "ppo",
-            scale,
             f"PPOTrainer (1.10), {label}",
             models,
             data,
@@ -341,7 +347,10 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         units=rows,
         goal=5 if bench.cuda else goal,
         limit_goal=0.5 if bench.cuda else None,
-        ours=bench.program("lightrlhf.ppo", scale, flags, bf16, 1, data),
+        ours=[
+            bench.program("lightrlhf.ppo", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
+            for cut in sorted({max(small // 2, 1), small, rows // 2})
+        ],
         peers=peers,
         unavailable=unavailable,
         floor={"kind": "ppo", "models": str(models), "data": str(data), "slots": slots}
@@ -371,11 +380,10 @@ def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
         unit="samples",
         units=rows,
         goal=5 if bench.cuda else None,
-        ours=bench.program("rloo", scale, flags, bf16, 1, data),
+        ours=[bench.program("rloo", "rloo", flags, bf16, 1, data)],
         peers=[
             bench.trl(
                 "rloo",
-                scale,
                 f"RLOOTrainer, {label}",
                 models,
                 data,
@@ -407,8 +415,7 @@ def memory(bench: Bench, scale: Scale) -> Case:
             "micro_batch_size": max(scale.rollout // 4, 1),
             "max_new_tokens": scale.ppo_new_tokens,
         }
-        made = bench.program("lightrlhf.ppo", scale, flags, False, 1, bench.data(scale))
-        return replace(made, label=label)
+        return bench.program("lightrlhf.ppo", label, flags, False, 1, bench.data(scale))
 
     return Case(
         name=f"memory-{scale.size}",
@@ -418,7 +425,7 @@ def memory(bench: Bench, scale: Scale) -> Case:
         less_is_better=True,
         kind="memory",
         prepare=lambda: bench.train_adapters(scale, reward),
-        ours=side("one backbone", True),
+        ours=[side("one backbone", True)],
         peers=[side("four separate models (`--share_backbone False`)", False)],
     )
 
@@ -432,5 +439,5 @@ def start() -> Case:
         goal=2.5,
         less_is_better=True,
         kind="start",
-        ours=Side("start", command, {}),
+        ours=[Side("start", command, {})],
     )

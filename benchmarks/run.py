@@ -1,9 +1,9 @@
 """Speed beside peers: `python -m benchmarks.run --suite cpu` (or gpu).
 
 Each side of a case is a process that loads everything first and then works only while it is told to. After a warm-up
-repetition of everyone, in which the fastest setting of the peer is found, both sides take turns (A B A B), and the
-ratio of each turn counts: the table shows its median with the smallest and the largest. A peer that is not installed or
-dies leaves a row that says so. Results are written after each case, so a run that was stopped keeps what it had.
+repetition of everyone, in which the fastest setting of each side is found, both take turns (A B A B), and the ratio of
+each turn counts: the table shows its median with the smallest and the largest. A peer that is not installed or dies
+leaves a row that says so. Results are written after each case, so a run that was stopped keeps what it had.
 
 `--insert` puts the last results into README.md and howto/speed.md. Install the peers first:
 `python -m benchmarks.peers.install`.
@@ -133,35 +133,34 @@ class Worker:
 # ------------------------------------------------------------------------------------------------------ one case
 def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
     """Measure one case: the row of `results`, with everything that was seen."""
-    one_by_one = None if case.together else choose(case, folder, threads)
-    if one_by_one:
-        case = replace(case, peers=one_by_one[0])
-    with started([case.ours, *case.peers], folder, threads) as (workers, failures):
-        ours, peers = workers.get(0), [workers[i] for i in range(1, len(case.peers) + 1) if i in workers]
-        if ours is None:
-            return {"not_measured": failures[case.ours.label]}
-        result: dict[str, Any] = {"versions": {"ours": ours.versions}, "failed": failures, "tried": {}}
+    result: dict[str, Any] = {"failed": {}, "tried": {}}
+    if not case.together:
+        case = replace(case, ours=choose(case, case.ours, folder, threads, result))
+        case = replace(case, peers=choose(case, case.peers, folder, threads, result))
+    with started([*case.ours, *case.peers], folder, threads) as (workers, failures):
+        result["failed"] |= failures
+        own = [worker for i, worker in workers.items() if i < len(case.ours)]
+        others = [worker for i, worker in workers.items() if i >= len(case.ours)]
         try:
-            ours.repetition()
-            peer, result["tried"] = fastest(case, peers, failures)
-            if one_by_one:
-                _, result["tried"], known = one_by_one
-                failures |= known
+            ours = fastest(case, own, result)
+            if ours is None:
+                return result | {"not_measured": "; ".join(result["failed"].values())}
+            peer = fastest(case, others, result)
             runs = take_turns(ours, peer, repetitions)
         except WorkerFailed as problem:
             return result | {"not_measured": str(problem)}
-    speeds = [case.units or run["units"] for run in runs["ours"]]
-    result["ours"] = side_result(case, runs["ours"])
+    result["versions"] = {"ours": ours.versions}
+    result["ours"] = side_result(case, runs["ours"]) | {"label": ours.side.label}
     if peer:
         result["versions"]["peer"] = peer.versions
         result["peer"] = side_result(case, runs["peer"]) | {"label": peer.side.label}
         ratios = [
-            (units / ours["seconds"]) / ((case.units or theirs["units"]) / theirs["seconds"])
-            for units, ours, theirs in zip(speeds, runs["ours"], runs["peer"])
+            ((case.units or mine["units"]) / mine["seconds"]) / ((case.units or theirs["units"]) / theirs["seconds"])
+            for mine, theirs in zip(runs["ours"], runs["peer"])
         ]
         result["ratio"], result["turns"] = spread(ratios), len(ratios)
-    elif failures:
-        result["not_measured"] = "; ".join(failures.values())
+    elif result["failed"]:
+        result["not_measured"] = "; ".join(result["failed"].values())
     return result
 
 
@@ -187,36 +186,38 @@ def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dic
             worker.stop()
 
 
-def fastest(case: Case, peers: list[Worker], failures: dict[str, str]) -> tuple[Worker | None, dict[str, float]]:
-    """The peer's fastest setting and the speeds of all, each after a warm-up (or in it, if that is long)."""
+def fastest(case: Case, workers: list[Worker], result: dict[str, Any]) -> Worker | None:
+    """A side's fastest setting, by the speed after a warm-up (or in it, if that is long); the others are stopped.
+
+    The speeds go into `result["tried"]`, settings that die into `result["failed"]`.
+    """
     speeds: dict[str, float] = {}
-    for worker in peers:
+    for worker in workers:
         try:
             run = worker.repetition()
             if run["seconds"] < LONG_REPETITION:
                 run = worker.repetition()
         except WorkerFailed as problem:
-            failures[worker.side.label] = str(problem)
+            result["failed"][worker.side.label] = str(problem)
             continue
         speeds[worker.side.label] = (case.units or run["units"]) / run["seconds"]
-    left = [worker for worker in peers if worker.side.label in speeds]
+    result["tried"] = speeds | result["tried"]
+    left = [worker for worker in workers if worker.side.label in speeds]
     best = max(left, key=lambda worker: speeds[worker.side.label], default=None)
     for worker in left:
         if worker is not best:
             worker.stop()
-    return best, speeds
+    return best
 
 
-def choose(case: Case, folder: Path, threads: int) -> tuple[list[Side], dict[str, float], dict[str, str]]:
-    """The peer's fastest setting, where a device does not hold all of them at once; all speeds; what failed."""
-    speeds: dict[str, float] = {}
-    failures: dict[str, str] = {}
-    for side in case.peers:
+def choose(case: Case, sides: list[Side], folder: Path, threads: int, result: dict[str, Any]) -> list[Side]:
+    """The fastest setting of a side, where a device does not hold all of them at once."""
+    for side in sides:
         with started([side], folder, threads) as (workers, failed):
-            failures |= failed
-            speeds |= fastest(case, list(workers.values()), failures)[1]
-    best = max(speeds, key=speeds.get, default=None)
-    return [side for side in case.peers if side.label == best], speeds, failures
+            result["failed"] |= failed
+            fastest(case, list(workers.values()), result)
+    known = [side for side in sides if side.label in result["tried"]]
+    return [max(known, key=lambda side: result["tried"][side.label])] if known else []
 
 
 def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str, list[dict[str, float]]]:
@@ -271,7 +272,7 @@ def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, A
     seconds = []
     for _ in range(repetitions + 1):
         began = time.perf_counter()
-        subprocess.run(case.ours.command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        subprocess.run(case.ours[0].command, cwd=ROOT, env=environment, check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
     return {"value": spread(seconds[1:])}
 
@@ -279,7 +280,7 @@ def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, A
 def measure_memory(case: Case, folder: Path, threads: int) -> dict[str, Any]:
     """Peak memory of ours over the other side's, each in a process of its own that did one repetition."""
     peaks = []
-    for side in (case.ours, *case.peers):
+    for side in (*case.ours, *case.peers):
         with started([side], folder, threads) as (workers, failures):
             if failures:
                 return {"not_measured": failures[side.label]}
@@ -341,7 +342,7 @@ def table(results: dict[str, Any]) -> str:
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
         + f"; {results['date']}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest).",
         "",
-        "| work | ours | the peer's fastest setting | ratio | goal | | of the limit | memory, ours / peer |",
+        "| work | ours, fastest setting | the peer's fastest setting | ratio | goal | | of the limit | memory, both |",
         "|---|---|---|---|---|---|---|---|",
         *(row(case) for case in cases.values()),
     ]
@@ -356,7 +357,7 @@ def cells_of(case: dict[str, Any]) -> list[str]:
     unit = case["unit"]
     cells = [case["what"], "", "", "", "", verdict(case), "", ""]
     if "ours" in case:
-        cells[1] = f"{number(case['ours']['per_second']['median'])} {unit}/s"
+        cells[1] = f"{case['ours']['label']}: {number(case['ours']['per_second']['median'])} {unit}/s"
     if "peer" in case:
         cells[2] = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
         cells[7] = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"

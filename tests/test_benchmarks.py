@@ -58,16 +58,20 @@ def side(folder: Path, name: str, seconds: float = 0.0, **more) -> Side:
 
 
 def case(ours: Side, peers: list[Side], **more) -> Case:
-    return Case(name="fake", what="Nothing", unit="things", ours=ours, peers=peers, **({"units": 6, "goal": 2} | more))
+    return Case(
+        name="fake", what="Nothing", unit="things", ours=[ours], peers=peers, **({"units": 6, "goal": 2} | more)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- turns
-def test_both_sides_take_turns_and_the_fastest_setting_of_the_peer_counts(tmp_path):
-    ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 0.6), ("f", 0.1)))
-    result = benchmark.compare(case(ours, [slow, fast]), tmp_path, threads=1, repetitions=3)
-    assert (tmp_path / "diary").read_text() == "o" + "ss" + "ff" + "ofofof"
+def test_both_sides_take_turns_and_the_fastest_setting_of_each_counts(tmp_path):
+    names = {"a": 0.3, "b": 0.0, "s": 0.6, "f": 0.1}
+    poor, good, slow, fast = (side(tmp_path, name, seconds) for name, seconds in names.items())
+    compared = replace(case(poor, [slow, fast]), ours=[poor, good])
+    result = benchmark.compare(compared, tmp_path, threads=1, repetitions=3)
+    assert (tmp_path / "diary").read_text() == "aa" + "bb" + "ss" + "ff" + "bfbfbf"
     assert result["turns"] == 3
-    assert result["peer"]["label"] == "f" and set(result["tried"]) == {"s", "f"}
+    assert (result["ours"]["label"], result["peer"]["label"]) == ("b", "f") and set(result["tried"]) == set(names)
     ratio = result["ratio"]
     assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
     assert result["ours"]["units"] == 6 and result["ours"]["peak_bytes"] > 2**20
@@ -79,8 +83,8 @@ def test_a_device_that_cannot_hold_all_settings_tries_them_one_by_one(tmp_path):
     broken = side(tmp_path, "x", dies=1)
     compared = case(ours, [slow, fast, broken], together=False)
     result = benchmark.compare(compared, tmp_path, threads=1, repetitions=1)
-    assert (tmp_path / "diary").read_text() == "ss" + "ff" + "x" + "o" + "ff" + "of"
-    assert result["peer"]["label"] == "f" and set(result["tried"]) == {"s", "f"} and set(result["failed"]) == {"x"}
+    assert (tmp_path / "diary").read_text() == "oo" + "ss" + "ff" + "x" + "oo" + "ff" + "of"
+    assert result["peer"]["label"] == "f" and set(result["tried"]) == {"o", "s", "f"} and set(result["failed"]) == {"x"}
     only = benchmark.compare(case(ours, [broken], together=False), tmp_path, threads=1, repetitions=1)
     assert "out of cheese" in only["not_measured"]
 
@@ -94,7 +98,7 @@ def test_a_slow_case_takes_fewer_turns(tmp_path, monkeypatch):
 def test_a_repetition_is_so_many_steps_and_counts_what_they_did(tmp_path):
     ours, peer = side(tmp_path, "o", steps=3, units=5), side(tmp_path, "p", steps=2, units=1)
     result = benchmark.compare(case(ours, [peer], units=None), tmp_path, threads=1, repetitions=1)
-    assert (tmp_path / "diary").read_text() == "ooo" + "pppp" + "ooo" + "pp"
+    assert (tmp_path / "diary").read_text() == "oooooo" + "pppp" + "ooo" + "pp"
     assert (result["ours"]["units"], result["peer"]["units"]) == (15, 2)
 
 
