@@ -159,6 +159,7 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("ppo", ["--critic_init", "random"], "error: --critic_init random is not one of reward, policy"),
     ("sft", ["--strategy", "fsdp3"], "error: --strategy fsdp3 is not one of auto, ddp, fsdp, deepspeed"),
     ("sft", ["--strategy", "deepspeed"], "--strategy deepspeed needs the package deepspeed; install it with"),
+    ("sft", ["--lr_warmup_ratio", "1.5"], "--lr_warmup_ratio 1.5 must lie in [0, 1]"),
     ("sft", ["--ddp_timeout", "0"], "--ddp_timeout 0 must be at least 1"),
     ("ppo", ["--critic_init", "reward"], "--critic_init reward needs --rm_experiment_dir"),
     ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f cannot be imported"),

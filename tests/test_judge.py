@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
+from helpers import ROOT, environment
 from test_remote import Handler, half_closed, status
 
 from lightrlhf import judge
@@ -191,6 +194,34 @@ def test_a_person_judges_blind_stops_and_goes_on(files, tmp_path, monkeypatch, c
     assert "p0" not in capsys.readouterr().out.split("A:")[0]
     assert results["skipped"] == 2 and results["judged"] == 8 and results["left"] == 0
     assert len({row["shown_first"] for row in records}) == 2  # the order is drawn
+
+
+AT_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def test_a_person_judges_at_a_terminal(files, tmp_path):
+    """Key by key at a pseudo-terminal; Ctrl-C, which a terminal turns into an interrupt, loses nothing."""
+    out = tmp_path / "out.jsonl"
+    program = [sys.executable, "-m", "lightrlhf.judge", "--responses_file", *files, "--judge", "human"]
+    for keys, judged in ((["1\n", "2\n", "\x03"], 2), (["3\n"] * 8, 10)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *program, "--output_file", str(out)],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        for key in keys:
+            shown = b""
+            while not shown.endswith(b"/ q: "):
+                letter = process.stdout.read(1)
+                assert letter, shown
+                shown += letter
+            process.stdin.write(key.encode())
+        rest, _ = process.communicate(timeout=60)
+        assert len(read_jsonl(out)) == judged, rest
+    assert process.returncode == 0 and b"win rate" in rest
 
 
 def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):

@@ -265,6 +265,17 @@ def test_biases_and_norms_are_not_decayed(run):
     assert [(group["weight_decay"], group["params"][0].dim()) for group in groups] == [(0.1, 2), (0.0, 1)]
 
 
+def test_warm_up_may_be_a_share_of_all_steps(run):
+    for ratio, steps in ((0.5, 3), (0.4, 3), (0.0, 0)):  # rounded up
+        one = run(lr_scheduler_type="constant_with_warmup", lr_warmup_ratio=ratio, lr_warmup_steps=1)
+        wrapped, found = one.setup("policy", linear(), 0.1, 6), []
+        for _ in range(6):
+            found.append(one.learning_rate("policy"))
+            one.backward(wrapped(torch.ones(1, 3)).sum())
+            one.optimize("policy")
+        assert found == pytest.approx([0.1 * min(step / steps, 1) if steps else 0.1 for step in range(6)])
+
+
 @pytest.mark.parametrize(
     "name, rates",
     [
