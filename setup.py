@@ -2,14 +2,16 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "generate", "annotate", "evaluate", "judge", "estimate", "plot"]
+PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo"]
+PROGRAMS += ["generate", "annotate", "evaluate", "judge", "demo", "estimate", "plot"]
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
+    "demo": ["gradio>=6.7"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.8"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "playwright>=1.50", "ruff>=0.8"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder

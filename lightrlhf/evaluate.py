@@ -40,6 +40,7 @@ from lightrlhf.common.batch import (
     preference_batch,
 )
 from lightrlhf.common.checkpoint import write_text
+from lightrlhf.common.experiments import pretrained, short_name, stored
 from lightrlhf.common.model import (
     Policy,
     ScalarModel,
@@ -291,29 +292,6 @@ def evaluate_reward_model(
 
 
 # ---------------------------------------------------------------------------------------------------------- results
-def stored(directory: str, key: str) -> Any:
-    """A value of `{directory}/args.json` (of the experiment dir, for a checkpoint); None when there is none."""
-    path = Path(directory)
-    path = path.parent if path.name.startswith("checkpoint-") else path
-    try:
-        return json.loads((path / "args.json").read_text(encoding="utf-8")).get(key)
-    except (OSError, ValueError):
-        return None
-
-
-def pretrained(experiment_dir: str) -> str:
-    """The model at the start of an experiment's chain. Raises: UsageError when args.json does not tell."""
-    name = stored(experiment_dir, "sft_experiment_dir") or stored(experiment_dir, "model_name")
-    if name is None or name == "tiny":
-        raise UsageError(f"--use_pretrained: {experiment_dir} did not start from a pretrained model")
-    return pretrained(name) if stored(name, "program") else name
-
-
-def short_name(name: str) -> str:
-    """Experiment name of a dir, else the last part of its path."""
-    return stored(name, "experiment_name") or Path(name).name
-
-
 def write_results(experiment_dir: Path, split: str, row: dict[str, Any], records: list[dict[str, Any]]) -> None:
     """`eval/{split}.json` with the results and `eval/{split}.jsonl` with one record a line."""
     folder = experiment_dir / "eval"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.experiments import labels, read_metrics
 from lightrlhf.common.jsonl import read_jsonl
 
 PREFERRED = (
@@ -73,39 +74,6 @@ def main(argv: list[str] | None = None) -> str:
     draw(runs, names, output, args.smoothing)
     print(f"wrote {output}")
     return str(output)
-
-
-def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
-    """Rows of `metrics.jsonl`. Raises: UsageError when there is none."""
-    path = Path(experiment_dir) / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        raise UsageError(f"--experiment_dir {experiment_dir} has no metrics.jsonl") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):  # the last line may be in the middle of being written
-                raise UsageError(f"{path} line {number} is not JSON") from None
-    if not rows:
-        raise UsageError(f"{path} holds no metrics yet")
-    return rows
-
-
-def labels(folders: list[str]) -> dict[str, str]:
-    """A short distinct name per experiment dir: experiment name, its time where names repeat, else the whole path."""
-    names = {}
-    for folder in folders:
-        path = Path(folder)
-        try:
-            name = json.loads((path / "args.json").read_text(encoding="utf-8"))["experiment_name"]
-        except (OSError, ValueError, KeyError):
-            name = path.name
-        shortest = [label for label in (name, f"{name} {path.name}") if label not in names]
-        names[shortest[0] if shortest else folder] = folder  # the same folder given twice is one run
-    return names
 
 
 def smooth(values: list[float], width: int) -> list[float]:

@@ -12,10 +12,12 @@ from helpers import ROOT, environment
 COMMON = [
     "args",
     "checkpoint",
+    "experiments",
     "jsonl",
     "remote",
     "batch",
     "ops",
+    "votes",
     "segments",
     "parsing",
     "adapters",
@@ -24,6 +26,8 @@ COMMON = [
     "rollout",
     "rewards",
     "scoring",
+    "chat",
+    "desk",
     "roofline",
     "run",
 ]  # earlier ones only
@@ -33,7 +37,7 @@ EDGES = {  # beside `common`
     "reflect_rl": {"envs"},
     "evaluate": {"envs"},
 }
-SHARED_WITH_DATA = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.envs"}
+SHARED_WITH_DATA = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.common.votes", "lightrlhf.envs"}
 FILES = sorted(path for folder in ("lightrlhf", "datasets_prep") for path in (ROOT / folder).rglob("*.py"))
 
 

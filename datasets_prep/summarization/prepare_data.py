@@ -15,6 +15,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from lightrlhf.common.args import one_line_errors
+from lightrlhf.common.batch import summary_prompt
 
 STAGES = ("finetune", "preference", "prompts")
 MARK = "TL;DR:"
@@ -56,7 +57,8 @@ def from_feedback(raw: dict[str, Any]) -> dict[str, Any]:
     texts = [column(summary, "text").strip() for summary in summaries]
     columns = {name: str(info.get(name) or "") for name in ("subreddit", "title")}
     if info.get("post"):
-        prompt = f"SUBREDDIT: r/{columns['subreddit']}\nTITLE: {columns['title']}\nPOST: {column(info, 'post').strip()}"
+        prompt = summary_prompt(columns["subreddit"], columns["title"], column(info, "post").strip())
+        prompt = prompt.removesuffix(f"\n{MARK}")
     else:
         prompt = f"TITLE: {columns['title']}\nARTICLE: {column(info, 'article').strip()}"
     held_out = "validation" if str(raw.get("split")).startswith("valid") else None

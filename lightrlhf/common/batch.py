@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,41 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[in
         return ids
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | None:
+    """The dialogue that the chat template renders as just these ids of a prompt; None where there is none.
+
+    What the template writes around the turns is found by rendering a dialogue of known words.
+    """
+    if not tokenizer.chat_template:
+        return None
+    words = ["first-turn-words", "second-turn-words", "third-turn-words"]
+    known = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+    shape = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
+    parts = re.split("|".join(words), shape)
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if len(parts) != 4 or not all(parts[1:3]) or not (text.startswith(parts[0]) and text.endswith(parts[3])):
+        return None
+    start, behind_user, behind_assistant, end = parts
+    rounds = text[len(start) : len(text) - len(end)].split(behind_assistant)
+    *answered, last = [turn.split(behind_user) for turn in rounds]
+    if len(last) != 1 or any(len(turn) != 2 for turn in answered):
+        return None
+    contents = [content for turn in (*answered, last) for content in turn]
+    found = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return found if encode_prompt(tokenizer, found) == list(ids) else None
+
+
+def summary_prompt(subreddit: str, title: str, post: str) -> str:
+    """A Reddit post as the summarization set writes it; the space behind the mark belongs to the summary."""
+    return f"SUBREDDIT: r/{subreddit}\nTITLE: {title}\nPOST: {post}\nTL;DR:"
+
+
+def summary_fields(prompt: str) -> tuple[str, str, str] | None:
+    """Subreddit, title and post of such a prompt; None of any other."""
+    found = re.fullmatch(r"SUBREDDIT: r/(.*?)\nTITLE: (.*?)\nPOST: (.*)\nTL;DR:", prompt, re.DOTALL)
+    return found and found.groups()
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:

@@ -303,7 +303,39 @@ def generate(
     with policy.speaking(), no_gradients(model):
         slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots), tokenizer)
     policy.train(was_training)
-    ends = {*eos_ids, *args.eos_ids}
+    return completions_of(slots, eos_ids, tokenizer)
+
+
+def generate_steps(
+    policy: Policy,
+    prompt: Sequence[int],
+    args: GenerationArgs,
+    eos_ids: Sequence[int],
+    uniforms: Tensor,
+    tokenizer: Any = None,
+) -> Iterator[Completions]:
+    """`generate` for one prompt, told after each token; what comes last is what `generate` returns.
+
+    The policy must be in evaluation mode. Nothing of it stays switched between two steps, so several of these may take
+    turns with one model, and in whatever thread the caller goes on.
+    """
+    check_room(policy.model, [prompt], args)
+    slots: Slots | None = None
+    while slots is None or slots.row[0] != slots.nobody:
+        with policy.speaking(), no_gradients(policy.model):
+            if slots is None:
+                slots = Slots(policy.model, [prompt], args, eos_ids, uniforms, num_slots=1)
+                slots.enter(torch.arange(1, device=slots.device))
+            else:
+                slots.step()
+            if args.stop_strings:
+                slots.stop_at_strings(tokenizer)
+        yield completions_of(slots, eos_ids, tokenizer)
+
+
+def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Completions:
+    """What the rows have said so far, without what follows a stop string."""
+    args, ends = slots.args, {*eos_ids, *slots.args.eos_ids}
     responses, logprobs, truncated = [], [], []
     for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):
         end = first_stop(tokenizer, tokens[:length], args.stop_strings)
