@@ -6,14 +6,20 @@ models answer with the same sampling noise. For a DPO policy also how its implic
 For a reward model: accuracy with a 95% interval, by group where the data names groups. Prints a table and
 writes `eval/{split}.json` and `eval/{split}.jsonl` into each experiment dir.
 
+With `--env` the experiments act in a text environment instead: success, cost and length of sampled and of greedy
+episodes from fixed starts, altogether and by level, beside the oracle, random commands and, at an OpenAI-compatible
+server, a language model that is told the rules in full.
+
 Left out: benchmark suites (lm-evaluation-harness reads our checkpoints as they are).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +46,22 @@ from lightrlhf.common.batch import (
     preference_batch,
 )
 from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.experiments import pretrained, short_name, stored
+from lightrlhf.common.episodes import (
+    ActingArgs,
+    Agent,
+    Decision,
+    Episode,
+    ModelAgent,
+    Reflector,
+    Seat,
+    count,
+    num_choices,
+    oracle_agent,
+    play,
+    random_agent,
+    rates,
+)
+from lightrlhf.common.experiments import located, pretrained, short_name, stored
 from lightrlhf.common.model import (
     Policy,
     ScalarModel,
@@ -54,16 +75,18 @@ from lightrlhf.common.model import (
     vocabulary_size,
 )
 from lightrlhf.common.ops import preference_loss, wilson_interval
+from lightrlhf.common.remote import RemoteArgs, Servers
 from lightrlhf.common.rewards import RewardModelScorer, Scorer, load_function, reward_statistics
 from lightrlhf.common.rollout import generate_rollout
 from lightrlhf.common.scoring import find_device
+from lightrlhf.envs import make_env, prompts, read_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(GenerationArgs):
-    """Evaluate experiments on a held-out split."""
+class EvaluateArgs(GenerationArgs, RemoteArgs):
+    """Evaluate experiments on a held-out split, or in a text environment."""
 
-    experiment_dir: list[str]
+    experiment_dir: list[str] = field(default_factory=list)
     """Experiment dirs or checkpoints; the others' win rates are against the first."""
     data_dir: str | None = None
     """Folder of the `.pt` splits; the one the first experiment was trained on when not given."""
@@ -85,13 +108,33 @@ class EvaluateArgs(GenerationArgs):
     """Seed of the sampling noise, the same for every model."""
     accelerator: str = "auto"
     """cpu, cuda, mps or auto."""
+    env: str | None = None
+    """Text environment to act in instead: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""
+    env_options: list[str] = field(default_factory=list)
+    """Options of the environment as name=value."""
+    levels: list[str] = field(default_factory=list)
+    """Names of the environment's levels to start from; all when not given."""
+    eval_reps: int = 1
+    """Sampled episodes from each start."""
+    num_envs: int = 64
+    """Environments that are played at once."""
+    reflect_experiment_dir: list[str] = field(default_factory=list)
+    """Reflector of each experiment in turn, `none` for one without; those of their training when not given."""
+    acting: list[str] = field(default_factory=list)
+    """Flags of acting as name=value, such as with_history=True, instead of those an experiment was trained with."""
+    agent_model: str | None = None
+    """Name of a language model at `base_url` that acts, too."""
+    agent_attempts: int = 3
+    """Replies the language model may give until one names a command."""
 
     def __post_init__(self) -> None:
         self.check_generation()
+        self.check_remote()
+        self.check_env()
         check_at_least(self, "mini_batch_size", 1)
         if self.num_samples is not None:
             check_at_least(self, "num_samples", 1)
-        if not self.experiment_dir:
+        if not self.experiment_dir and not self.env:
             raise ValueError("--experiment_dir needs at least one experiment dir")
         given = [("experiment_dir", name) for name in self.experiment_dir]
         given += [(flag, getattr(self, flag)) for flag in ("data_dir", "rm_experiment_dir", "reference_dir")]
@@ -100,12 +143,34 @@ class EvaluateArgs(GenerationArgs):
                 raise ValueError(f"--{flag} {name} does not exist")
         find_device(self.accelerator)
 
+    def check_env(self) -> None:
+        """Raises: ValueError, one line, when a flag of `--env` is out of place."""
+        for name in ("eval_reps", "num_envs", "agent_attempts"):
+            check_at_least(self, name, 1)
+        read_options(self.env_options)
+        unknown = set(read_options(self.acting)) - {one.name for one in dataclasses.fields(ActingArgs)}
+        if unknown:
+            raise ValueError(f"--acting {min(unknown)}=… is no flag of acting")
+        if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.experiment_dir):
+            raise ValueError(
+                "--reflect_experiment_dir needs an entry for each --experiment_dir, `none` for no reflector"
+            )
+        if bool(self.base_url) != bool(self.agent_model):
+            raise ValueError("--base_url and --agent_model go together: an address and a model's name there")
+        missing = [name for name in self.reflect_experiment_dir if name != "none" and not Path(name).is_dir()]
+        if missing:
+            raise ValueError(f"--reflect_experiment_dir {missing[0]} does not exist")
+        if not self.env and (self.agent_model or self.reflect_experiment_dir or self.levels or self.acting):
+            raise ValueError("--agent_model, --reflect_experiment_dir, --levels and --acting need --env")
+
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the program; returns one row of results per model, in the order of the table."""
     args = parse(EvaluateArgs, argv)
     device = find_device(args.accelerator)
+    if args.env:
+        return evaluate_in_env(args, device)
     data_dir = args.data_dir or stored(args.experiment_dir[0], "data_dir")
     if data_dir is None:
         raise UsageError(f"--data_dir is needed: {args.experiment_dir[0]} does not tell what it was trained on")
@@ -289,6 +354,147 @@ def evaluate_reward_model(
     if groups:
         results["by_group"] = {group: sum(values) / len(values) for group, values in members.items()}
     return results, records
+
+
+# ------------------------------------------------------------------------------------------------ text environments
+def evaluate_in_env(args: EvaluateArgs, device: torch.device) -> list[dict[str, Any]]:
+    """A row of results for the oracle, random commands, each experiment, and the language model if there is one."""
+    envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
+    unknown = [name for name in args.levels if name not in envs[0].levels]
+    if unknown:
+        raise UsageError(f"--levels {unknown[0]} is none of the environment's: {', '.join(envs[0].levels)}")
+    levels = [number for number, name in enumerate(envs[0].levels) if not args.levels or name in args.levels]
+    starts = [start for level in levels for start in envs[0].starts(args.split, level)[: args.num_samples]]
+    if not starts:
+        raise UsageError(f"--env {args.env} has no starts of the {args.split} split")
+
+    def played(name: str, sampled: Agent, greedy: Agent | None) -> tuple[dict[str, Any], list[Episode]]:
+        repeated = [start for start in starts for _ in range(args.eval_reps)]
+        episodes = play(envs, repeated, sampled, f"{args.seed}/{args.split}")
+        row = {"model": name} | episode_results(episodes, envs[0].levels, "")
+        if greedy is not None:
+            row |= episode_results(play(envs, starts, greedy, str(args.seed)), envs[0].levels, "greedy_")
+        return row, episodes
+
+    rows = [played("oracle", oracle_agent, oracle_agent)[0], played("random", random_agent, None)[0]]
+    for number, name in enumerate(args.experiment_dir):
+        sampled, greedy = (model_agent(args, number, envs[0], device, do_sample) for do_sample in (True, False))
+        row, episodes = played(short_name(name), sampled, greedy)
+        rows.append(row)
+        if Path(name, "args.json").is_file() and not Path(name).name.startswith("checkpoint-"):
+            told = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
+            write_results(Path(name), f"{args.env.rpartition(':')[2]}_{args.split}", row, told)
+    if args.agent_model:
+        with Servers(args, args.agent_model) as servers:
+            servers.wait_until_healthy()
+            rows.append(played(args.agent_model, remote_agent(servers, args), None)[0])
+    show_env(rows, f"{args.env}, {args.split}: {len(starts)} starts, sampled {args.eval_reps} times each")
+    return rows
+
+
+def show_env(rows: list[dict[str, Any]], title: str) -> None:
+    """Print a line for each agent; success with its 95% interval."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    names = list(dict.fromkeys(name for row in rows for name in row if not name.endswith("_interval")))
+    for name in names:
+        table.add_column(
+            "" if name == "model" else name.replace("_", " "), justify="left" if name == "model" else "right"
+        )
+    for row in rows:
+        table.add_row(row["model"], *(_cell(row, name) for name in names[1:]))
+    Console(width=max(80, 17 * len(names))).print(table)
+
+
+def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: str) -> dict[str, Any]:
+    """Rates of episodes, and success by level, each with the 95% interval for these starts."""
+    overall = rates(count(episodes))
+    found = {f"{prefix}{name}": overall[name] for name in ("success", "cost", "length", "invalid_ratio")}
+    for level, name in [(None, "success"), *((n, f"success, {level}") for n, level in enumerate(levels))]:
+        members = [one.success for one in episodes if level is None or one.level == level]
+        if members and (level is None or len(members) < len(episodes)):
+            found[f"{prefix}{name}"] = sum(members) / len(members)
+            found[f"{prefix}{name}_interval"] = wilson_interval(sum(members), len(members))
+    return found
+
+
+def model_agent(args: EvaluateArgs, number: int, env: Any, device: torch.device, do_sample: bool) -> ModelAgent:
+    """An experiment as an agent, with the reflector of its training or of `--reflect_experiment_dir`."""
+    name = args.experiment_dir[number]
+    acting = acting_args(name, read_options(args.acting))
+    acting = acting if do_sample else dataclasses.replace(acting, do_sample=False, reflect_do_sample=False)
+    given = args.reflect_experiment_dir
+    reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
+    reflector = None
+    if reflector_dir not in (None, "none"):
+        flag = "--reflect_experiment_dir"
+        tokenizer = load_tokenizer(None, resolve(reflector_dir, flag))
+        model = _place(load_policy(reflector_dir, ModelArgs(), tokenizer, flag), device)
+        reflector = Reflector(model, tokenizer, prompts, acting, args.mini_batch_size)
+    tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
+    policy = _place(load_policy(name, ModelArgs(), tokenizer, "--experiment_dir"), device)
+    return ModelAgent(policy, tokenizer, prompts, acting, num_choices(env, acting), args.mini_batch_size, reflector)
+
+
+def acting_args(name: str, given: dict[str, Any]) -> ActingArgs:
+    """How an experiment acts: as its run did, else as its data was made, less what is given."""
+    told = {}
+    data_dir = located(name, "data_dir")
+    for one in dataclasses.fields(ActingArgs):
+        if stored(name, "program") == "reflect_rl":
+            told[one.name] = stored(name, one.name)
+        elif data_dir and one.name in ("with_history", "shuffle_action"):
+            told[one.name] = stored(data_dir, one.name)
+    try:
+        acting = ActingArgs(**({key: value for key, value in told.items() if value is not None} | given))
+        acting.check_acting()
+    except (TypeError, ValueError) as problem:
+        raise UsageError(f"--acting: {problem}") from None
+    return acting
+
+
+ASK = """\
+{instructions}
+
+You play move by move. End your reply with one line: `Command: ` and one of the offered commands, word for word."""
+AGAIN = "That names none of the offered commands. Reply with one line: `Command: ` and a command of the list."
+
+
+def remote_agent(servers: Servers, args: EvaluateArgs) -> Agent:
+    """A language model behind a server, told the rules, the history and the commands; it may correct itself."""
+    sampling = {"max_tokens": args.max_new_tokens, "temperature": args.temperature if args.do_sample else 0.0}
+
+    def act(seats: Sequence[Seat]) -> list[Decision]:
+        talks = []
+        for seat in seats:
+            state = prompts.state_prompt(seat.text, seat.info, with_history=True)
+            offered = "\n".join(f"- {command}" for command in seat.info["admissible"])
+            rules = {"role": "system", "content": ASK.format(instructions=seat.env.instructions)}
+            talks.append([rules, {"role": "user", "content": f"{state}\nCommands:\n{offered}"}])
+        decisions = [Decision("", seat.text) for seat in seats]
+        silent = list(range(len(seats)))  # those who have named no command yet
+        for _ in range(args.agent_attempts):
+            bodies = [{"messages": list(talks[i]), **sampling} for i in silent]
+            for i, reply in zip(silent, servers.replies(bodies)):
+                decisions[i].reflection = reply.text
+                decisions[i].action = named_command(reply.text, seats[i].info["admissible"]) or ""
+                talks[i] += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": AGAIN}]
+            silent = [i for i in silent if not decisions[i].action]
+        return decisions
+
+    return act
+
+
+def named_command(text: str, offered: Sequence[str]) -> str | None:
+    """The command on the last line that is one, with or without the word before it."""
+    for line in reversed(text.splitlines()):
+        said = line.strip(" `*\"'.").removeprefix("Command:").strip(" `*\"'.")
+        for command in offered:
+            if said in (command, command.strip(" .")):
+                return command
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- results

@@ -1,9 +1,11 @@
 """Draw the curves of one or more runs into a PNG.
 
-One panel per metric, one colour per run, thin lines as logged and thick ones smoothed. Reads `metrics.jsonl` only, so
-it works while a run goes on. With `--responses_file` it draws what `lightrlhf.generate` wrote with rewards instead: the
-reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et al. 2020, appendix G.3; an
-upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs log to TensorBoard).
+One panel per metric, one colour per run, thin lines as logged and thick ones smoothed. With `--group_seeds True` one
+colour per experiment name instead: the mean over its seeds, in a band of a standard error on each side. Reads
+`metrics.jsonl` only, so it works while a run goes on. With `--responses_file` it draws what `lightrlhf.generate` wrote
+with rewards instead: the reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et
+al. 2020, appendix G.3; an upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs
+log to TensorBoard).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.experiments import labels, read_metrics
+from lightrlhf.common.experiments import labels, read_metrics, short_name, stored
 from lightrlhf.common.jsonl import read_jsonl
 
 PREFERRED = (
@@ -46,6 +48,8 @@ class PlotArgs:
     """Metric names to draw; a choice of the usual ones when not given."""
     output: str | None = None
     """PNG to write; `curves.png` in the first experiment dir or beside the first file when not given."""
+    group_seeds: bool = False
+    """Draw runs of the same experiment name as one line with a band; all folders of one seed are one run."""
     smoothing: int = 9
     """Points in the moving average of the thick line; 1 draws what was logged."""
 
@@ -71,9 +75,41 @@ def main(argv: list[str] | None = None) -> str:
     if unknown:
         raise UsageError(f"--metrics {unknown[0]} was not logged; there are: {', '.join(sorted(logged))}")
     output = Path(args.output or Path(args.experiment_dir[0]) / "curves.png")
-    draw(runs, names, output, args.smoothing)
+    errors: dict[str, list[dict[str, Any]]] = {}
+    if args.group_seeds:
+        runs, errors = over_seeds(args.experiment_dir)
+    draw(runs, names, output, args.smoothing, errors)
     print(f"wrote {output}")
     return str(output)
+
+
+def over_seeds(folders: list[str]) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
+    """Rows of means, and of standard errors, by experiment name: at each step over the seeds that logged it.
+
+    Several folders of one name and seed are one run that went on: of a step they share the last folder's row counts.
+    """
+    by_name: dict[str, dict[Any, dict[int, dict[str, float]]]] = {}
+    for folder in folders:
+        steps = by_name.setdefault(short_name(folder), {}).setdefault(stored(folder, "seed"), {})
+        again = {row["step"] for row in read_metrics(folder)}
+        for step in again & steps.keys():
+            del steps[step]
+        for row in read_metrics(folder):
+            steps.setdefault(row["step"], {}).update(row)  # evaluations are rows of their own
+    means: dict[str, list[dict[str, Any]]] = {}
+    errors: dict[str, list[dict[str, Any]]] = {}
+    for name, seeds in by_name.items():
+        for step in sorted({step for steps in seeds.values() for step in steps}):
+            rows = [steps[step] for steps in seeds.values() if step in steps]
+            mean, error = {"step": step}, {"step": step}
+            for metric in {key for row in rows for key in row if key != "step"}:
+                values = [row[metric] for row in rows if metric in row]
+                mean[metric] = sum(values) / len(values)
+                spread = sum((value - mean[metric]) ** 2 for value in values) / max(len(values) - 1, 1)
+                error[metric] = (spread / len(values)) ** 0.5
+            means.setdefault(name, []).append(mean)
+            errors.setdefault(name, []).append(error)
+    return means, errors
 
 
 def smooth(values: list[float], width: int) -> list[float]:
@@ -85,8 +121,17 @@ def smooth(values: list[float], width: int) -> list[float]:
     return out
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], names: list[str], output: Path, smoothing: int) -> None:
-    """One panel per metric, written to `output`. Raises: UsageError when it cannot be written."""
+def draw(
+    runs: dict[str, list[dict[str, Any]]],
+    names: list[str],
+    output: Path,
+    smoothing: int,
+    errors: dict[str, list[dict[str, Any]]],
+) -> None:
+    """One panel per metric, written to `output`, with a band where there are standard errors of a run's rows.
+
+    Raises: UsageError when it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,6 +152,11 @@ def draw(runs: dict[str, list[dict[str, Any]]], names: list[str], output: Path, 
             few = len(points) < 3 * smoothing
             axis.plot(steps, values, color=colour, alpha=1.0 if few else 0.3, lw=1.2, marker="o" if few else None, ms=3)
             axis.plot(steps, values if few else smooth(values, smoothing), color=colour, lw=1.8, label=label)
+            if label in errors:
+                wide = [row[name] for row in errors[label] if name in row]
+                values, wide = (values, wide) if few else (smooth(values, smoothing), smooth(wide, smoothing))
+                low, high = ([v + sign * e for v, e in zip(values, wide)] for sign in (-1, 1))
+                axis.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)

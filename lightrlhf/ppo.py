@@ -54,7 +54,7 @@ from lightrlhf.common.model import (
     starting_model,
     vocabulary_size,
 )
-from lightrlhf.common.ops import explained_variance, gae, masked_mean, whiten
+from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
 from lightrlhf.common.parsing import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.common.ranks import whole
 from lightrlhf.common.rewards import (
@@ -405,12 +405,6 @@ def macro_policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, ent
     if entropy_coeff:
         surrogate = surrogate + entropy_coeff * macro.reduce_sum(stats.entropy, batch.segments)
     return -surrogate[macro.segment_mask(batch.segments)].sum()
-
-
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) -> Tensor:
-    """min(rho A, clip(rho, 1-e, 1+e) A), of any shape."""
-    ratio = log_ratio.exp()
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_coeff, 1 + clip_coeff) * advantages)
 
 
 def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:

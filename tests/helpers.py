@@ -138,6 +138,9 @@ class RunOfOneStep:
     def accumulate(self, module, enabled: bool):
         return nullcontext()
 
+    def autocast(self):
+        return nullcontext()
+
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 

@@ -60,7 +60,19 @@ FLAGS = """
 PROGRAMS = [
     *(
         f"lightrlhf.{name}"
-        for name in ("sft", "rm", "ppo", "dpo", "generate", "annotate", "online_dpo", "evaluate", "judge", "plot")
+        for name in (
+            "sft",
+            "rm",
+            "ppo",
+            "dpo",
+            "generate",
+            "annotate",
+            "online_dpo",
+            "reflect_rl",
+            "evaluate",
+            "judge",
+            "plot",
+        )
     ),
     *(
         f"datasets_prep.{name}.prepare_data"

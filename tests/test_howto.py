@@ -19,10 +19,12 @@ from pages import PAGES, args_class, blocks, commands_of, parse_flags
 
 from lightrlhf.plot import read_metrics
 
-ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo")
+ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
 ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_responses", "4"]
 ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
+ACT = ["--max_steps", "1", "--rollout_size", "4", "--num_envs", "4", "--eval_interval", "1", "--levels", "full", *CPU]
+EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"]
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
@@ -35,6 +37,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.annotate": ["--accelerator", "cpu"],
     "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.reflect_rl": ACT,
     "rloo": [*LEARN, "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir"}  # not ours to test
@@ -58,6 +61,8 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
     for name, models in (("ppo", scored), ("dpo", []), ("online_dpo", scored)):
         program = importlib.import_module(f"lightrlhf.{name}")
         program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
+    reflect_rl = importlib.import_module("lightrlhf.reflect_rl")
+    reflect_rl.main([*data, "--sft_experiment_dir", sft_dir, *ACT, *EVERYTHING])
     return folder
 
 

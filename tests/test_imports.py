@@ -24,6 +24,7 @@ COMMON = [
     "model",
     "ranks",
     "rollout",
+    "episodes",
     "rewards",
     "scoring",
     "chat",

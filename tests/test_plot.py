@@ -113,6 +113,21 @@ def test_smooth_keeps_length_ends_and_straight_lines():
     assert plot.smooth([1.0, 2.0], 1) == [1.0, 2.0]
 
 
+def test_seeds_become_one_line_within_a_band_and_folders_of_one_seed_one_run(tmp_path, drawn):
+    def seeded(number: int, seed: int, rows: list[dict]) -> str:
+        folder = Path(experiment(tmp_path / f"{number}", rows))
+        (folder / "args.json").write_text(json.dumps({"experiment_name": "arm", "seed": seed}))
+        return str(folder)
+
+    begun = seeded(0, 1, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 99.0}])
+    went_on = seeded(1, 1, [{"step": 2, "loss": 2.0}, {"step": 2, "val": 7.0}, {"step": 3, "loss": 3.0}])
+    other = seeded(2, 2, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 6.0}, {"step": 2, "val": 9.0}])
+    plot.main(["--experiment_dir", begun, went_on, other, "--group_seeds", "True", "--metrics", "loss", "val"])
+    assert drawn["loss"] == {"arm": [[1, 2.0], [2, 4.0], [3, 3.0]]} and drawn["val"] == {"arm": [[2, 8.0]]}
+    _, errors = plot.over_seeds([begun, went_on, other])
+    assert [row["loss"] for row in errors["arm"]] == pytest.approx([1.0, 2.0, 0.0])
+
+
 def test_metrics_outside_the_usual_ones_are_drawn_when_there_are_no_others(tmp_path, drawn):
     plot.main(["--experiment_dir", experiment(tmp_path / "run", [{"step": 1, "my/metric": 2.0}])])
     assert list(drawn) == ["my/metric"]

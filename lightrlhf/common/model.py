@@ -114,21 +114,65 @@ class Policy(Role):
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_mean: bool = False,
+        label_ids: Tensor | None = None,
+        allowed: Tensor | None = None,
     ) -> TokenStats:
-        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked."""
+        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked.
+
+        label_ids (L,), allowed (B, 1, L) bool: an action is one of these tokens, in each row of those allowed there.
+        """
         if not len(input_ids):
-            stats = self.forward(*_stand_in(input_ids), None, temperature, with_entropy, with_mean)
+            ids, mask, actions = _stand_in(input_ids)
+            stats = self.forward(ids, mask, actions, None, temperature, with_entropy, with_mean)
             return TokenStats(*(None if row is None else row[:0] for row in stats))
-        inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         targets = input_ids[:, 1:][action_mask]  # (N,)
-        with self.speaking():
-            if self.head_is_plain:
-                states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]  # (N, H)
-                head = self.model.get_output_embeddings()
-            else:  # the architecture changes its logits behind the head (soft caps, scales)
-                states, head = self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()  # (N, V)
-        rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
+        if label_ids is None:
+            with self.speaking():
+                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids)
+                rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
+        else:
+            logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
+            logprobs = (logits / temperature).log_softmax(-1)  # (N, L)
+            chosen = (targets[:, None] == label_ids).long().argmax(-1, keepdim=True)  # (N, 1)
+            entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+            rows = (logprobs.gather(-1, chosen)[:, 0], entropy, None)
         return TokenStats(*(None if row is None else _scatter(row, action_mask) for row in rows))
+
+    def choice_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        label_ids: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (N, L) of the labels at each of the N actions, very low where one is not allowed; of all tokens
+        (N, V) without labels.
+
+        A plain head is cut to the rows of the labels, so this costs nothing that grows with the vocabulary.
+        """
+        with self.speaking():
+            states, head = self._states(input_ids, attention_mask, action_mask)
+            if label_ids is None:
+                return head(states).float()
+            if type(head) is nn.Linear:
+                bias = None if head.bias is None else head.bias[label_ids]
+                logits = nn.functional.linear(states, head.weight[label_ids], bias).float()  # (N, L)
+            else:
+                logits = head(states)[:, label_ids].float()
+        here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
+        return logits.masked_fill(~here, -1e9)  # not -inf, of which entropy and its gradient would be NaN
+
+    def _states(
+        self, input_ids: Tensor, attention_mask: Tensor, action_mask: Tensor, sequence_ids: Tensor | None = None
+    ) -> tuple[Tensor, nn.Module]:
+        """What predicts the N actions, (N, H), and the head that makes logits of it."""
+        inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
+        if self.head_is_plain:
+            states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]
+            return states, self.model.get_output_embeddings()
+        # the architecture changes its logits behind the head (soft caps, scales): these are (N, V)
+        return self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()
 
 
 class ScalarModel(Role):

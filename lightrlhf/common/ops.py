@@ -104,6 +104,12 @@ def gae(
     return advantages, torch.where(action_mask, advantages + values, torch.zeros_like(values))
 
 
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) -> Tensor:
+    """PPO's min(rho A, clip(rho, 1-e, 1+e) A) (Schulman et al. 2017, eq. 7), of any shape."""
+    ratio = log_ratio.exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_coeff, 1 + clip_coeff) * advantages)
+
+
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k1 estimator of KL(pi || ref) from samples of pi: log pi - log ref. Unbiased, may be negative (Schulman 2020)."""
     return logprobs - ref_logprobs

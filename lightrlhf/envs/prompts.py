@@ -91,13 +91,14 @@ def reflection_prompt(text: str, info: Info, with_history: bool = False) -> str:
 
 
 def policy_prompt(
-    text: str, info: Info, reflection: str | None, labels: Sequence[str], with_history: bool = False
+    text: str, info: Info, reflection: str | None, labels: Sequence[str] | None, with_history: bool = False
 ) -> str:
-    """What a policy answers with a label; `reflection` None leaves that part out."""
+    """What a policy answers with a label, without `labels` with a command; `reflection` None leaves that part out."""
     prompt = state_prompt(text, info, with_history)
     if reflection is not None:
         prompt += f"{ANALYZE}\n{tidy(reflection)}\n"
-    offered = "".join(f"{label}. {action}\n" for label, action in zip(labels, info["admissible"], strict=True))
+    marks = ["-"] * len(info["admissible"]) if labels is None else [f"{label}." for label in labels]
+    offered = "".join(f"{mark} {action}\n" for mark, action in zip(marks, info["admissible"], strict=True))
     return f"{prompt}{CHOOSE}\n{offered}{ACTION}\n"
 
 
