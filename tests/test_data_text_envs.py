@@ -193,6 +193,15 @@ def test_the_base_is_small_fresh_and_the_same_each_time(taxi_data, tmp_path):
         assert hashes[0] == hashes[1]
 
 
+def test_tokens_of_whole_lines_make_prompts_short(taxi_data, tmp_path):
+    prepare_data.main(["--destination_dir", str(tmp_path), "--tokens_span", "words", *SIZES])
+    for name in SETS:
+        reports = [json.loads((folder / name / "report.json").read_text()) for folder in (taxi_data, tmp_path)]
+        lines, words = (report["files"]["finetune_test"]["prompt_length"]["median"] for report in reports)
+        assert 2 * lines < words
+        assert list(decoded(taxi_data / name)) == list(decoded(tmp_path / name))
+
+
 def test_a_tokenizer_of_ones_own_is_used_and_no_base_made(taxi_data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     prepare_data.main(["--destination_dir", str(tmp_path), "--tokenizer_name", str(tmp_path / "tokenizer"), *SIZES])

@@ -42,6 +42,7 @@ from lightrlhf.common.remote import RemoteArgs
 from lightrlhf.envs import make_env, prompts, read_options
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
+LINE = r"[^\n]*\n?"
 Examples = dict[tuple[str, Kind], list[Example]]  # by split and kind
 SETS = ("sft", "sft_reflection", "sft_policy", "sft_reflection_positive", "sft_policy_positive")
 
@@ -86,6 +87,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Temperature at which it writes."""
     vocab_size: int = 512
     """Tokens of the tokenizer that is trained."""
+    tokens_span: Literal["words", "lines"] = "lines"
+    """The most that one of its tokens may hold; with lines, texts that repeat themselves take few tokens."""
     hidden_size: int = 64
     """Width of the small base model."""
     num_hidden_layers: int = 2
@@ -221,16 +224,24 @@ def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> 
 def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]]) -> Any:
     """Train a tokenizer on the training texts, write it to `base/` beside a Llama with fresh weights; returns it."""
     quiet_libraries()
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     rows = [row for members in sets.values() for row in members if isinstance(row, dict) and row["split"] == "train"]
     texts = [text for row in rows for text in (row["prompt"], row["completion"])]
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=args.tokens_span == "words")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LINE), "isolated"), bytewise])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.vocab_size,
+        min_frequency=2,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
     labels = {row["completion"] for row in sets["sft"] if isinstance(row, dict)}
     tokenizer.add_tokens(sorted(label for label in labels if len(label) > 1))
     config = LlamaConfig(
