@@ -82,7 +82,8 @@ def test_data_preparation_imports_args_and_batch_only(path):
     if path.stem == "pretrain_base":
         allowed.add("lightrlhf.common.model")
     if path.parent.name == "text_envs":
-        allowed |= {"lightrlhf.envs.prompts"} | {f"lightrlhf.common.{name}" for name in ("jsonl", "remote", "model")}
+        allowed |= {f"lightrlhf.common.{name}" for name in ("checkpoint", "jsonl", "remote", "model")}
+        allowed |= {"lightrlhf.envs.prompts", "lightrlhf.envs.tree"}
     assert {name for name in imported(path) if name.startswith("lightrlhf")} <= allowed
 
 

@@ -68,7 +68,7 @@ class Walker:
         rng = random.Random(f"{self.seed} {self.split} {kind} {number}")
         start = rng.choice(self.starts[number % len(self.starts)])
         lead = rng.randrange(self._length(start)) if self.expert_start else 0
-        text, info = self.env.reset(options=start)
+        text, info = self.env.reset(seed=number, options=start)  # for what an environment draws besides its start
         for _ in range(lead):
             text, *_, info = self.env.step(self.env.expert())
         step = self._noisy if kind == "positive" else self._astray

@@ -24,6 +24,7 @@ import numpy as np
 from lightrlhf.common.args import UsageError
 
 ENVIRONMENTS = {
+    "auto_explore": "lightrlhf.envs.auto_explore:AutoExplore",
     "dangerous_taxi": "lightrlhf.envs.dangerous_taxi:DangerousTaxi",
 }
 MEMBERS = ("actions", "levels", "instructions", "reset", "step", "starts", "expert", "reflection")
@@ -74,6 +75,7 @@ def information(
     actions: Sequence[str] | None,
     admissible: Iterable[str],
     *,
+    most: int = 0,
     task: str = "",
     history: Sequence[tuple[str, str]] = (),
     success: bool = False,
@@ -84,17 +86,20 @@ def information(
     """The `info` of a state.
 
     admissible:  the commands offered here, in the order of `actions` where these are fixed
+    most:        commands a state may offer where they are not fixed: `gymnasium.vector` stacks masks of one length only
     task:        what stays the same during an episode and differs between episodes
     history:     (command, result in a few words) of each step so far
     cost:        minus the sum of rewards so far, undiscounted
     invalid:     whether the last command changed nothing or was not offered
-    Adds `action_mask`, bool: over `actions` where these are fixed, else over `admissible`, all True.
+    Adds `action_mask`, bool: over `actions` where these are fixed, else over `admissible`, all True, and False behind
+    them up to `most`.
     """
     offered = list(admissible)
     here = set(offered)
+    mask = [action in here for action in actions or offered]
     return {
         "admissible": offered,
-        "action_mask": np.array([action in here for action in actions or offered], dtype=bool),
+        "action_mask": np.array(mask + [False] * (most - len(mask)), dtype=bool),
         "task": task,
         "history": list(history),
         "success": success,
