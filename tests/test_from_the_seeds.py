@@ -78,6 +78,7 @@ PROGRAMS = [
         f"datasets_prep.{name}.prepare_data"
         for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs")
     ),
+    "datasets_prep.text_envs.make_tasks",
 ]
 
 

@@ -216,7 +216,7 @@ def test_flags_named_in_the_words_of_a_page_exist(page):
     modules = [path for path in sorted((ROOT / "lightrlhf").glob("[a-z]*.py"))]
     names = [f"lightrlhf.{path.stem}" for path in modules]
     names += [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "datasets_prep").glob("*/p*_*.py")]
-    names.append("datasets_prep.train_tokenizer")
+    names += ["datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"]
     ours = {field.name for name in names for field in dataclasses.fields(args_class(name))}
     ours |= {"help", "config", "print_config", "print_completion", "model_name_or_path"}
     if page.name != "from_the_seeds.md":  # which has other projects' flags, and a test of its own
