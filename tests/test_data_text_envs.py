@@ -34,8 +34,8 @@ class Corridor(gymnasium.Env):
 
     actions, levels, instructions = None, ["near", "far"], "Doors have numbers."
 
-    def __init__(self, length: int = 4, is_mute: bool = False, lies: bool = False):
-        self.length, self.is_mute, self.lies = length, is_mute, lies
+    def __init__(self, length: int = 4, is_mute: bool = False, lies: bool = False, wings: int = 0):
+        self.length, self.is_mute, self.lies, self.wings = length, is_mute, lies, wings
 
     def starts(self, split, level=None):
         doors = {"train": range(2, 5), "validation": range(5, 7), "test": range(7, 9)}[split]
@@ -47,7 +47,8 @@ class Corridor(gymnasium.Env):
         return self.told()
 
     def told(self):
-        commands = ["forward"] + ["back"] * (self.at > 0) + [f"open {self.at}"]
+        commands = [f"wing {n}" for n in range(self.wings)] + ["forward"]
+        commands += ["back"] * (self.at > 0) + [f"open {self.at}"]
         info = information(None, commands, task=f"Open door {self.door}.", history=self.history)
         return f"You stand at door {self.at}.", info
 
@@ -274,6 +275,18 @@ def test_an_environment_of_your_own_with_history_and_shuffled_labels(corridor, t
         split: {prompt.split(".")[0] for prompt, *_ in decoded(tmp_path / "data" / "sft", split)} for split in SPLITS
     }
     assert not doors["train"] & doors["test"] and not doors["train"] & doors["validation"]
+
+
+def test_labels_of_several_characters_are_tokens_of_the_tokenizer_made(corridor, tmp_path):
+    flags = ["--env", corridor, "--env_options", "wings=70", "--noise", "0", "--negative_percentage", "0"]
+    prepare_data.main(["--destination_dir", str(tmp_path / "data"), *flags, *SIZES])
+    labels = {label for _, label, _ in decoded(tmp_path / "data" / "sft")}
+    assert labels == {prompts.CHOICES[70], prompts.CHOICES[72]} == {"18", "20"}  # forward and open, back between them
+    rows = load_split(tmp_path / "data" / "sft", "finetune", "train")
+    assert {len(row["targets"]) - row["prompt_len"] for row in rows} == {2}
+    with pytest.raises(SystemExit) as stopped:
+        prepare_data.main(["--destination_dir", str(tmp_path / "more"), *flags[:3], "wings=251", *flags[4:], *SIZES])
+    assert stopped.value.code == 1
 
 
 def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corridor, tmp_path):

@@ -14,7 +14,7 @@ from helpers import ROOT, environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
 
-from lightrlhf.common.args import UsageError  # noqa: E402
+from lightrlhf.common.args import RunFailure, UsageError  # noqa: E402
 from lightrlhf.envs import MEMBERS, information, make_env, prompts, read_options  # noqa: E402
 from lightrlhf.envs.dangerous_taxi import ABOARD, DROPOFF, FULL, PICKUP  # noqa: E402
 
@@ -136,7 +136,7 @@ def test_an_environment_of_your_own_by_import_path(monkeypatch, tmp_path):
         ("mine:Mute", {}, "has no reflection"),
         ("mine:Fast", {}, "cannot be imported"),
         ("yours:Slow", {}, "cannot be imported"),
-        ("taxi", {}, "give dangerous_taxi"),
+        ("taxi", {}, "or an import path such as package.module:Class"),
         ("mine:Slow", {"speed": 3}, "its options are: horizon"),
         ("dangerous_taxi", {"horizon": 0}, "horizon 0 must be at least 1"),
         ("dangerous_taxi", {"split": "dev"}, "split dev must be one of train"),
@@ -319,7 +319,7 @@ def test_labels_and_actions_are_each_others_inverse_also_shuffled():
         for action in info["admissible"]:
             assert prompts.action_of(f"{prompts.label_of(action, info, labels)}\n", info, labels) == action
     assert prompts.action_of("?", info, labels) is None
-    with pytest.raises(ValueError, match="253 commands"):
+    with pytest.raises(RunFailure, match="253 commands"):
         prompts.labels_for(information(None, map(str, range(253))))
 
 

@@ -52,7 +52,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Write the five sets of a text environment."""
 
     env: str = "dangerous_taxi"
-    """Text environment: dangerous_taxi, or an import path `package.module:Class`."""
+    """Text environment: dangerous_taxi, auto_explore, or an import path `package.module:Class`."""
     env_options: list[str] = field(default_factory=list)
     """Options of the environment, as name=value."""
     dataset_name: str = "text_envs"
@@ -131,6 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     env = make_env(args.env, **read_options(args.env_options))
     if args.level is not None and not 0 <= args.level < len(env.levels):
         raise UsageError(f"--level {args.level}: the levels of {args.env} are 0 to {len(env.levels) - 1}")
+    if not env.starts("train", args.level):
+        raise UsageError(f"--env {args.env} has no start to train on{'' if args.level is None else ' of that --level'}")
     destination = Path(args.destination_dir)
     examples = {
         (split, kind): take(args, env, destination / "walks.jsonl", split, kind)
@@ -141,9 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.base_url:
         examples = commented(args, env.instructions, examples)
     sets = {name: list(rows_of(args, name, examples)) for name in SETS}
-    tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else make_base(args, sets)
-    used = {row["completion"] for row in sets["sft"]}
-    prompts.label_ids(tokenizer, sorted(used))
+    labels = prompts.choices(max(len(example.mask) for members in examples.values() for example in members))
+    tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else make_base(args, sets, labels)
+    prompts.label_ids(tokenizer, labels)
     for name, rows in sets.items():
         of_the_set = dataclasses.replace(args, destination_dir=str(destination / name), stage="finetune")
         example = next((row["prompt"] for row in rows if isinstance(row, dict)), "")
@@ -221,8 +223,11 @@ def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> 
 
 
 # --------------------------------------------------------------------------------------------------------- base model
-def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]]) -> Any:
-    """Train a tokenizer on the training texts, write it to `base/` beside a Llama with fresh weights; returns it."""
+def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]], labels: list[str]) -> Any:
+    """Train a tokenizer on the training texts, write it to `base/` beside a Llama with fresh weights; returns it.
+
+    Each of `labels` becomes a token.
+    """
     quiet_libraries()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -242,8 +247,7 @@ def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]]) -> Any:
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
-    labels = {row["completion"] for row in sets["sft"] if isinstance(row, dict)}
-    tokenizer.add_tokens(sorted(label for label in labels if len(label) > 1))
+    tokenizer.add_tokens([label for label in labels if len(label) > 1])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,

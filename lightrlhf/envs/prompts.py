@@ -23,7 +23,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.common.args import RunFailure, UsageError
 from lightrlhf.common.batch import encode_response
 from lightrlhf.envs import Info
 
@@ -34,9 +34,9 @@ CHOICES = [*SINGLE, *map(str, range(10, 200))]
 
 
 def choices(n: int) -> list[str]:
-    """The first `n` labels. Raises: ValueError when there are not so many."""
+    """The first `n` labels. Raises: RunFailure when there are not so many."""
     if n > len(CHOICES):
-        raise ValueError(f"{n} commands in one state, but only {len(CHOICES)} labels")
+        raise RunFailure(f"the environment has {n} commands in one state, but there are only {len(CHOICES)} labels")
     return CHOICES[:n]
 
 
@@ -44,7 +44,7 @@ def labels_for(info: Info, shuffle: random.Random | None = None, pool: int = len
     """A label for each of `info["admissible"]`, in that order.
 
     Where an environment's commands are fixed, a command has the same label in every state. With `shuffle` the labels
-    are drawn at random from the first `pool`. Raises: ValueError when a state offers more commands than labels.
+    are drawn at random from the first `pool`. Raises: RunFailure when a state offers more commands than labels.
     """
     mask = info["action_mask"]
     labels = choices(len(mask)) if shuffle is None else shuffle.sample(choices(max(pool, len(mask))), len(mask))
