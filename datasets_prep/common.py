@@ -351,7 +351,10 @@ def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[s
         ]
     if stage == "prompts":
         return [{"prompt_len": e.prompt_len, "input_ids": i, "columns": e.extra} for e, i in zip(examples, ids)]
-    return [{"messages": e.extra, "input_ids": i, "turn_spans": e.spans} for e, i in zip(examples, ids)]
+    return [
+        {"messages": e.extra, "input_ids": i, "turn_spans": e.spans} | ({"columns": e.columns} if e.columns else {})
+        for e, i in zip(examples, ids)
+    ]
 
 
 def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:

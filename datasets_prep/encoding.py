@@ -52,8 +52,9 @@ class Example:
     spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each response
     cut: bool = False  # whether max_length cut it, so that it has no end token
     place: Place | None = None
-    key: int = 0  # hash of what makes two inputs the same: the prompt's ids, or the user turns of a dialogue
+    key: int = 0  # hash of what makes two inputs the same: the prompt's ids, or a dialogue's user turns and columns
     extra: Any = None  # the columns of a prompt or a pair, the messages of a dialogue
+    columns: Row = field(default_factory=dict)  # of a dialogue
     row: Row | None = None  # kept when skipped examples are saved
 
 
@@ -130,7 +131,9 @@ class Encoder:
         if example.stage == "dialogue":
             messages = row.get("messages") or self._dialogue_of(row)
             example.extra = [{"role": m["role"], "content": m["content"]} for m in messages]
-            prompt = repr([m["content"] for m in example.extra if m["role"] != "assistant"]).encode()
+            example.columns = row.get("columns", {})
+            said = [m["content"] for m in example.extra if m["role"] != "assistant"]
+            prompt = repr([said, example.columns] if example.columns else said).encode()
         elif example.stage in ("prompts", "preference"):
             example.extra = row.get("columns", {})
         example.key = hash_of(prompt)

@@ -10,6 +10,9 @@ With `--env` the experiments act in a text environment instead: success, cost an
 episodes from fixed starts, altogether and by level, beside the oracle, random commands and, at an OpenAI-compatible
 server, a language model that is told the rules in full.
 
+With `--by_turn` models hold dialogues of several turns with the same user instead, and the score of each dialogue after
+each turn, and how often it is above that of the first model's, is told turn by turn.
+
 Left out: benchmark suites (lm-evaluation-harness reads our checkpoints as they are).
 """
 
@@ -46,6 +49,7 @@ from lightrlhf.common.batch import (
     preference_batch,
 )
 from lightrlhf.common.checkpoint import write_text
+from lightrlhf.common.dialogue import Dialogue, UserArgs, as_row, load_dialogues, load_user, roll_out, score_turns
 from lightrlhf.common.episodes import (
     ActingArgs,
     Agent,
@@ -62,6 +66,7 @@ from lightrlhf.common.episodes import (
     rates,
 )
 from lightrlhf.common.experiments import located, pretrained, short_name, stored
+from lightrlhf.common.jsonl import write_jsonl
 from lightrlhf.common.model import (
     Policy,
     ScalarModel,
@@ -75,15 +80,16 @@ from lightrlhf.common.model import (
     vocabulary_size,
 )
 from lightrlhf.common.ops import preference_loss, wilson_interval
-from lightrlhf.common.remote import RemoteArgs, Servers
+from lightrlhf.common.remote import Servers
 from lightrlhf.common.rewards import RewardModelScorer, Scorer, load_function, reward_statistics
 from lightrlhf.common.rollout import generate_rollout
-from lightrlhf.common.scoring import find_device
+from lightrlhf.common.scoring import FunctionGroupScorer, GroupScorer, find_device
+from lightrlhf.common.scoring import load_scorer as load_group_scorer
 from lightrlhf.envs import make_env, prompts, read_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(GenerationArgs, RemoteArgs):
+class EvaluateArgs(GenerationArgs, UserArgs):
     """Evaluate experiments on a held-out split, or in a text environment."""
 
     experiment_dir: list[str] = field(default_factory=list)
@@ -100,6 +106,8 @@ class EvaluateArgs(GenerationArgs, RemoteArgs):
     """Evaluate the model the first experiment started from, too, as row zero."""
     num_samples: int | None = None
     """Rows of the split to use; all when not given."""
+    by_turn: bool = False
+    """Hold dialogues of `num_turns` turns from the openings of `dialogue_*.pt`, and compare models after each turn."""
     rouge: bool = False
     """Compare responses to the demonstrations' by ROUGE."""
     mini_batch_size: int = 64
@@ -129,9 +137,12 @@ class EvaluateArgs(GenerationArgs, RemoteArgs):
 
     def __post_init__(self) -> None:
         self.check_generation()
-        self.check_remote()
+        self.check_user() if self.by_turn else self.check_remote()
         self.check_env()
         check_at_least(self, "mini_batch_size", 1)
+        for name in ("user_function", "user_model"):
+            if getattr(self, name) and not self.by_turn:
+                raise ValueError(f"--{name} {getattr(self, name)} speaks with --by_turn True only")
         if self.num_samples is not None:
             check_at_least(self, "num_samples", 1)
         if not self.experiment_dir and not self.env:
@@ -155,7 +166,7 @@ class EvaluateArgs(GenerationArgs, RemoteArgs):
             raise ValueError(
                 "--reflect_experiment_dir needs an entry for each --experiment_dir, `none` for no reflector"
             )
-        if bool(self.base_url) != bool(self.agent_model):
+        if bool(self.base_url) != bool(self.agent_model) and not self.by_turn:
             raise ValueError("--base_url and --agent_model go together: an address and a model's name there")
         missing = [name for name in self.reflect_experiment_dir if name != "none" and not Path(name).is_dir()]
         if missing:
@@ -176,6 +187,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         raise UsageError(f"--data_dir is needed: {args.experiment_dir[0]} does not tell what it was trained on")
     start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
     models = [*start, *args.experiment_dir]
+    if args.by_turn:
+        return evaluate_by_turn(args, models, data_dir, device)
     rows: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []  # records of the first experiment
     for name in models:
@@ -319,6 +332,121 @@ def win_rate(records: list[dict[str, Any]], others: list[dict[str, Any]]) -> tup
     pairs = [(one["gold"]["score"], two["gold"]["score"]) for one, two in zip(records, others)]
     wins = sum((one > two) + 0.5 * (one == two) for one, two in pairs)
     return wins / len(pairs), wilson_interval(wins, len(pairs))
+
+
+# ---------------------------------------------------------------------------------------------------- dialogues
+def evaluate_by_turn(
+    args: EvaluateArgs, models: list[str], data_dir: str, device: torch.device
+) -> list[dict[str, Any]]:
+    """One row per model: mean score after each turn, and its win rate against the first model with 95% intervals.
+
+    All meet the same openings, noise and user. Beside each model's results stand its dialogues up to each turn as
+    `prompt` and `response`, which `lightrlhf.judge` compares.
+    """
+    scorer, rows, records = turn_scorer(args, data_dir, device), [], []
+    user = load_user(args, device, args.mini_batch_size)
+    for name in models:
+        tokenizer = load_tokenizer(data_dir, name)
+        policy = _place(load_policy(name, ModelArgs(), tokenizer, "--experiment_dir"), device)
+        openings = [row.before(0) for row in load_dialogues(data_dir, args.split)[: args.num_samples]]
+        check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
+        rolled = roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.mini_batch_size)
+        scores = score_turns(scorer, rolled)
+        records.append(scores)
+        row = {"model": short_name(name)} | results_by_turn(scores, records[0], args.num_turns)
+        lengths = [end - start for dialogue in rolled for start, end in dialogue.turn_spans]
+        rows.append(row | {"mean_length": sum(lengths) / len(lengths)})
+        if Path(name, "args.json").is_file() and not Path(name).name.startswith("checkpoint-"):
+            written = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, rolled)]
+            write_results(Path(name), f"{args.split}_by_turn", rows[-1], written)
+            write_turns(Path(name) / "eval" / args.split, rolled, args.num_turns)
+    show_by_turn(rows)
+    if Path(args.experiment_dir[0], "args.json").is_file() and len(rows) > 1:
+        print(f"picture: {draw_by_turn(rows, Path(args.experiment_dir[0], 'eval', f'{args.split}_by_turn.png'))}")
+    return rows
+
+
+def turn_scorer(args: EvaluateArgs, data_dir: str, device: torch.device) -> GroupScorer:
+    """What scores dialogues: the reward model of `--rm_experiment_dir`, else the judge of the data."""
+    if args.rm_experiment_dir:
+        return load_group_scorer(args.rm_experiment_dir, device, args.mini_batch_size, "--rm_experiment_dir")
+    judge = stored(data_dir, "judge")
+    if judge is None:
+        raise UsageError(f"--by_turn True needs --rm_experiment_dir: {data_dir} has no judge of its own")
+    return FunctionGroupScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")
+
+
+def results_by_turn(
+    scores: list[list[float | None]], others: list[list[float | None]], num_turns: int
+) -> dict[str, list[Any]]:
+    """Mean score after each turn, share of dialogues above the others' (ties split), its interval, and how many count.
+
+    A dialogue that ended before a turn counts there by its last one; invalid scores count on neither side.
+    """
+    told: dict[str, list[Any]] = {name: [] for name in ("score_by_turn", "win_rate", "win_rate_interval", "count")}
+    for turn in range(num_turns):
+        pairs = [(one[min(turn, len(one) - 1)], two[min(turn, len(two) - 1)]) for one, two in zip(scores, others)]
+        pairs = [(one, two) for one, two in pairs if one is not None and two is not None]
+        wins = sum((one > two) + 0.5 * (one == two) for one, two in pairs)
+        told["score_by_turn"].append(sum(one for one, _ in pairs) / max(len(pairs), 1))
+        told["win_rate"].append(wins / max(len(pairs), 1))
+        told["win_rate_interval"].append(wilson_interval(wins, len(pairs)))
+        told["count"].append(len(pairs))
+    return told
+
+
+def write_turns(folder: Path, dialogues: list[Dialogue], num_turns: int) -> None:
+    """`turn-{h}.jsonl`: the opening as prompt, and the dialogue from there to turn h as response."""
+    for turn in range(num_turns):
+        lines = []
+        for dialogue in dialogues:
+            opening = dialogue.before(0).messages
+            said = dialogue.through(min(turn, dialogue.num_turns - 1))[len(opening) :]
+            text = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+            lines.append({"index": dialogue.index, "prompt": opening, "response": text})
+        write_jsonl(folder / f"turn-{turn + 1}.jsonl", lines)
+
+
+def show_by_turn(rows: list[dict[str, Any]]) -> None:
+    """Print mean scores and win rates turn by turn."""
+    from rich.console import Console
+    from rich.table import Table
+
+    for key, title in (("score_by_turn", "score after each turn"), ("win_rate", f"win rate over {rows[0]['model']}")):
+        table = Table(title=title)
+        table.add_column("")
+        for turn in range(len(rows[0][key])):
+            table.add_column(f"h = {turn + 1}", justify="right")
+        table.add_column("mean", justify="right")
+        for row in rows if key == "score_by_turn" else rows[1:]:
+            cells = [f"{value:.3f}" for value in row[key]]
+            if key == "win_rate":
+                cells = [f"{c} [{low:.3f}, {high:.3f}]" for c, (low, high) in zip(cells, row["win_rate_interval"])]
+            table.add_row(row["model"], *cells, f"{sum(row[key]) / len(row[key]):.3f}")
+        if table.row_count:
+            Console().print(table)
+
+
+def draw_by_turn(rows: list[dict[str, Any]], output: Path) -> Path:
+    """Win rates over the first model by turn, with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 3.4))
+    for row in rows[1:]:
+        turns = range(1, len(row["win_rate"]) + 1)
+        errors = [[abs(w - side[i]) for w, side in zip(row["win_rate"], row["win_rate_interval"])] for i in (0, 1)]
+        axis.errorbar(turns, row["win_rate"], yerr=errors, fmt="o-", ms=3, capsize=2, label=row["model"])
+    axis.axhline(0.5, color="grey", lw=0.8)
+    axis.set_xlabel("turn")
+    axis.set_ylabel(f"win rate over {rows[0]['model']}, 95%", fontsize=8)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+    return output
 
 
 # ---------------------------------------------------------------------------------------------------- reward models

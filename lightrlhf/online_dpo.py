@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +29,12 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError, check_at_least, one_line_errors, parse, to_dict
+from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import IGNORE_INDEX, Row, check_vocabulary, decode, epoch_order, load_prompts, save_split
 from lightrlhf.common.checkpoint import checkpoints, write_text
+from lightrlhf.common.iterations import keep_policy, link_checkpoint, open_directory, run_begun
 from lightrlhf.common.jsonl import read_jsonl, write_jsonl
-from lightrlhf.common.model import load_policy, load_tokenizer, resolve, starting_model, vocabulary_size
+from lightrlhf.common.model import load_policy, load_tokenizer, resolve, vocabulary_size
 from lightrlhf.common.rewards import load_function
 from lightrlhf.common.rollout import generate_rollout
 from lightrlhf.common.scoring import Encoding, Sample, find_device
@@ -117,7 +116,7 @@ def main(argv: list[str] | None = None) -> str:
     args = parse(OnlineDPOArgs, argv)
     shards = prompt_shards(args)
     held_out = load_prompts(args.data_dir, "validation")[: args.eval_prompts]
-    directory, initial = open_directory(args)
+    directory, initial = open_directory(args, "online_dpo")
     policy = initial
     evaluated(args, directory / "iteration-00", initial, initial, held_out)
     for number, prompts in enumerate(shards, start=1):
@@ -197,10 +196,7 @@ def score_and_choose(args: OnlineDPOArgs, folder: Path) -> None:
 
 def learn(args: OnlineDPOArgs, folder: Path, number: int, policy: str, initial: str) -> None:
     """Train from `policy` on what was chosen; the run is `training/…` until it is done, then `policy/`."""
-    began = [path.parent for path in (folder / "training").rglob("args.json")]
-    resume = next((run for run in began if checkpoints(run)), None)
-    if resume is None:
-        shutil.rmtree(folder / "training", ignore_errors=True)
+    resume = run_begun(folder)
     shared = {
         "data_dir": folder / "pairs",
         "log_dir": folder,
@@ -218,9 +214,7 @@ def learn(args: OnlineDPOArgs, folder: Path, number: int, policy: str, initial: 
         models = {"sft_experiment_dir": policy, "model_name": None}
         models["ref_model"] = fixed if args.reference == "initial" else None
         run_stage("dpo", args, {**values_of(args, dpo.DPOArgs), **shared, **models})
-    (run,) = [path.parent for path in (folder / "training").rglob("args.json")]
-    run.rename(folder / "policy")
-    shutil.rmtree(folder / "training")
+    keep_policy(folder)
 
 
 def write_best(args: OnlineDPOArgs, folder: Path) -> None:
@@ -345,51 +339,6 @@ def mean(values: Any) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ files
-def open_directory(args: OnlineDPOArgs) -> tuple[Path, str]:
-    """The experiment dir, new or that of `--resume_from`, and the initial policy, which `args.json` keeps.
-
-    Raises: UsageError when it cannot be written, was begun with other arguments, or starts from no folder.
-    """
-    if args.resume_from:
-        stored = json.loads((Path(args.resume_from) / "args.json").read_text(encoding="utf-8"))
-        if stored.get("program") != "online_dpo":
-            raise UsageError(f"--resume_from {args.resume_from} is a run of {stored.get('program')}, not of online_dpo")
-        changed = [k for k, v in to_dict(args).items() if k not in ("resume_from", "iterations") and v != stored.get(k)]
-        if changed:
-            raise UsageError(
-                f"--resume_from {args.resume_from}: {changed[0]} was {stored.get(changed[0])} there; start a new run"
-            )
-        return Path(args.resume_from), stored["initial"]
-    source, flag = starting_model(args)
-    initial = resolve(source, flag)  # of an experiment dir its newest checkpoint now, whatever comes later
-    if not Path(initial).is_dir():
-        raise UsageError(f"{flag} {source} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
-    data = Path(args.data_dir).resolve()
-    parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
-    directory = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                directory.mkdir()
-                break
-            except FileExistsError:  # two runs of one second
-                directory = directory.with_name(f"{directory.name}x")
-    except OSError as problem:
-        raise UsageError(f"--log_dir {args.log_dir} cannot be written: {problem.strerror}") from None
-    write_text(
-        directory / "args.json", json.dumps({**to_dict(args), "program": "online_dpo", "initial": initial}, indent=1)
-    )
-    return directory, initial
-
-
-def link_checkpoint(directory: Path, number: int, policy: str) -> None:
-    """Show an iteration's policy as a checkpoint of the experiment dir, so that it is all the next stage needs."""
-    link = directory / f"checkpoint-{number:06d}"
-    if not link.is_symlink():
-        link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))
-
-
 def results_of(directory: Path) -> list[dict[str, float]]:
     """One row per evaluated iteration, with its pairs, reward queries and both summed up."""
     rows: list[dict[str, float]] = []

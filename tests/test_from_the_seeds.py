@@ -68,6 +68,7 @@ PROGRAMS = [
             "generate",
             "annotate",
             "online_dpo",
+            "refuel",
             "reflect_rl",
             "evaluate",
             "judge",

@@ -29,8 +29,10 @@ COMMON = [
     "scoring",
     "chat",
     "desk",
+    "dialogue",
     "roofline",
     "run",
+    "iterations",
 ]  # earlier ones only
 EDGES = {  # beside `common`
     "online_dpo": {"dpo", "sft", "generate", "annotate"},

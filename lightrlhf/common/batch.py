@@ -30,6 +30,8 @@ COLUMNS = {
     "finetune": {"prompt_len", "input_ids", "targets"},
     "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
     "prompts": {"prompt_len", "input_ids", "columns"},
+    "dialogue": {"messages", "input_ids", "turn_spans"},
+    "refuel": {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask", "reward")},
 }
 Row = dict[str, Any]
 AnyBatch = TypeVar("AnyBatch", bound="Batch")
@@ -255,6 +257,12 @@ def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     ids = [row["chosen_input_ids"] for row in rows] + [row["rejected_input_ids"] for row in rows]
     prompt_lens = [row["prompt_len"] for row in rows] * 2
     return _pad(ids, [_behind(n, len(row)) for row, n in zip(ids, prompt_lens)], pad_id)
+
+
+def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
+    """2B right-padded rows of dialogues, the B chosen ones first; each brings its own mask of actions."""
+    sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
+    return _pad(*([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask")), pad_id)
 
 
 def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -83,8 +83,10 @@ class FunctionScorer:
         return torch.tensor(scores, device=rollout.input_ids.device)
 
 
-def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """The function behind `package.module:name`. Raises: UsageError naming `flag`."""
+def load_function(
+    path: str, flag: str, shape: str = "f(prompts, completions, **columns) -> list[float]"
+) -> Callable[..., Any]:
+    """The function behind `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
     module, colon, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -93,7 +95,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     if not colon or not callable(function):
         raise UsageError(f"{flag} {path} is not of the form package.module:function")
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        raise UsageError(f"{flag} {path} must accept **columns: f(prompts, completions, **columns) -> list[float]")
+        raise UsageError(f"{flag} {path} must accept **columns: {shape}")
     return function
 
 

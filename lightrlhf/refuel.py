@@ -1,0 +1,684 @@
+"""REFUEL: multi-turn RLHF by regressing the relative future (Gao et al. 2024, 2410.04612).
+
+Two replies y, y' to one prefix, turn h of a dialogue, are each rolled on by the policy itself, with a user, to a later
+turn. R and R' are the scores there; their difference is an unbiased difference of Q values, so no critic is needed.
+With S the log-probability of turn h's tokens alone, at the sampling temperature, the policy learns by least squares
+
+    L = ([S(y) - S_old(y)] - [S(y') - S_old(y')] - eta (R - R'))^2,  averaged over pairs
+
+One turn is REBEL (Gao et al. 2024, 2404.16767). Setting one makes files, stage by stage, in iterations:
+
+    iteration-01/dialogues.jsonl   generate: roll out, sample horizon and turn, roll out again from there
+                 rewards.jsonl     rank: the score of every prefix of both
+                 pairs/            tokenize: filtered refuel_{train,validation,test}.pt, report.json
+                 policy/           train; evaluation.json: scores by turn on held-out dialogues
+
+What is there is not done again. `--setting online` generates while it trains, on dialogues whose user turns are fixed.
+The baselines of the paper are two flags: `--prefix` (whose dialogue precedes turn h) and `--turn` (which turn learns).
+Left out: learning all turns of a dialogue at once, which would bias the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightrlhf import annotate
+from lightrlhf.common.args import (
+    GenerationArgs,
+    ModelArgs,
+    TrainArgs,
+    UsageError,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+    one_line_errors,
+    parse,
+)
+from lightrlhf.common.batch import (
+    Batch,
+    Row,
+    check_vocabulary,
+    decode,
+    dialogue_pair_batch,
+    epoch_order,
+    load_split,
+    micro_batches,
+    save_split,
+)
+from lightrlhf.common.checkpoint import checkpoints, write_text
+from lightrlhf.common.dialogue import (
+    Dialogue,
+    UserArgs,
+    as_row,
+    from_row,
+    load_dialogues,
+    load_user,
+    mixed,
+    roll_out,
+    score_turns,
+)
+from lightrlhf.common.iterations import keep_policy, link_checkpoint, open_directory, run_begun
+from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.common.model import (
+    Policy,
+    check_positions,
+    count_parameters,
+    load_policy,
+    load_tokenizer,
+    policy_inputs,
+    vocabulary_size,
+)
+from lightrlhf.common.rollout import generate
+from lightrlhf.common.run import Run
+from lightrlhf.common.scoring import find_device
+
+INVALID_REWARD = -99999.0  # of a prefix that the scorer gave no number
+CHUNK = 256  # dialogues between two writes
+SIDES = ("first", "second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
+    """Multi-turn RLHF by regressing the relative future."""
+
+    experiment_name: str = "rlhf-refuel"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
+    """One stage of the first unfinished iteration, or all stages of all iterations."""
+    iterations: int = 1
+    """How often all stages are done, each time from the last policy."""
+    output_dir: str | None = None
+    """Experiment dir to write, or to go on with; below `log_dir` when not given."""
+    sft_experiment_dir: str | None = None
+    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
+    num_data: int = 0
+    """Dialogues of an iteration, in a seeded order of the training split, which goes round; 0 takes all."""
+    horizon: Literal["random", "final"] = "random"
+    """Turn whose score counts: uniform over the turns, or always the last one."""
+    prefix: Literal["policy", "dataset"] = "policy"
+    """Whose dialogue precedes the turn that learns: the policy's own, or the data's."""
+    turn: Literal["random", "last"] = "random"
+    """Turn that learns: uniform up to the horizon, or the last turn alone."""
+    loss_type: Literal["refuel", "dpo"] = "refuel"
+    """Regress the difference of scores (refuel), or learn only which of the two is higher (multi-turn dpo)."""
+    eta: float = 1.0
+    """Factor on the difference of scores: how far one iteration goes."""
+    beta: float = 0.1
+    """Temperature of the implicit reward of `--loss_type dpo`."""
+    total_length: int = 2048
+    """Longest dialogue to the turn that learns, in tokens; longer ones are dropped."""
+    temperature: float = 0.8
+    """Divides the logits, for sampling and for every log-probability of the samples."""
+    validation_percentage: float = 0.05
+    """Share of dialogues whose pairs go into the validation split, and as many into the test split."""
+    rm_experiment_dir: str | None = None
+    """Reward model that scores dialogues."""
+    rm_chat_template: bool = False
+    """Show a prompt that is plain text to the reward model as a user message of its chat template."""
+    reward_function: str | None = None
+    """Python function by `package.module:function` instead: f(prompts, completions, **columns) -> list of floats."""
+    rollout_mini_batch_size: int = 64
+    """Slots of the generation engine, and rows per pass of the reward model."""
+    eval_dialogues: int = 100
+    """Dialogues of the validation split that an iteration is evaluated on, the first ones; 0 switches it off."""
+    print_sample_output_freq: int = 0
+    """Steps between samples of the policy in `samples.jsonl`; 0 writes none."""
+    learning_rate: float = 3e-7
+    """Peak learning rate."""
+    optimizer_eps: float = 1e-8
+    """Added to the denominator of the optimiser's step."""
+    lr_warmup_ratio: float | None = 0.1
+    """Share of all steps for a linear warm-up from 0, instead of `lr_warmup_steps`."""
+    disable_dropout: bool = True
+    """Set the probability of every dropout module to 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_model()
+        self.check_generation()
+        self.check_user()
+        check_data_dir(self)
+        find_device(self.accelerator)
+        for name in ("iterations", "total_length", "rollout_mini_batch_size"):
+            check_at_least(self, name, 1)
+        for name in ("num_data", "eval_dialogues", "print_sample_output_freq"):
+            check_at_least(self, name, 0)
+        check_positive(self, "learning_rate", "eta", "beta")
+        if not 0 <= self.validation_percentage < 0.5:
+            raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 0.5), such as 0.05")
+        if self.model_name is None and self.sft_experiment_dir is None:
+            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
+        if (self.rm_experiment_dir is None) == (self.reward_function is None):
+            raise ValueError("--rm_experiment_dir or --reward_function is needed, and not both: what scores dialogues")
+        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
+            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        if not self.do_sample:
+            raise ValueError("--do_sample False would give the same reply each time; pairs need sampling")
+
+
+# ------------------------------------------------------------------------------------------------------------- loss
+def refuel_loss(logps: Tensor, old_logps: Tensor, rewards: Tensor, eta: float) -> Tensor:
+    """REFUEL's loss of each pair: (2B,) all, the first sides before the second ones -> (B,).
+
+    ([S - S_old] - [S' - S'_old] - eta (R - R'))^2 with S summed over turn h's tokens (Gao et al. 2024, 2410.04612,
+    eq. 8, there divided by eta inside the square). With one turn it is REBEL's.
+    """
+    return (future(logps, old_logps) - eta * gap(rewards)).pow(2)
+
+
+def pairwise_loss(logps: Tensor, old_logps: Tensor, rewards: Tensor, beta: float) -> Tensor:
+    """Multi-turn DPO on the same pairs: -log sigmoid(beta ([S - S_old] - [S' - S'_old])) with S of the side that has
+    the higher score; 0 where both are equal: (2B,) all -> (B,)."""
+    sign = gap(rewards).sign()
+    return -F.logsigmoid(sign * beta * future(logps, old_logps)) * sign.abs()
+
+
+def future(logps: Tensor, old_logps: Tensor) -> Tensor:
+    """[S - S_old] - [S' - S'_old]: (2B,) -> (B,), the difference of scores that the policy stands for, times eta."""
+    return gap(logps - old_logps)
+
+
+def gap(values: Tensor) -> Tensor:
+    """First side less second side: (2B,) -> (B,)."""
+    first, second = values.chunk(2)
+    return first - second
+
+
+def turn_logps(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
+    """S, the log-probability of the actions of each row, which are one turn's tokens: -> (2B,)."""
+    return model(**policy_inputs(batch), temperature=temperature).logprobs.sum(1)
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    args = parse(RefuelArgs, argv)
+    directory, policy = open_directory(args, "refuel")
+    evaluated(args, directory / "iteration-00", policy)
+    for number in range(1, args.iterations + 1):
+        folder = directory / f"iteration-{number:02d}"
+        is_new = not (folder / "policy").is_dir()
+        if is_new:
+            for name in STAGES if args.stage == "all" else (args.stage,):
+                STAGES[name](args, directory, folder, number, policy)
+        if not (folder / "policy").is_dir():
+            break  # of one stage alone
+        policy = str(checkpoints(folder / "policy")[-1])
+        link_checkpoint(directory, number, policy)
+        evaluated(args, folder, policy)
+        report(directory)
+        if is_new and args.stage != "all":
+            break
+    print(f"finished: {directory}")
+    return str(directory)
+
+
+def needs(path: Path, stage: str) -> None:
+    """Raises: UsageError when the stage before has not been done."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; run --stage {stage} before, or --stage all")
+
+
+# --------------------------------------------------------------------------------------------------------- generate
+def generate_dialogues(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
+    """Write `dialogues.jsonl`: two dialogues a line with a common prefix, and which turn and horizon they are of.
+
+    A chunk that a kill cut is rolled out again in the same batches, so nothing changes.
+    """
+    from tqdm import tqdm
+
+    rows = dialogues_in(args.data_dir, "train")
+    size = args.num_data or len(rows)
+    chosen = [nth_opening(rows, place, args.seed) for place in range((number - 1) * size, number * size)]
+    with JsonlWriter(folder / "dialogues.jsonl", {"iteration": number, "num_rows": size}) as writer:
+        done = len(writer.rows)
+        if done == size:
+            return
+        device = find_device(args.accelerator)
+        tokenizer = load_tokenizer(args.data_dir, policy)
+        model = load_policy(policy, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer).eval().to(device)
+        check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
+        user = load_user(args, device, args.rollout_mini_batch_size)
+        bar = tqdm(total=size, initial=done, desc=f"generate {number}", unit=" dialogues")
+        for start in range(done // CHUNK * CHUNK, size, CHUNK):
+            lines = branch(args, model, tokenizer, chosen[start : start + CHUNK], user)
+            writer.append(*lines[max(done - start, 0) :])
+            bar.update(len(lines) - max(done - start, 0))
+        bar.close()
+
+
+def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
+    """The dialogue at a place of the endless seeded order; its index is the place, which no other dialogue has."""
+    epoch, within = divmod(place, len(rows))
+    return dataclasses.replace(rows[seeded_order(len(rows), seed, epoch)[within]], index=place)
+
+
+seeded_order = functools.cache(epoch_order)
+dialogues_in = functools.cache(load_dialogues)
+
+
+def branch(args: RefuelArgs, policy: Policy, tokenizer: Any, rows: Sequence[Dialogue], user: Any) -> list[Row]:
+    """Two dialogues from each row that part at a sampled turn h and go on to a sampled horizon l, as JSON lines."""
+
+    def rolled(dialogues: list[Dialogue], num_turns: Any, side: int) -> list[Dialogue]:
+        seed, slots = mixed(args.seed, side), args.rollout_mini_batch_size
+        return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots)
+
+    if args.prefix == "policy":
+        whole = rolled([row.before(0) for row in rows], args.num_turns, 0)
+        places = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in whole]
+        both = [whole]
+    else:  # a dialogue of the data that stops before turn h, gone on with twice
+        whole, both = list(rows), []
+        horizons = [args.num_turns if args.turn == "random" else row.num_turns for row in rows]
+        places = [sample_turn(args, row.index, n, row.num_turns) for row, n in zip(rows, horizons)]
+    starts = [row.before(turn) for row, (turn, _) in zip(whole, places)]
+    ends = [horizon + 1 for _, horizon in places]
+    both += [rolled(starts, ends, side) for side in range(len(both), 2)]
+    known = [{k: v for k, v in row.columns.items() if k != "user_turns"} for row in rows]
+    return [
+        {"index": row.index, "turn": h, "horizon": last, **columns_of(known[i])}
+        | {side: as_row(dialogues[i]) for side, dialogues in zip(SIDES, both)}
+        for i, (row, (h, last)) in enumerate(zip(rows, places))
+    ]
+
+
+def columns_of(columns: Row) -> Row:
+    return {"columns": columns} if columns else {}
+
+
+def sample_turn(args: RefuelArgs, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:
+    """Turn h and horizon l of a dialogue of `num_turns`, counted from 0; the seed and its index tell which.
+
+    l is uniform over the turns, or the last; h is uniform up to l among the turns that have a prefix.
+    """
+    rng = random.Random(f"{args.seed} {index}")
+    last = num_turns - 1
+    if args.turn == "last":
+        return last, last
+    horizon = last if args.horizon == "final" else rng.randint(0, last)
+    return rng.randint(0, min(horizon, num_prefixes - 1)), horizon
+
+
+# ------------------------------------------------------------------------------------------------- rank and tokenize
+def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
+    """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
+    needs(folder / "dialogues.jsonl", "generate")
+    rows = read_jsonl(folder / "dialogues.jsonl")
+    content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
+    with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
+        done = len(writer.rows)
+        if done == len(rows):
+            return
+        scorer = annotate.make_scorer(annotation(args, folder))
+        for start in range(done // CHUNK * CHUNK, len(rows), CHUNK):
+            chunk = rows[start : start + CHUNK]
+            scores = score_turns(scorer, [dialogue_of(row, side) for row in chunk for side in SIDES])
+            scores = [[INVALID_REWARD if score is None else score for score in turns] for turns in scores]
+            lines = [
+                {"index": row["index"], "first": first, "second": second}
+                for row, first, second in zip(chunk, scores[::2], scores[1::2])
+            ]
+            writer.append(*lines[max(done - start, 0) :])
+
+
+def annotation(args: RefuelArgs, folder: Path) -> annotate.AnnotateArgs:
+    """The flags of `annotate` that choose the scorer."""
+    names = ("rm_experiment_dir", "rm_chat_template", "reward_function", "trust_remote_code", "accelerator")
+    return annotate.AnnotateArgs(
+        responses_file=__file__,  # unread: only the scorer is made
+        mini_batch_size=args.rollout_mini_batch_size,
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def dialogue_of(row: Row, side: str) -> Dialogue:
+    return from_row(row[side], row["index"], row.get("columns", {}))
+
+
+def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
+    """Write `pairs/refuel_{train,validation,test}.pt` and `report.json` with what was dropped and why.
+
+    Raises: UsageError when no pair is left to train on.
+    """
+    if (folder / "pairs" / "report.json").is_file():
+        return
+    needs(folder / "rewards.jsonl", "rank")
+    rows, rewards = read_jsonl(folder / "dialogues.jsonl"), read_jsonl(folder / "rewards.jsonl")
+    counts: Counter[str] = Counter()
+    splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
+    for row, scores in zip(rows, rewards, strict=True):
+        pair = make_pair(args, row, scores)
+        counts["pairs" if isinstance(pair, dict) else pair] += 1
+        if isinstance(pair, dict):
+            splits[split_of(args, row)].append(pair)
+    told = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    if not splits["train"]:
+        raise UsageError(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {told}")
+    for split, members in splits.items():
+        if members:
+            save_split(folder / "pairs", "refuel", split, members)
+    load_tokenizer(args.data_dir, policy).save_pretrained(folder / "pairs" / "tokenizer")
+    queries = sum(len(scores[side]) for scores in rewards for side in SIDES)
+    firsts = [scores["first"] for scores in rewards]
+    told_by_turn = [mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
+    summary = {"counts": dict(counts), "rows": {k: len(v) for k, v in splits.items()}}
+    summary |= {"reward_queries": queries, "score_by_turn": told_by_turn}
+    write_text(folder / "pairs" / "report.json", json.dumps(summary, indent=1))
+    print(f"{folder / 'pairs'}: {told}")
+
+
+def make_pair(args: RefuelArgs, row: Row, scores: Row) -> Row | str:
+    """A row of `refuel_*.pt`, the side with the higher score as `chosen`; else why there is none.
+
+    A dialogue that its user ended before the horizon counts by its last turn; the sides share all before turn h.
+    """
+    turn, sides = row["turn"], [dialogue_of(row, side) for side in SIDES]
+    if any(side.num_turns <= turn or (side.full and side.num_turns <= row["horizon"]) for side in sides):
+        return "without room for the horizon"
+    if INVALID_REWARD in (*scores["first"], *scores["second"]):
+        return "without a valid reward"
+    if sides[0].turn_ids(turn) == sides[1].turn_ids(turn):
+        return "the same reply twice"
+    if max(side.turn_spans[turn][1] for side in sides) > args.total_length:
+        return "too long"
+    rewards = [values[min(row["horizon"], len(values) - 1)] for values in (scores["first"], scores["second"])]
+    pair: Row = {"columns": {"turn": turn, "horizon": row["horizon"]}}
+    order = (0, 1) if rewards[0] >= rewards[1] else (1, 0)
+    for name, side in zip(("chosen", "rejected"), order):
+        start, end = sides[side].turn_spans[turn]
+        pair[f"{name}_input_ids"] = sides[side].input_ids[:end]
+        pair[f"{name}_action_mask"] = torch.arange(1, end) >= start  # (T-1,)
+        pair[f"{name}_reward"] = rewards[side]
+    return pair
+
+
+def split_of(args: RefuelArgs, row: Row) -> str:
+    """The split of a dialogue's pair, by its opening and the seed alone, so that no opening is in two."""
+    opening = row["first"]["input_ids"][: row["first"]["turn_spans"][0][0]]
+    share = int.from_bytes(hashlib.sha256(repr((args.seed, opening)).encode()).digest()[:8], "big") / 2**64
+    held_out = args.validation_percentage
+    return "validation" if share < held_out else "test" if share < 2 * held_out else "train"
+
+
+# ------------------------------------------------------------------------------------------------------------ train
+def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
+    """Train from `policy` on the pairs; the run is `training/…` until it is done, then `policy/`."""
+    if args.stage == "all" and (args.devices > 1 or args.num_nodes > 1):  # ranks are processes that start from here
+        flags = ["--resume_from", str(directory), "--stage", "train", "--iterations", str(number)]
+        done = subprocess.run([sys.executable, "-m", "lightrlhf.refuel", *flags])
+        if done.returncode:
+            sys.exit(done.returncode)
+        return
+    needs(folder / "pairs" / "report.json", "tokenize")
+    shared = {"data_dir": str(folder / "pairs"), "log_dir": str(folder), "experiment_name": "training"}
+    shared |= {"sft_experiment_dir": policy, "model_name": None, "push_to_hub": None, "output_dir": None}
+    resume = run_begun(folder)
+    run = Run(dataclasses.replace(args, **shared, resume_from=resume, seed=mixed(args.seed, number) % 2**31), "refuel")
+    learn(run)
+    if run.is_first:
+        keep_policy(folder)
+    run.fabric.barrier()
+    if not run.is_first:
+        sys.exit(0)  # the first rank goes on alone
+
+
+STAGES = {"generate": generate_dialogues, "rank": rank, "tokenize": tokenize, "train": train}
+
+
+def learn(run: Run) -> None:
+    """The training loop on the pairs of an iteration."""
+    args = run.args
+    rows = load_split(args.data_dir, "refuel", "train")
+    has_validation = args.eval_interval and (Path(args.data_dir) / "refuel_validation.pt").is_file()
+    validation = load_split(args.data_dir, "refuel", "validation") if has_validation else []
+    tokenizer = load_tokenizer(args.data_dir, args.sft_experiment_dir)
+    policy = load_policy(args.sft_experiment_dir, args, tokenizer, "--sft_experiment_dir")
+    check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
+    check_positions(rows, policy, args.data_dir)
+    run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
+    with run.phase("old log-probabilities"):
+        old = old_logps(run, policy.to(run.device), [*rows, *validation], tokenizer.pad_token_id)
+    rows, validation = with_old(rows, old[:, : len(rows)]), with_old(validation, old[:, len(rows) :])
+    num_steps, results = run.num_steps(len(rows), args.mini_batch_size), {}
+    model = run.setup("policy", policy, args.learning_rate, num_steps)
+    for step in run.steps(num_steps):
+        started = time.perf_counter()
+        batch = run.global_batch(rows, step, args.mini_batch_size)
+        with run.phase("update"):
+            metrics = train_step(run, model, batch, tokenizer.pad_token_id)
+        run.step += 1
+        if run.due(args.log_interval, num_steps):
+            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
+        if validation and run.due(args.eval_interval, num_steps):
+            with run.phase("evaluation"):
+                results = validate(run, model, validation, tokenizer.pad_token_id)
+            run.log(results)
+        if args.print_sample_output_freq and run.due(args.print_sample_output_freq, num_steps):
+            log_samples(run, policy, batch[:2], tokenizer)
+        if run.due(args.save_interval, num_steps):
+            run.save(policy, tokenizer)
+    run.finish(results)
+
+
+def old_logps(run: Run, policy: Policy, rows: Sequence[Row], pad_id: int) -> Tensor:
+    """S_old of both sides of all rows, (2, N), under the policy that this training begins with, on this machine.
+
+    Kept beside the pairs with a hash of the weights, the rows, precision, device and torch's version: other machines
+    round otherwise, so log-probabilities that were found elsewhere are stale.
+    """
+    path, digest = Path(run.args.data_dir) / "old_logprobs.pt", fingerprint(run, policy, rows)
+    stored = torch.load(path, weights_only=True) if path.is_file() else {}
+    if stored.get("fingerprint") == digest:
+        return stored["logps"]
+    if stored:
+        run.say(f"{path} is of another policy, precision or device: log-probabilities computed anew")
+    logps = score(run, policy, rows, pad_id).cpu()
+    if run.is_first:
+        torch.save({"fingerprint": digest, "logps": logps}, path.with_name(path.name + ".partial"))
+        path.with_name(path.name + ".partial").replace(path)
+    run.fabric.barrier()
+    return logps
+
+
+def fingerprint(run: Run, policy: Policy, rows: Sequence[Row]) -> str:
+    """SHA-256 of all that log-probabilities depend on."""
+    device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
+    about = (run.args.precision, device, torch.__version__, run.args.temperature, run.args.micro_batch_size)
+    digest = hashlib.sha256(repr(about).encode())
+    for name, tensor in policy.model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for row in rows:
+        digest.update(repr([torch.as_tensor(row[f"{s}_input_ids"]).tolist() for s in ("chosen", "rejected")]).encode())
+    return digest.hexdigest()
+
+
+def with_old(rows: Sequence[Row], logps: Tensor) -> list[Row]:
+    """The rows, each with both its old log-probabilities."""
+    return [{**row, "old_logps": pair} for row, pair in zip(rows, logps.T.tolist())]
+
+
+@torch.no_grad()
+def score(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
+    """S of both sides of N rows, dropout off, the work split over ranks: (2, N) on each."""
+    was_training = model.training
+    model.eval()
+    logps = torch.zeros(2, len(rows), device=run.device)
+    numbered = [{**row, "place": place} for place, row in enumerate(rows)]
+    for micro in run.passes(micro_batches(run.share(numbered), run.args.micro_batch_size)):
+        with run.autocast():
+            found = turn_logps(model, dialogue_pair_batch(micro, pad_id).to(run.device), run.args.temperature)
+        logps[:, [row["place"] for row in micro]] = found.float().reshape(2, -1)
+    model.train(was_training)
+    return run.sum_over_ranks(logps)
+
+
+def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict[str, float]:
+    """One optimiser step on the pairs of all ranks; returns their metrics."""
+    sums = torch.zeros(6, device=run.device)
+    micros = run.passes(micro_batches(run.share(rows), run.args.micro_batch_size))
+    for i, micro in enumerate(micros):
+        batch = dialogue_pair_batch(micro, pad_id).to(run.device)
+        with run.accumulate(model, enabled=i + 1 < len(micros)):
+            losses, told = pair_losses(run.args, turn_logps(model, batch, run.args.temperature), micro)
+            run.backward(losses.sum() / len(rows))
+        sums += told
+    return {
+        **named("train/", (run.sum_over_ranks(sums) / len(rows)).tolist()),
+        "train/grad_norm": run.optimize("policy"),
+    }
+
+
+def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Losses (B,) of rows and, without gradients, the sums (6,) that `named` names; logps (2B,), chosen ones first."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logps.device, dtype=logps.dtype)
+
+    rewards = column([row[f"{side}_reward"] for side in ("chosen", "rejected") for row in rows])  # (2B,)
+    old = column([row["old_logps"][side] for side in (0, 1) for row in rows])  # (2B,)
+    if args.loss_type == "refuel":
+        losses = refuel_loss(logps, old, rewards, args.eta)
+    else:
+        losses = pairwise_loss(logps, old, rewards, args.beta)
+    moved, wanted = future(logps, old).detach(), args.eta * gap(rewards)
+    aligned = ((moved > 0) & (wanted > 0)).float()
+    first, second = (logps - old).detach().chunk(2)
+    return losses, torch.stack([x.sum() for x in (losses.detach(), moved, wanted, aligned, first, second)])
+
+
+def named(prefix: str, means: Sequence[float]) -> dict[str, float]:
+    """Means over pairs by their names."""
+    loss, moved, wanted, aligned, chosen, rejected = means
+    return {
+        f"{prefix}loss": loss,
+        f"{prefix}future": moved,
+        f"{prefix}target": wanted,
+        f"{prefix}sign_align": aligned,
+        f"{prefix}chosen_ratio": chosen,
+        f"{prefix}rejected_ratio": rejected,
+    }
+
+
+def validate(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+    """The same metrics on held-out pairs."""
+    logps = score(run, model, rows, pad_id).reshape(-1)
+    _, sums = pair_losses(run.args, logps, rows)
+    return named("val/", (sums / len(rows)).tolist())
+
+
+def log_samples(run: Run, policy: Policy, rows: Sequence[Row], tokenizer: Any) -> None:
+    """What the policy now says at turn h of rows, beside both replies that it learned from."""
+    samples = []
+    for row in rows:
+        sides = {side: torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")}
+        start = int(torch.as_tensor(row["chosen_action_mask"]).long().argmax()) + 1
+        prefix = sides["chosen"][:start]
+        noise = torch.rand(1, run.args.max_new_tokens, generator=run.generator(run.step))
+        said = generate(policy, [prefix], run.args, [tokenizer.eos_token_id], noise, 1, tokenizer)
+        replies = {f"{side}_reply": decode(tokenizer, ids[start:]) for side, ids in sides.items()}
+        samples.append({"prefix": decode(tokenizer, prefix), "reply": decode(tokenizer, said.responses[0]), **replies})
+    run.log_samples(samples)
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
+    """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it is there.
+
+    All policies meet the same openings, noise and user; the scorer is the training's own.
+    """
+    if not args.eval_dialogues or (folder / "evaluation.json").is_file():
+        return
+    device = find_device(args.accelerator)
+    rows = [row.before(0) for row in dialogues_in(args.data_dir, "validation")[: args.eval_dialogues]]
+    tokenizer = load_tokenizer(args.data_dir, policy)
+    model = load_policy(policy, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer).eval().to(device)
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
+    slots = args.rollout_mini_batch_size
+    rolled = roll_out(model, tokenizer, rows, args.num_turns, load_user(args, device, slots), args, args.seed, slots)
+    scores = score_turns(annotate.make_scorer(annotation(args, folder)), rolled)
+    by_turn = [mean(s[h] for s in scores if len(s) > h and s[h] is not None) for h in range(args.num_turns)]
+    lengths = [end - start for row in rolled for start, end in row.turn_spans]
+    cut = [flag for row in rolled for flag in row.truncated]
+    results = {"score_by_turn": by_turn, "mean_length": mean(lengths), "truncated_ratio": mean(cut)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(rolled, scores)])
+    write_text(folder / "evaluation.json", json.dumps(results, indent=1))
+
+
+def report(directory: Path) -> None:
+    """Write `results.json` and `metrics.jsonl`, the step being the iteration, and print the last scores."""
+    rows, queries = [], 0
+    for folder in sorted(directory.glob("iteration-*")):
+        row: Row = {"iteration": int(folder.name.partition("-")[2])}
+        if (folder / "pairs" / "report.json").is_file():
+            told = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
+            queries += told["reward_queries"]
+            row |= {"pairs": told["counts"]["pairs"], "rollout_score_by_turn": told["score_by_turn"]}
+        if (folder / "evaluation.json").is_file():
+            row |= json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        rows.append({**row, "reward_queries": queries})
+    write_text(directory / "results.json", json.dumps(rows, indent=1))
+    logged = [
+        {
+            "step": row["iteration"],
+            **{f"val/score_turn_{h}": score for h, score in enumerate(row.get("score_by_turn", []), start=1)},
+            **{f"completions/{name}": row[name] for name in ("mean_length", "truncated_ratio") if name in row},
+        }
+        for row in rows
+    ]
+    write_jsonl(directory / "metrics.jsonl", logged)
+    write_text(directory / "README.md", card(directory, rows))
+    if "score_by_turn" in rows[-1]:
+        shown = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
+        print(f"iteration {rows[-1]['iteration']}: score by turn {shown}", flush=True)
+
+
+def card(directory: Path, rows: Sequence[Row]) -> str:
+    """The model card: what, from what, how, results."""
+    stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [lightrlhf, refuel]",
+        "---",
+        f"# {stored['experiment_name']}",
+        "",
+    ]
+    lines += [f"`{stored['initial']}` trained by `lightrlhf.refuel` on `{stored['data_dir']}`.", ""]
+    turns = max((len(row.get("score_by_turn", [])) for row in rows), default=0)
+    lines += ["| iteration | " + " | ".join(f"score at turn {h + 1}" for h in range(turns)) + " | reward queries |"]
+    lines += ["|---" * (turns + 2) + "|"]
+    for row in rows:
+        scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
+        lines += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
+    lines += ["", "| argument | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in stored.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def mean(values: Any) -> float:
+    values = [float(value) for value in values]
+    return sum(values) / max(len(values), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""REFUEL: its loss by plain Python, one turn's tokens alone learn, stages leave files that a kill does not change."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from helpers import (
+    CPU,
+    RunOfOneStep,
+    assert_same_gradients,
+    last_checkpoint,
+    tiny_policy,
+    weights,
+)
+
+from lightrlhf import refuel
+from lightrlhf.common.batch import dialogue_pair_batch, load_split
+from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.refuel import RefuelArgs, main, make_pair, pair_losses, pairwise_loss, refuel_loss, sample_turn
+
+SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
+SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
+SIZES += ["--validation_percentage", "0.2", "--eval_interval", "1", "--print_sample_output_freq", "1"]
+SPEAKERS = ["--user_function", "test_refuel:echo", "--reward_function", "test_refuel:vowels"]
+
+
+def vowels(prompts, completions, **columns):
+    """A reward that rarely ties."""
+    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
+
+
+def nothing_valid(prompts, completions, **columns):
+    return [float("nan")] * len(completions)
+
+
+def echo(dialogues, seeds, **columns):
+    """A user who repeats the first letters of what was said, and draws a number."""
+    return [f"You said {messages[-1]['content'][:5]} {seed % 7}?" for messages, seed in zip(dialogues, seeds)]
+
+
+@pytest.fixture(scope="module")
+def talk_data(tmp_path_factory, tokenizer):
+    """The café's conversations with a few dozen rows, in the tokens of the other tests."""
+    from datasets_prep.cafe_talk.prepare_data import main as prepare
+
+    folder = tmp_path_factory.mktemp("talk")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    flags = ["--tokenizer_name", str(folder / "tokenizer"), "--num_dialogues", "40", "--num_held_out", "8"]
+    prepare(["--destination_dir", str(folder / "data"), *flags, "--num_proc", "1"])
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def flags(talk_data, sft_dir):
+    return ["--data_dir", str(talk_data), "--sft_experiment_dir", sft_dir, *SPEAKERS, *SIZES, *CPU]
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory):
+    return Path(main([*flags, "--output_dir", str(tmp_path_factory.mktemp("refuel") / "run")]))
+
+
+# ------------------------------------------------------------------------------------------------------------- loss
+def test_the_loss_is_the_papers():
+    """By hand: chosen moved by .5, rejected by -.25, scores 3 and 1, eta .1."""
+    logps, old = torch.tensor([-2.0, -5.0]), torch.tensor([-2.5, -4.75])
+    rewards = torch.tensor([3.0, 1.0])
+    assert float(refuel_loss(logps, old, rewards, eta=0.1)) == pytest.approx((0.5 + 0.25 - 0.2) ** 2)
+    assert float(pairwise_loss(logps, old, rewards, beta=0.4)) == pytest.approx(math.log(1 + math.exp(-0.4 * 0.75)))
+    tied = torch.tensor([1.0, 1.0])
+    assert float(pairwise_loss(logps, old, tied, beta=0.4)) == 0.0
+    assert float(refuel_loss(logps, old, tied, eta=0.1)) == pytest.approx(0.75**2)
+
+
+def pairs_of(*spans: tuple[int, int, int]) -> list[dict]:
+    """Rows of a prefix, a turn and what comes behind it (`end` tokens), each with two different turns."""
+    rows, generator = [], torch.Generator().manual_seed(4)
+    for number, (start, turn, end) in enumerate(spans):
+        prefix = torch.randint(2, 61, (start,), generator=generator)
+        row = {"old_logps": [-9.0 - number, -11.0 + number]}
+        for side, reward in (("chosen", 0.7 + number), ("rejected", 0.2)):
+            ids = torch.cat([prefix, torch.randint(2, 61, (turn + end,), generator=generator)])
+            places = torch.arange(1, len(ids))
+            mask = (places >= start) & (places < start + turn)
+            row |= {f"{side}_input_ids": ids, f"{side}_action_mask": mask, f"{side}_reward": reward}
+        rows.append(row)
+    return rows
+
+
+def plain_loss(policy, rows, eta: float, temperature: float):
+    """The mean loss in float64, a row at a time, each log-probability looked up by a loop."""
+    model = policy.model.double()
+    total = 0.0
+    for row in rows:
+        moved = []
+        for side, old in zip(("chosen", "rejected"), row["old_logps"]):
+            ids = row[f"{side}_input_ids"]
+            logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
+            said = sum(
+                logits[t].log_softmax(-1)[ids[t + 1]] for t in range(len(ids) - 1) if row[f"{side}_action_mask"][t]
+            )
+            moved.append(said - old)
+        total = total + (moved[0] - moved[1] - eta * (row["chosen_reward"] - row["rejected_reward"])) ** 2
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_the_gradient_equals_a_float64_reference(talk_data, micro_batch_size):
+    rows, temperature = pairs_of((4, 5, 0), (9, 3, 0), (2, 7, 0)), 0.8
+    policy = tiny_policy("llama")
+    args = args_of(talk_data, micro_batch_size=micro_batch_size, mini_batch_size=3, eta=0.5, temperature=temperature)
+    run = RunOfOneStep(args, policy=policy)
+    metrics = refuel.train_step(run, policy, rows, pad_id=0)
+    reference = tiny_policy("llama").double()
+    loss = plain_loss(reference, rows, 0.5, temperature)
+    loss.backward()
+    loss = loss.detach()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert_same_gradients({k: v.double() for k, v in run.gradients["policy"].items()}, wanted, atol=2e-5)
+    assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+def args_of(talk_data, **given) -> RefuelArgs:
+    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": "test_refuel:vowels"}
+    return RefuelArgs(**fixed, accelerator="cpu", **given)
+
+
+def test_only_the_turns_own_tokens_have_gradient():
+    """Tokens behind the turn change nothing at all; S is the sum over the turn's tokens and no others."""
+    policy = tiny_policy("llama")
+    (row,) = pairs_of((4, 5, 3))
+    batch = dialogue_pair_batch([row], pad_id=0)
+    changed = {k: v.clone() if torch.is_tensor(v) else v for k, v in row.items()}
+    changed["chosen_input_ids"][9:] = 7
+    told = [refuel.turn_logps(policy, b, 1.0) for b in (batch, dialogue_pair_batch([changed], pad_id=0))]
+    assert torch.equal(told[0], told[1])
+    assert batch.action_mask.sum(1).tolist() == [5, 5]
+    spoken = policy(batch.input_ids, batch.attention_mask, batch.attention_mask[:, 1:]).logprobs
+    assert torch.allclose(told[0], spoken[:, 3:8].sum(1), atol=1e-5)
+    changed["chosen_input_ids"][6] = (changed["chosen_input_ids"][6] + 1) % 61
+    assert not torch.equal(told[0][:1], refuel.turn_logps(policy, dialogue_pair_batch([changed], pad_id=0), 1.0)[:1])
+
+
+def test_one_turn_is_rebel_bitwise(talk_data):
+    """REBEL (2404.16767, eq. 2) on prompt and response alone, written from that paper."""
+    rows = pairs_of((4, 5, 0), (6, 2, 0))
+    policy = tiny_policy("llama")
+    batch = dialogue_pair_batch(rows, pad_id=0)
+    ours, _ = pair_losses(args_of(talk_data, eta=0.5), refuel.turn_logps(policy, batch, 0.8), rows)
+    behind_prompt = batch.attention_mask[:, 1:] & (
+        torch.arange(1, batch.input_ids.shape[1]) >= torch.tensor([4, 6, 4, 6])[:, None]
+    )
+    logps = policy(batch.input_ids, batch.attention_mask, behind_prompt, temperature=0.8).logprobs.sum(1)
+    old = torch.tensor([row["old_logps"][side] for side in (0, 1) for row in rows])
+    rewards = torch.tensor([row[f"{side}_reward"] for side in ("chosen", "rejected") for row in rows])
+    ratio, reward = (logps - old).chunk(2), rewards.chunk(2)
+    assert torch.equal(ours, ((ratio[0] - ratio[1]) - 0.5 * (reward[0] - reward[1])) ** 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ pairs
+def test_turns_and_horizons_are_what_the_flags_say(talk_data):
+    def places(**given):
+        args = args_of(talk_data, **given)
+        return [sample_turn(args, index, 5, 5) for index in range(3000)]
+
+    drawn = places()
+    assert all(h <= last for h, last in drawn)
+    shares = [sum(last == t for _, last in drawn) / len(drawn) for t in range(5)]
+    assert max(abs(share - 0.2) for share in shares) < 0.03
+    at_end = [h for h, last in drawn if last == 4]
+    assert max(abs(sum(h == t for h in at_end) / len(at_end) - 0.2) for t in range(5)) < 0.06
+    final = places(horizon="final")
+    assert {last for _, last in final} == {4} and {h for h, _ in final} == set(range(5))
+    assert set(places(turn="last")) == {(4, 4)}
+    assert drawn != places(seed=7) and drawn == places()
+    few = args_of(talk_data)
+    assert max(sample_turn(few, index, 5, 2)[0] for index in range(200)) == 1  # the data's dialogue has two turns
+
+
+def line(first: list[int], second: list[int], horizon: int = 1) -> dict:
+    """A line of `dialogues.jsonl`: both share the first turn and part at the second."""
+    sides = {}
+    for name, reply in (("first", first), ("second", second)):
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+        ids = [2, 3, 4, 5, 6, *reply]
+        spans = [[1, 3], [5, len(ids)]]
+        sides[name] = {"messages": messages, "input_ids": ids, "turn_spans": spans}
+        sides[name] |= {"truncated": [False, False], "full": False}
+    return {"index": 0, "turn": 1, "horizon": horizon, **sides}
+
+
+def test_a_pair_has_the_better_side_as_chosen_and_its_turn_as_mask(talk_data):
+    args = args_of(talk_data, total_length=9)
+    row = line([7, 8, 1], [9, 1])
+    pair = make_pair(args, row, {"first": [0.0, 1.0], "second": [0.0, 2.5]})
+    assert pair["chosen_input_ids"] == [2, 3, 4, 5, 6, 9, 1] and pair["chosen_reward"] == 2.5
+    assert pair["rejected_input_ids"] == [2, 3, 4, 5, 6, 7, 8, 1] and pair["rejected_reward"] == 1.0
+    assert pair["chosen_action_mask"].tolist() == [False] * 4 + [True] * 2
+    assert pair["rejected_action_mask"].tolist() == [False] * 4 + [True] * 3
+    early = line([7, 8, 1], [9, 1], horizon=4)  # a user who had nothing more to say: the last turn counts
+    assert make_pair(args, early, {"first": [0.0, 1.0], "second": [0.0, 2.5]})["chosen_reward"] == 2.5
+    for values, why in (
+        ({"first": [0.0, refuel.INVALID_REWARD], "second": [0.0, 1.0]}, "without a valid reward"),
+        ({"first": [refuel.INVALID_REWARD, 1.0], "second": [0.0, 1.0]}, "without a valid reward"),
+    ):
+        assert make_pair(args, row, values) == why
+    good = {"first": [0.0, 1.0], "second": [0.0, 2.0]}
+    assert make_pair(args, line([7, 1], [7, 1]), good) == "the same reply twice"
+    assert make_pair(args, line([7, 8, 8, 8, 1], [9, 1]), good) == "too long"
+    full = line([7, 1], [9, 1], horizon=2)
+    full["second"]["full"] = True
+    assert make_pair(args, full, good) == "without room for the horizon"
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+def test_every_stage_leaves_its_files(finished, flags):
+    lines = [row for t in (1, 2) for row in read_jsonl(finished / f"iteration-0{t}" / "dialogues.jsonl")]
+    assert [row["index"] for row in lines] == list(range(20))
+    for row in lines:
+        first, second = row["first"], row["second"]
+        start = first["turn_spans"][row["turn"]][0]
+        assert first["input_ids"][:start] == second["input_ids"][:start]
+        assert second["turn_spans"][: row["turn"]] == first["turn_spans"][: row["turn"]]
+        assert len(first["turn_spans"]) == 3 and len(second["turn_spans"]) == row["horizon"] + 1
+    assert len({json.dumps(row["first"]["input_ids"]) for row in lines}) == 20  # no dialogue comes twice
+    rewards = read_jsonl(finished / "iteration-01" / "rewards.jsonl")
+    said = [m["content"] for m in lines[0]["first"]["messages"] if m["role"] == "assistant"]
+    assert rewards[0]["first"] == vowels(None, said)
+    pairs = load_split(finished / "iteration-01" / "pairs", "refuel", "train")
+    assert all(row["chosen_reward"] >= row["rejected_reward"] for row in pairs)
+    told = json.loads((finished / "iteration-01" / "pairs" / "report.json").read_text())
+    assert sum(told["rows"].values()) == told["counts"]["pairs"] and told["reward_queries"] > 30
+    rows = json.loads((finished / "results.json").read_text())
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and len(rows[2]["score_by_turn"]) == 3
+    assert weights(last_checkpoint(finished)) == weights(last_checkpoint(finished / "iteration-02" / "policy"))
+    assert weights(last_checkpoint(finished)) != weights(last_checkpoint(finished / "iteration-01" / "policy"))
+    samples = read_jsonl(finished / "iteration-01" / "policy" / "samples.jsonl")
+    assert {"prefix", "reply", "chosen_reply", "rejected_reply"} <= samples[0].keys()
+    assert "score at turn 3" in (finished / "README.md").read_text()
+
+
+def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, capsys):
+    from lightrlhf.evaluate import main as evaluate
+
+    judged = ["--by_turn", "True", "--num_turns", "2", "--max_new_tokens", "4", "--data_dir", str(talk_data)]
+    judged += ["--user_function", "datasets_prep.cafe_talk.guest:guest", "--accelerator", "cpu"]
+    start, trained = evaluate(["--experiment_dir", sft_dir, str(finished), *judged])
+    assert start["win_rate"] == [0.5, 0.5] and len(trained["win_rate_interval"]) == 2
+    turns = read_jsonl(finished / "eval" / "test" / "turn-2.jsonl")
+    assert turns[0]["response"].startswith("assistant: ") and "\n\nuser: " in turns[0]["response"]
+    assert (Path(sft_dir) / "eval" / "test_by_turn.png").stat().st_size > 5_000
+
+
+def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path):
+    for stage in ("rank", "train"):
+        with pytest.raises(SystemExit):
+            main([*flags, "--output_dir", str(tmp_path / stage), "--stage", stage])
+    run = tmp_path / "run"
+    flags = [*flags, "--output_dir", str(run)]
+    for stage in ("generate", "rank", "tokenize", "train"):
+        main([*flags, "--stage", stage])
+    assert not (run / "iteration-02").exists()
+    main(["--resume_from", str(run), "--stage", "all"])
+    assert_same_run(run, finished)
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    for t in (1, 2):
+        for name in ("dialogues.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json", "pairs/report.json"):
+            assert (run / f"iteration-0{t}" / name).read_bytes() == (other / f"iteration-0{t}" / name).read_bytes(), (
+                name
+            )
+        ours, theirs = (last_checkpoint(where / f"iteration-0{t}" / "policy") for where in (run, other))
+        assert weights(ours) == weights(theirs)
+    assert (run / "results.json").read_bytes() == (other / "results.json").read_bytes()
+
+
+STOPS = ["iteration-01/training/**/checkpoint-000001", "iteration-02/dialogues.jsonl"]
+
+
+def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
+    environment = helpers.environment()
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the user and the reward
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "lightrlhf.refuel"]
+    flags = [*flags, "--output_dir", str(run), "--save_interval", "1"]
+    quiet = subprocess.DEVNULL
+    for stop in STOPS:
+        process = subprocess.Popen([*command, *flags], env=environment, stdout=quiet, stderr=quiet)
+        end = time.monotonic() + 120
+        while process.poll() is None and not any(run.glob(stop)) and time.monotonic() < end:
+            time.sleep(0.005)
+        process.kill()
+        process.wait(20)
+        assert any(run.glob(stop))
+    subprocess.run([*command, *flags], env=environment, stdout=quiet, timeout=200, check=True)
+    assert_same_run(run, finished)
+
+
+def test_a_half_written_line_is_written_again(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    for name in ("dialogues.jsonl", "rewards.jsonl"):
+        path = run / "iteration-02" / name
+        path.write_bytes(path.read_bytes()[:-40])
+    for name in ("policy", "pairs"):
+        shutil.rmtree(run / "iteration-02" / name)
+    (run / "checkpoint-000002").unlink()
+    (run / "iteration-02" / "evaluation.json").unlink()
+    stored = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run)}))
+    main(["--resume_from", str(run)])
+    assert_same_run(run, finished)
+
+
+def test_old_log_probabilities_of_another_machine_are_stale(finished, tmp_path, capsys):
+    """Kept ones are taken only where the hash of weights, precision and device is the same."""
+    path = finished / "iteration-01" / "pairs" / "old_logprobs.pt"
+    stored = torch.load(path, weights_only=True)
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "iteration-01" / "policy")
+    shutil.rmtree(run / "iteration-02")
+    for link in run.glob("checkpoint-*"):
+        link.unlink()
+    mine = run / "iteration-01" / "pairs" / "old_logprobs.pt"
+    args = json.loads((run / "args.json").read_text()) | {"output_dir": str(run)}
+    (run / "args.json").write_text(json.dumps(args))
+    torch.save({"fingerprint": "of another machine", "logps": stored["logps"] + 1}, mine)
+    main(["--resume_from", str(run), "--stage", "train"])
+    assert "computed anew" in capsys.readouterr().out
+    again = torch.load(mine, weights_only=True)
+    assert again["fingerprint"] == stored["fingerprint"] and torch.equal(again["logps"], stored["logps"])
+
+
+@pytest.mark.parametrize("prefix", ["dataset", "policy"])
+def test_the_baselines_are_two_flags(flags, talk_data, tmp_path, prefix):
+    """Last turn only: both sides end with the turn that learns; from the data's dialogue, its tokens come before."""
+    run = Path(main([*flags, "--iterations", "1", "--turn", "last", "--prefix", prefix, "--output_dir", str(tmp_path)]))
+    known = {tuple(row["input_ids"].tolist()) for row in load_split(talk_data, "dialogue", "train")}
+    for row in read_jsonl(run / "iteration-01" / "dialogues.jsonl"):
+        assert row["turn"] == row["horizon"] == 2 and len(row["first"]["turn_spans"]) == 3
+        start = row["first"]["turn_spans"][2][0]
+        of_data = any(ids[:start] == tuple(row["first"]["input_ids"][:start]) for ids in known)
+        assert of_data == (prefix == "dataset")
+
+
+def test_no_valid_reward_is_told_in_one_line(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, "--output_dir", str(tmp_path), "--reward_function", "test_refuel:nothing_valid"])
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "gives no pair to train on: 10 without a valid reward" in told
