@@ -38,6 +38,8 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.reflect_rl": ACT,
+    "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
+    "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
     "rloo": [*LEARN, "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir"}  # not ours to test
@@ -199,7 +201,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     assert explained == logged
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "refuel"])
 def test_every_flag_of_its_own_is_explained(algorithm):
     from lightrlhf.common.args import GenerationArgs, ModelArgs, TrainArgs
 
