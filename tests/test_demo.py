@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-from helpers import CPU
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
-pytest.importorskip("gradio", reason="needs pip install 'lightrlhf[demo]'")
+import pytest
+import torch
+from helpers import CPU, ROOT, environment, last_checkpoint, tiny_model
 
 from lightrlhf.common import desk as desks
 from lightrlhf.common.args import UsageError, parse
 from lightrlhf.common.desk import Desk, asked, bubbles, filled, prompt_of
 from lightrlhf.common.scoring import as_text
 from lightrlhf.common.votes import read_votes
-from lightrlhf.demo import DemoArgs
+from lightrlhf.demo import DemoArgs, build, serve
+
+pytest.importorskip("gradio", reason="needs pip install 'lightrlhf[demo]'")
 
 SFT, PPO = "rlhf-supervised-finetuning step 2", "rlhf-ppo step 1"
 SLIDERS = (16, True, 1.0, 0, 1.0)
@@ -150,3 +160,257 @@ def test_runs_have_curves_samples_and_a_card(desk):
     samples = desk.samples("rlhf-ppo")
     assert samples and samples[0][0] == 1 and samples[0][1].startswith("Guest:")
     assert desk.card("rlhf-ppo").startswith("# rlhf-ppo") and desk.card(None) == "" and desk.samples(None) == []
+
+
+# ------------------------------------------------------------------------------------------------ a server, a browser
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, sft_dir, ppo_dir, tokenizer):
+    """Folders of a server: two experiments, one whose checkpoint is damaged, and a model that never ends by itself."""
+    folder = tmp_path_factory.mktemp("served")
+    damaged = Path(shutil.copytree(sft_dir, folder / "damaged"))
+    (last_checkpoint(damaged) / "model.safetensors").write_bytes(b"nothing")
+    told = json.loads((damaged / "args.json").read_text()) | {"experiment_name": "damaged"}
+    (damaged / "args.json").write_text(json.dumps(told))
+    save_endless(folder / "endless", tokenizer)
+    flags = ["--experiment_dir", damaged, folder / "endless", sft_dir, ppo_dir, "--votes_file", folder / "votes.jsonl"]
+    flags += ["--max_new_tokens", 40, "--overlap", 1, "--accelerator", "cpu", "--max_models", 3]
+    return {"votes": folder / "votes.jsonl", "flags": [str(flag) for flag in flags], "servers": []}
+
+
+def save_endless(folder: Path, tokenizer) -> None:
+    """A model with room for thousands of tokens that hardly ever says the end token."""
+    changes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_model("llama", pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **changes)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+        model.lm_head.weight[tokenizer.eos_token_id] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def server(world):
+    """Starts the program, or gives the one that runs; ends it in the end."""
+
+    def running() -> str:
+        if not world["servers"] or world["servers"][-1].poll() is not None:
+            world["port"] = free_port()
+            command = [sys.executable, "-m", "lightrlhf.demo", "--port", str(world["port"]), *world["flags"]]
+            process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+            world["servers"].append(process)
+            assert "the page is at http://127.0.0.1" in process.stdout.readline()
+        return f"http://127.0.0.1:{world['port']}"
+
+    yield running
+    for process in world["servers"]:
+        process.kill()
+        process.wait(20)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_eight_people_at_once_each_have_their_own_dialogue(server, desk):
+    from gradio_client import Client
+
+    orders = [f"I am number {n}, a tea, please." for n in range(8)]
+    heard: dict[int, list[str]] = {}
+
+    def visit(number: int) -> None:
+        client = Client(server(), verbose=False)
+        client.predict("dialogue", orders[number], "", "", "", api_name="/ask")
+        client.predict(PPO, 5, *SLIDERS, api_name="/answer")
+        client.predict("dialogue", f"And {number} scones.", "", "", "", api_name="/ask")
+        window = client.predict(PPO, 5, *SLIDERS, api_name="/answer")
+        heard[number] = ["".join(part["text"] for part in message["content"]) for message in window]
+
+    server()
+    visitors = [threading.Thread(target=visit, args=(number,), daemon=True) for number in range(8)]
+    for visitor in visitors:
+        visitor.start()
+    for visitor in visitors:
+        visitor.join(90)
+    for number, order in enumerate(orders):
+        alone = say(desk, f"And {number} scones.", say(desk, order))
+        assert heard[number] == [turn["content"] for turn in alone]
+
+
+def test_a_password_keeps_others_out(desk, tmp_path):
+    import httpx
+
+    (tmp_path / "secret").write_text("sésame\n")
+    flags = ["--experiment_dir", *desk.args.experiment_dir, "--password_file", str(tmp_path / "secret")]
+    args = parse(DemoArgs, [*flags, "--port", str(free_port()), "--accelerator", "cpu"])
+    page = build(desk)
+    serve(page, args)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=20) as client:
+            assert client.get("/config").status_code == 401
+            for password, status in (("sesame", 400), ("", 422), ("sésame", 200)):
+                said = client.post("/login", data={"username": "ada", "password": password})
+                assert said.status_code == status
+            assert client.get("/config").status_code == 200
+            assert client.get(f"/gradio_api/file={tmp_path / 'secret'}").status_code in (403, 404)
+    finally:
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'lightrlhf[test]'")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no browser is installed; on Debian: apt-get install chromium")
+    quiet = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags = [*quiet.split(), "--disable-component-update", "--disable-sync"]
+    with playwright.sync_playwright() as driver:
+        program = driver.chromium.launch(executable_path=program, args=flags)
+        yield program
+        program.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, just opened; it may ask for nothing that is not on this machine, and no script of it may fail."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    asked_for, failures = [], []
+    opened.on("request", lambda request: asked_for.append(request.url))
+    opened.on("pageerror", lambda problem: failures.append(str(problem)))
+    opened.set_default_timeout(30_000)
+    opened.goto(server())
+    opened.get_by_role("tab", name="Chat").wait_for()
+    yield opened
+    opened.close()
+    assert not [
+        url for url in asked_for if not url.startswith((server(), "data:", "blob:", server().replace("http", "ws")))
+    ]
+    assert not failures
+
+
+def choose(page, label: str, value: str) -> None:
+    """Pick an entry of a dropdown."""
+    page.get_by_label(label, exact=True).click()
+    page.get_by_role("option", name=value, exact=True).click()
+
+
+def press(page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def answers(page) -> list[str]:
+    return page.locator(".bot.message").all_inner_texts()
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.05)
+
+
+def test_chat_in_a_browser(page):
+    press(page, "Load example")
+    message = page.get_by_label("Message")
+    wait_for(lambda: message.input_value() == "Could I get a large oat latte and two muffins, please?")
+    press(page, "Send")
+    page.get_by_text("reward ").wait_for()
+    (first,) = answers(page)
+    assert "KL " in first and "tokens" in first and message.input_value() == ""
+    page.get_by_text("Tokens of the last answer").click()
+    press(page, "Show tokens")
+    page.locator(".token").first.wait_for()
+    message.fill("And a scone.")
+    message.press("Enter")
+    wait_for(lambda: len(answers(page)) == 2 and "reward " in answers(page)[1])
+    press(page, "Regenerate")
+    wait_for(lambda: len(answers(page)) == 2 and "reward " in answers(page)[1])
+    assert answers(page)[0] == first
+    press(page, "Clear")
+    wait_for(lambda: not answers(page))
+
+
+def test_a_stream_is_seen_growing_and_stops(page):
+    choose(page, "Model", "endless")
+    page.get_by_text("Generation settings").first.click()
+    page.get_by_label("number input for max_new_tokens").first.fill("1000")
+    page.get_by_label("number input for max_new_tokens").first.press("Enter")
+    page.get_by_label("Message").fill("Say something long.")
+    press(page, "Send")
+    wait_for(lambda: answers(page) and answers(page)[0].strip())
+    before = answers(page)[0]
+    wait_for(lambda: len(answers(page)[0]) > len(before))
+    press(page, "Stop")
+    page.get_by_text("tokens, cut").wait_for()
+    stopped = answers(page)[0]
+    time.sleep(0.5)
+    assert answers(page)[0] == stopped and int(stopped.rpartition(" tokens")[0].split()[-1].strip("[")) < 1000
+
+
+def test_a_bad_checkpoint_is_a_message_and_the_page_goes_on(page):
+    choose(page, "Model", "damaged step 2")
+    page.get_by_label("Message").fill("A tea, please.")
+    press(page, "Send")
+    page.get_by_text("is damaged (model.safetensors is not what was written)").wait_for()
+    choose(page, "Model", SFT)
+    press(page, "Regenerate")
+    page.get_by_text("KL ").wait_for()
+    assert len(answers(page)) == 1
+
+
+def test_side_by_side_in_a_browser(page):
+    page.get_by_role("tab", name="Side by side").click()
+    page.get_by_label("Message").fill("A tea, please.")
+    for _ in range(2):  # pretrained and damaged are chosen first; the newest two of the others are left
+        page.get_by_role("button", name="Remove").nth(0).click()
+    press(page, "Ask all")
+    page.get_by_role("gridcell", name="cut").or_(page.get_by_role("gridcell", name="ended")).first.wait_for()
+    shown = page.get_by_role("gridcell").all_inner_texts()
+    assert SFT in " ".join(shown) and PPO in " ".join(shown)
+
+
+def test_two_raters_vote_a_double_click_counts_once_and_all_is_there_after_a_kill(page, browser, server, world):
+    other = browser.new_page()
+    other.goto(server())
+    for visitor, rater in ((page, "ada"), (other, "grace")):
+        visitor.get_by_role("tab", name="Compare blind").click()
+        visitor.get_by_label("Your name").fill(rater)
+        press(visitor, "Next pair")
+    for visitor in (page, other):
+        wait_for(lambda visitor=visitor: visitor.get_by_label("Answer A").input_value())
+    assert (
+        page.get_by_label("Prompt", exact=True).input_value() == other.get_by_label("Prompt", exact=True).input_value()
+    )
+    page.get_by_label("Comment (optional)").fill("politer")
+    page.get_by_role("button", name="A is better").dblclick()
+    press(other, "Tie")
+    wait_for(lambda: len(read_votes(world["votes"])) == 2)
+    wait_for(lambda: other.get_by_label("Answer A").input_value())
+    world["servers"][-1].kill()
+    world["servers"][-1].wait(20)
+    with world["votes"].open("a") as file:
+        file.write('{"pair": "half a li')
+    page.goto(server())
+    page.get_by_role("tab", name="Compare blind").click()
+    page.get_by_text("Two or more judged 1 pairs").wait_for()
+    page.get_by_label("Your name").fill("ada")
+    press(page, "Next pair")
+    wait_for(lambda: page.get_by_label("Answer A").input_value())
+    press(page, "Skip")
+    wait_for(lambda: len(read_votes(world["votes"])) == 3)
+    votes = read_votes(world["votes"])
+    assert [(vote["rater"], vote["comment"]) for vote in votes if vote["rater"] == "ada"] == [
+        ("ada", "politer"),
+        ("ada", ""),
+    ]
+    assert len({vote["pair"] for vote in votes}) == 2
+
+
+def test_runs_in_a_browser(page):
+    page.get_by_role("tab", name="Runs").click()
+    page.locator("canvas, svg.marks").first.wait_for()
+    page.get_by_role("gridcell").filter(has_text="Guest:").first.wait_for()
+    page.get_by_text("Model card").click()
+    page.get_by_text("Trained by").first.wait_for()

@@ -189,12 +189,13 @@ class Desk:
         index = next_index(len(prompts), read_votes(self.votes_file), names, rater, self.args.overlap, self.args.seed)
         if index is None:
             raise UsageError("you have judged every pair of these two models; choose others")
-        said = []
+        said, cut = [], []
         for place, name in enumerate(names):  # noise of their own, or models that differ little would say the same
             *_, answer = chat.answers(
                 self.shelf.speaker(name), prompts[index], self.args, self.args.seed + 2 * index + place
             )
             said.append(answer.text.strip() if isinstance(prompts[index], list) else answer.text)
+            cut.append(answer.cut)
         name = pair_id(prompts[index], names, said)
         order = random.Random(f"{self.args.seed} {name} {rater}").sample([0, 1], 2)
         return {
@@ -204,6 +205,7 @@ class Desk:
             "prompt": prompts[index],
             "responses": [said[i] for i in order],
             "models": [names[i] for i in order],
+            "cut": [cut[i] for i in order],
             "settings": {key: getattr(self.args, key) for key in (*SLIDERS, "seed")},
         }
 

@@ -1,7 +1,8 @@
 """Votes of people on pairs of answers: kept as JSON lines, counted, and turned into what a reward model learns from.
 
 A row is what one person saw and said: `pair` (which answers to which prompt, whatever their order), `rater`, `prompt`,
-`responses` and `models` (two each, in the order shown), `verdict` (A: the first shown, B, tie or skip) and `comment`.
+`responses` and `models` (two each, in the order shown; `cut` says of each whether its length ended it), `verdict` (A:
+the first shown, B, tie or skip) and `comment`.
 Several people, threads and servers may append to one file. A vote is on the disk before the page says thanks; a kill
 loses at most the vote it interrupts. Left out: editing a vote (the first one of a person on a pair stays).
 """
