@@ -10,11 +10,17 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[all]
 	touch $@
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart demo test lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m examples.quickstart
+
+LAST = $$(ls -d quickstart/logs/$(1)/data/cafe/* | tail -n 1)
+demo: $(VENV)/.installed
+	@test -d quickstart/logs/rlhf-ppo || { echo "make quickstart comes first: there is no model to talk to"; exit 2; }
+	$(BIN)/python -m lightrlhf.demo --max_new_tokens 96 \
+		--experiment_dir $(call LAST,rlhf-supervised-finetuning) $(call LAST,rlhf-ppo)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests

@@ -91,6 +91,7 @@ PPO = [
 ]
 NEXT = """
 Next:
+  make demo                                             talk to these models on a page, compare them blind
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
   python -m lightrlhf.evaluate --experiment_dir {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise

@@ -206,7 +206,7 @@ def settings_inputs(gr: Any, args: DemoArgs) -> tuple[Any, list[Any]]:
 def prompt_inputs(gr: Any, form: str) -> list[Any]:
     """Form, text, subreddit, title and post of a prompt, of which the page shows those that the form needs."""
     chosen = gr.Radio(FORMS, value=form, label="Prompt")
-    text = gr.Textbox(label="Message", lines=2, max_lines=12, visible=form != "summary", placeholder="Type and send")
+    text = gr.Textbox(label="Message", lines=1, max_lines=12, visible=form != "summary", placeholder="Type and send")
     fields = [
         gr.Textbox(label=name, lines=lines, visible=form == "summary")
         for name, lines in (("subreddit", 1), ("title", 1), ("post", 6))
@@ -241,7 +241,6 @@ def chat_tab(gr: Any, desk: Desk) -> Any:
                 send = gr.Button("Send", variant="primary")
                 stop = gr.Button("Stop")
                 again = gr.Button("Regenerate")
-                clear = gr.Button("Clear")
 
     def ask(turns: list[Turn], form: str, text: str, *fields: str) -> tuple[Any, ...]:
         prompt = prompt_of(turns, form, text, *fields)
@@ -268,8 +267,9 @@ def chat_tab(gr: Any, desk: Desk) -> Any:
     judging = told(gr, judge), [turns, sliders[2]], [turns, window]
     for answered in answering:
         answered.success(*judging, show_progress="hidden", api_visibility="private")
-    stop.click(*judging, cancels=answering, show_progress="hidden", api_visibility="private")
-    clear.click(lambda: ([], [], ""), None, [turns, window, tokens], api_visibility="private")
+    stopped = stop.click(lambda: None, cancels=answering, show_progress="hidden", api_visibility="private")
+    stopped.then(*judging, show_progress="hidden", api_visibility="private")  # when nothing streams into it any more
+    window.clear(lambda: ([], ""), None, [turns, tokens], api_visibility="private")
     show_tokens.click(told(gr, desk.tokens), [turns, macro], tokens, api_visibility="private")
     filling = [turns, window, tokens, *words]
     load_example.click(told(gr, lambda label: fill(desk.example(label))), model, filling, api_visibility="private")
@@ -284,7 +284,7 @@ def side_by_side_tab(gr: Any, desk: Desk) -> Any:
     """Builds the tab; returns its choice of models."""
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
-            newest = desk.shelf.newest()[:MOST]
+            newest = desk.shelf.newest()[-MOST:]
             models = gr.Dropdown(desk.shelf.labels(), value=newest, multiselect=True, label=f"Models (2 to {MOST})")
             with gr.Row():
                 load_example = gr.Button("Load example", size="sm")

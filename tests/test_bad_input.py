@@ -16,6 +16,7 @@ from helpers import CPU, last_checkpoint, metrics, save_model, weights
 
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
+import lightrlhf.demo
 import lightrlhf.ppo
 import lightrlhf.rm
 import lightrlhf.sft
@@ -27,6 +28,7 @@ PROGRAMS = {
     "ppo": lightrlhf.ppo.main,
     "cafe": datasets_prep.cafe.prepare_data.main,
     "hh": datasets_prep.helpful_harmless.prepare_data.main,
+    "demo": lightrlhf.demo.main,
 }
 PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "test_bad_input:constant"]
@@ -428,6 +430,29 @@ def test_a_log_dir_below_a_file_is_refused(program, world, capsys):
     (world["tmp"] / "file").write_text("in the way")
     flags = [*good_flags(program, world), "--log_dir", world["tmp"] / "file" / "logs"]
     assert f"--log_dir {world['tmp']}/file/logs cannot be written" in refused(program, flags, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+DEMO = [
+    (["--host", "0.0.0.0"], "--host 0.0.0.0 opens the page to others; give --password_file FILE, or 127.0.0.1"),
+    (["--host", "0.0.0.0", "--password_file", "none"], "--password_file none is no file with a password in its first"),
+    (["--port", "70000"], "--port 70000 must lie in 1 to 65535"),
+    (["--overlap", "2"], "--overlap 2.0 must lie in [0, 1]"),
+    (["--max_models", "0"], "--max_models 0 must be at least 1"),
+    (["--rm_experiment_dir", "none"], "--rm_experiment_dir none does not exist"),
+    (["--temperature", "0"], "--temperature 0.0 must be above 0"),
+    (["--load_in_8bit", "True", "--load_in_4bit", "True"], "exclude each other; give one of them"),
+]
+
+
+@pytest.mark.parametrize("flags, line", DEMO, ids=[" ".join(flags) for flags, _ in DEMO])
+def test_the_page_is_not_opened_by_a_bad_flag(flags, line, sft_dir, capsys):
+    assert line in refused("demo", ["--experiment_dir", sft_dir, *flags], capsys)
+
+
+def test_the_page_is_not_opened_on_a_reward_model_or_on_nothing(rm_dir, capsys):
+    assert "give it as --rm_experiment_dir" in refused("demo", ["--experiment_dir", rm_dir], capsys)
+    assert "--experiment_dir none does not exist" in refused("demo", ["--experiment_dir", "none"], capsys)
 
 
 # -------------------------------------------------------------------------------------------------- data preparation
