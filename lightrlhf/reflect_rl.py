@@ -309,6 +309,8 @@ def starts_of(
     for place in range(step * number, (step + 1) * number):
         turn, index = divmod(place, len(pool))
         found.append(pool[epoch_order(len(pool), args.seed, turn)[index]])
+    if stage.most_decisions == 1:
+        found = [start | {"first_step": True} for start in found]  # for what an environment then takes for success
     if args.leaveout_prob:
         found = [start | {"leaveout_prob": args.leaveout_prob} for start in found]
     return [start for start in found for _ in range(args.group_size)]

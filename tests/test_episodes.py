@@ -177,3 +177,12 @@ def test_a_head_cut_to_labels_gives_the_whole_heads_logits(architecture):
             kept = logprobs[allowed[row, 0]]
             assert float(stats.entropy[row].sum()) == pytest.approx(float(-(kept.exp() * kept).sum()), abs=1e-4)
     assert architecture in ARCHITECTURES
+
+
+def test_the_benchmark_of_steps_plays_both_sides(folders, capsys):
+    from benchmarks import text_env_steps
+
+    flags = ["--env", "corridor:Corridor", "--policy", folders[0], "--reflector", folders[1]]
+    ratios = text_env_steps.main([*flags, "--num_envs", "4", "--turns", "1"])
+    assert list(ratios) == ["greedy", "sampled"] and all(ratio > 0 for ratio in ratios.values())
+    assert capsys.readouterr().out.count(" steps/s") == 2

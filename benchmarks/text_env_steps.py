@@ -1,0 +1,106 @@
+"""Steps per second in a text environment, with a reflector and a policy, over a plain loop on `generate`.
+
+    python -m benchmarks.text_env_steps --policy DIR --reflector DIR
+
+The plain loop is a fair one: transformers' `generate` with its key-value cache, batched over all environments that are
+still at it, left-padded, the reflection up to its end token, one more token for the action. Both play the same starts
+with the same prompts and weights, on one thread unless OMP_NUM_THREADS says otherwise, and take turns. Prints for each
+way of reflecting the median steps per second over the turns and the median ratio, with the smallest and largest.
+
+Greedy comments are kept by observation here, and made anew each time there; `sampled` shows the engine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightrlhf.common.args import ModelArgs
+from lightrlhf.common.batch import decode, encode_prompt
+from lightrlhf.common.episodes import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
+from lightrlhf.common.model import load_policy, load_tokenizer, resolve
+from lightrlhf.envs import make_env, prompts, read_options
+
+WAYS = {
+    "greedy": {"reflect_do_sample": False},
+    "sampled": {"reflect_do_sample": True},
+}
+
+
+class PlainAgent:
+    """Both models by `generate`, as one would write it."""
+
+    def __init__(self, policy: Any, reflector: Any, tokenizer: Any, args: ActingArgs, num_labels: int) -> None:
+        self.policy, self.reflector, self.tokenizer, self.args = policy, reflector, tokenizer, args
+        self.labels = prompts.choices(num_labels)
+        self.label_ids = prompts.label_ids(tokenizer, self.labels)
+
+    @torch.inference_mode()
+    def __call__(self, seats: Sequence[Seat]) -> list[Decision]:
+        texts = [prompts.reflection_prompt(seat.text, seat.info) for seat in seats]
+        comments = self._say(self.reflector, texts, self.args.reflect_max_new_tokens, self.args.reflect_do_sample)
+        asked = [
+            prompts.policy_prompt(seat.text, seat.info, decode(self.tokenizer, comment), self._labels(seat))
+            for seat, comment in zip(seats, comments)
+        ]
+        found = []
+        for seat, said in zip(seats, self._say(self.policy, asked, 1, True)):
+            label = self.labels[self.label_ids.index(said[0])] if said[0] in self.label_ids else ""
+            found.append(Decision(prompts.action_of(label, seat.info, self._labels(seat)) or "", seat.text))
+        return found
+
+    def _labels(self, seat: Seat) -> list[str]:
+        return prompts.labels_for(seat.info)
+
+    def _say(self, model: Any, texts: Sequence[str], length: int, do_sample: bool) -> list[list[int]]:
+        rows = [encode_prompt(self.tokenizer, text) for text in texts]
+        padded = self.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
+        out = model.generate(**padded, max_new_tokens=length, do_sample=do_sample, top_k=0, use_cache=True)
+        return out[:, padded["input_ids"].shape[1] :].tolist()
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the comparison; returns the median ratio by way of reflecting."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", required=True, help="experiment dir or checkpoint of the policy")
+    parser.add_argument("--reflector", required=True, help="experiment dir or checkpoint of the reflector")
+    parser.add_argument("--env", default="dangerous_taxi")
+    parser.add_argument("--env_options", nargs="*", default=[], help="options of the environment, as name=value")
+    parser.add_argument("--num_envs", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args(argv)
+    envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
+    starts = (envs[0].starts("train") * args.num_envs)[: args.num_envs]
+    tokenizer = load_tokenizer(None, resolve(args.policy))
+    policy, reflector = (load_policy(name, ModelArgs(), tokenizer).eval() for name in (args.policy, args.reflector))
+    ratios = {}
+    for way, options in WAYS.items():
+        acting = ActingArgs(**options)
+        labels = num_choices(envs[0], acting)
+        speeds: dict[str, list[float]] = {"here": [], "generate": []}
+        for turn in range(args.turns + 1):  # the first warms up
+            for name in speeds:
+                if name == "here":
+                    comments = Reflector(reflector, tokenizer, prompts, acting, args.num_envs)
+                    agent: Any = ModelAgent(policy, tokenizer, prompts, acting, labels, args.num_envs, comments)
+                else:
+                    agent = PlainAgent(policy.model, reflector.model, tokenizer, acting, labels)
+                started = time.perf_counter()
+                steps = sum(len(one.decisions) for one in play(envs, starts, agent, f"benchmark {turn}"))
+                if turn:
+                    speeds[name].append(steps / (time.perf_counter() - started))
+        each = [ours / theirs for ours, theirs in zip(speeds["here"], speeds["generate"])]
+        ratios[way] = statistics.median(each)
+        here, there = (statistics.median(speeds[name]) for name in speeds)
+        span = f"[{min(each):.2f}, {max(each):.2f}]"
+        print(f"{way:8} here {here:8.1f} steps/s, generate {there:8.1f}, ratio {ratios[way]:.2f} {span}", flush=True)
+    return ratios
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Does a reflector help RL, and what of it is the reflector? Four arms and their controls, on two tasks.
+
+All arms are `datasets_prep.text_envs.prepare_data`, `lightrlhf.sft` and `lightrlhf.reflect_rl` with other flags,
+measured by `lightrlhf.evaluate --env` on held-out starts of the full task, sampled and greedy. They differ in the set
+that they are fine-tuned on, all sets having equally many rows, and in who reflects:
+
+    SFT                     state -> command, mostly noise             no RL
+    SFT+RL                  the same                                   RL alone
+    Reflect-RL, positive    reflection -> command, the same noise      RL beside a reflector
+    Reflect-RL              half of the rows are negative examples     RL beside a reflector
+
+A negative example also trains the right command, so Reflect-RL sees more of the oracle than the others do. Controls
+say what that means: SFT on the oracle's commands alone; RL from there; Reflect-RL without negative examples, but with
+less noise, so that as many commands are the oracle's (of the taxi's six, a random one is right about one time in six:
+1/2 + 1/2 (1/10 + 9/10 1/6) = 1 - p + p/6 gives a noise p of 0.45); and Reflect-RL with more noise. Reflections are
+matched already: every set of an arm has as many.
+
+Tasks: `taxi`, DangerousTaxi's full ride; `explore`, AutoExplore on the source of Python's own standard library, files
+up to two folders down. The settings of the taxi were found on seed 100, which is none of the five; those of
+AutoExplore were written down before it was run. What is finished is kept: call it again after a kill.
+Prints a table, draws curves, and ends with what held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sysconfig
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets_prep.text_envs import make_tasks, prepare_data
+from examples.hidden_map import finish, interval
+from lightrlhf import evaluate, plot, reflect_rl, sft
+from lightrlhf.common.args import check_at_least, one_line_errors, parse
+from lightrlhf.common.checkpoint import checkpoints
+from lightrlhf.common.jsonl import JsonlWriter
+
+
+class Arm(NamedTuple):
+    """What an arm is fine-tuned on, and whether RL follows."""
+
+    data: str  # one of DATA
+    policy: str  # the set of the policy
+    reflector: str | None  # the set of the reflector
+    learns: bool = True
+
+
+DATA = {
+    "noisy": [],
+    "oracle": ["--targets", "oracle"],
+    "less noise": ["--noise", "0.45"],
+    "more noise": ["--noise", "1.0"],
+}
+ARMS = {
+    "SFT": Arm("noisy", "sft", None, learns=False),
+    "SFT+RL": Arm("noisy", "sft", None),
+    "Reflect-RL, positive": Arm("noisy", "sft_policy_positive", "sft_reflection_positive"),
+    "Reflect-RL": Arm("noisy", "sft_policy", "sft_reflection"),
+}
+CONTROLS = {
+    "SFT, oracle's commands": Arm("oracle", "sft", None, learns=False),
+    "SFT+RL, oracle's commands": Arm("oracle", "sft", None),
+    "positive, less noise": Arm("less noise", "sft_policy_positive", "sft_reflection_positive"),
+    "Reflect-RL, more noise": Arm("more noise", "sft_policy", "sft_reflection"),
+}
+
+
+class Task(NamedTuple):
+    """An environment with its sizes and flags; FOLDER in them is that of the task."""
+
+    env: list[str]
+    data: list[str]
+    sft: list[str]
+    rl: list[str]
+    levels: list[str]  # that are evaluated; all when empty
+    rounds: list[int]  # iterations after which success is measured
+
+
+FINE_TUNING = [
+    *("--accelerator", "cpu", "--use_targets", "True", "--mini_batch_size", "32", "--micro_batch_size", "32"),
+    *("--learning_rate", "3e-3", "--lr_warmup_steps", "20", "--eval_interval", "0", "--log_interval", "50"),
+    *("--save_interval", "100000", "--logger", "csv"),
+]
+LEARNING = [
+    *("--accelerator", "cpu", "--rollout_size", "64", "--learning_rate", "1e-3", "--entropy_coeff", "0.02"),
+    *("--keep_last", "0", "--save_interval", "50", "--eval_interval", "10", "--logger", "csv"),
+]
+TASKS = {
+    "taxi": Task(
+        env=["--env", "dangerous_taxi"],
+        data=["--num_samples", "4000", "--num_held_out", "50"],
+        sft=["--epochs", "6"],
+        rl=["--max_steps", "100", "--levels", "full", "--env_options", "pickup_bonus=1"],
+        levels=["full"],
+        rounds=[50, 100],
+    ),
+    "explore": Task(
+        env=["--env", "auto_explore", "--env_options", "task_dir=FOLDER/tasks", "max_entries=6", "output_limit=80"],
+        data=["--num_samples", "4000", "--num_held_out", "50"],
+        sft=["--epochs", "4"],
+        rl=["--max_steps", "100", "--leaveout_prob", "0.5"],
+        levels=[],
+        rounds=[50, 100],
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReflectRLExampleArgs:
+    """Compare Reflect-RL with its parts, over seeds."""
+
+    output_dir: str = "reflect_rl"
+    """Folder for data, logs, results and the picture."""
+    task: str = "taxi"
+    """Which environment."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 5 when not given."""
+    arms: list[str] | None = None
+    """Names of arms and controls to run; all when not given."""
+    num_workers: int = 2
+    """Seeds at a time, one thread each."""
+    smoke: bool = False
+    """Run everything for a moment only, to see that it works; nothing is claimed of the result."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "num_workers", 1)
+        if self.task not in TASKS:
+            raise ValueError(f"--task {self.task} is none of: {', '.join(TASKS)}")
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
+        unknown = [name for name in self.arms or [] if name not in ARMS | CONTROLS]
+        if unknown:
+            raise ValueError(f"--arms {unknown[0]} is none of: {'; '.join(ARMS | CONTROLS)}")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> dict[str, bool]:
+    """Run what has no result yet; returns which claims hold."""
+    args = parse(ReflectRLExampleArgs, argv)
+    started = time.perf_counter()
+    folder = Path(args.output_dir).resolve() / args.task
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds, arms = args.seeds or [1, 2, 3, 4, 5], args.arms or [*ARMS, *CONTROLS]
+    rows: list[dict[str, Any]] = []
+    if args.task == "explore" and not (folder / "tasks" / "tree.json").is_file():
+        library = sysconfig.get_path("stdlib")
+        call(folder, make_tasks, "--repo_dir", library, "--destination_dir", folder / "tasks")
+    with ProcessPoolExecutor(args.num_workers, multiprocessing.get_context("spawn"), _one_thread) as pool:
+        jobs = [pool.submit(run_seed, folder, args.task, seed, arms, args.smoke) for seed in seeds]
+        for job in as_completed(jobs):
+            rows += job.result()
+    print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
+    claims = tell(args.task, rows, arms)
+    experiments = [row["experiment"] for row in rows if row["learned"]]
+    if experiments:
+        flags = ["--group_seeds", "True", "--metrics", "val/success", "episodes/success", "episodes/cost"]
+        plot.main(["--experiment_dir", *experiments, *flags, "--output", str(folder / "curves.png")])
+    finish(claims, folder)
+    return claims
+
+
+# ------------------------------------------------------------------------------------------------------------- arms
+def run_seed(folder: Path, task: str, seed: int, arms: Sequence[str], smoke: bool) -> list[dict[str, Any]]:
+    """The arms of one seed, one after another, those that are done already left out; their results."""
+    own = folder / f"seed-{seed}"
+    setting = TASKS[task]
+    setting = setting._replace(env=[word.replace("FOLDER", str(folder)) for word in setting.env])
+    settings = {"task": setting._asdict(), "sft": FINE_TUNING, "rl": LEARNING, "smoke": smoke}
+    with JsonlWriter(own / "results.jsonl", settings) as writer:
+        done = {row["arm"] for row in writer.rows}
+        for name in arms:
+            if name not in done:
+                writer.append(run_arm(own, setting, seed, name, smoke))
+        return [row for row in writer.rows if row["arm"] in arms]
+
+
+def run_arm(own: Path, task: Task, seed: int, name: str, smoke: bool) -> dict[str, Any]:
+    """Fine-tune, learn and measure one arm; what it shares with another arm is made once."""
+    arm = (ARMS | CONTROLS)[name]
+    started = time.perf_counter()
+    policy = fine_tuned(own, task, seed, arm.data, arm.policy, smoke)
+    reflector = arm.reflector and fine_tuned(own, task, seed, arm.data, arm.reflector, smoke)
+    experiment, models = policy, {0: policy}
+    if arm.learns:
+        flags = [*task.env, *LEARNING, *task.rl, "--seed", seed, "--sft_experiment_dir", policy]
+        flags += ["--reflect_experiment_dir", reflector] if reflector else []
+        flags += ["--max_steps", 2, "--save_interval", 1, "--rollout_size", 4] if smoke else []
+        experiment = call(own, reflect_rl, *flags, "--experiment_name", name, "--log_dir", own / "logs")
+        rounds = [1, 2] if smoke else task.rounds
+        saved = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
+        models = {step: saved[step] for step in rounds}
+    seconds = time.perf_counter() - started
+    results = []
+    for step, model in models.items():
+        flags = [*task.env, "--experiment_dir", model, "--eval_reps", 1 if smoke else 5, "--accelerator", "cpu"]
+        flags += ["--levels", *task.levels] if task.levels else []
+        flags += ["--reflect_experiment_dir", reflector] if reflector else []
+        flags += ["--num_samples", 2] if smoke else []
+        results.append({"iterations": step} | call(own, evaluate, *flags)[2])
+    print(f"({seconds:.0f} s) seed {seed}, {name}: {[round(row['success'], 3) for row in results]}", flush=True)
+    found = {"seed": seed, "arm": name, "seconds": seconds, "experiment": experiment, "learned": arm.learns}
+    return found | {"results": results}
+
+
+def fine_tuned(own: Path, task: Task, seed: int, data: str, name: str, smoke: bool) -> str:
+    """The experiment dir of SFT on a set; data and model are made once."""
+    folder = own / "data" / data.replace(" ", "_")
+    if not (folder / "done").is_file():
+        sizes = ["--num_samples", 40, "--num_held_out", 10] if smoke else []
+        flags = [*task.env, "--destination_dir", folder, "--seed", seed, "--num_proc", 1, *task.data, *DATA[data]]
+        call(own, prepare_data, *flags, *sizes)
+        (folder / "done").touch()
+    kept = folder / f"{name}.txt"
+    if not kept.is_file():
+        flags = ["--data_dir", folder / name, "--model_name", folder / "base", "--log_dir", own / "logs"]
+        flags += ["--experiment_name", f"sft, {data}", "--seed", seed, *FINE_TUNING, *task.sft]
+        kept.write_text(call(own, sft, *flags, *(["--max_steps", 2] if smoke else [])))
+    return kept.read_text()
+
+
+def call(own: Path, program: Any, *argv: Any) -> Any:
+    """A program's main in this process, what it prints appended to a file."""
+    own.mkdir(parents=True, exist_ok=True)
+    with (own / "output.txt").open("a", encoding="utf-8") as file:
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            return program.main([str(word) for word in argv])
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+def tell(task: str, rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, bool]:
+    """Print the table; returns which claims hold: each arm above the one before, in sampled success, over seeds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    by_arm = {arm: {row["seed"]: row for row in rows if row["arm"] == arm} for arm in arms}
+    table = Table(title=f"{task}: success on held-out starts, mean over seeds [95% interval]")
+    for heading in ("arm", "iterations", "sampled", "greedy", "seconds"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    early: dict[str, dict[int, float]] = {}  # sampled success after the first round, by seed
+    for arm, seeds in by_arm.items():
+        early[arm] = {seed: row["results"][0]["success"] for seed, row in seeds.items()}
+        for at in zip(*(row["results"] for row in seeds.values())):
+            means = [shown([row[key] for row in at]) for key in ("success", "greedy_success")]
+            seconds = sum(row["seconds"] for row in seeds.values()) / len(seeds)
+            table.add_row(arm, str(at[0]["iterations"]), *means, f"{seconds:.0f}")
+    console = Console(width=110)
+    console.print(table)
+    claims = {}
+    for worse, better in zip(list(ARMS), list(ARMS)[1:]):
+        if worse in early and better in early:
+            gaps = [early[better][seed] - early[worse][seed] for seed in early[worse]]
+            mean, low, high = interval(gaps)
+            console.print(f"  {better} less {worse}, first round: {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+            claims[f"{better} > {worse}"] = low > 0
+    return claims
+
+
+def shown(values: Sequence[float]) -> str:
+    """Mean and its 95% interval; the mean alone of one seed."""
+    mean, low, high = interval(values)
+    return f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(values) > 1 else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""examples/reflect_rl.py: one short seed through every kind of arm, and that a second call does nothing again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+
+from examples import reflect_rl
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """No worker processes: each would import everything again."""
+
+    class Now:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, function, *args):
+            class Done:
+                result = staticmethod(lambda: function(*args))
+
+            return Done()
+
+    monkeypatch.setattr(reflect_rl, "ProcessPoolExecutor", Now)
+    monkeypatch.setattr(reflect_rl, "as_completed", lambda jobs: jobs)
+
+
+def test_a_short_seed_and_then_nothing_is_done_twice(here, tmp_path, capsys, monkeypatch):
+    arms = ["SFT", "SFT+RL", "Reflect-RL", "SFT, oracle's commands"]
+    flags = ["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", *arms]
+    claims = reflect_rl.main(flags)
+    assert list(claims) == ["SFT+RL > SFT"]  # the arm between the other two was not run
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("claims: SFT+RL > SFT: ")
+    rows = [json.loads(line) for line in (tmp_path / "taxi" / "seed-7" / "results.jsonl").read_text().splitlines()]
+    assert [row["arm"] for row in rows] == arms
+    assert [[result["iterations"] for result in row["results"]] for row in rows] == [[0], [1, 2], [1, 2], [0]]
+    assert all(0 <= result["success"] <= 1 for row in rows for result in row["results"])
+    assert (tmp_path / "taxi" / "curves.png").stat().st_size > 10_000
+    monkeypatch.setattr(reflect_rl, "run_arm", None)
+    assert reflect_rl.main(flags) == claims
+
+
+def test_bad_flags_are_one_line(capsys):
+    for flags, line in (
+        (["--task", "chess"], "--task chess is none of: taxi, explore"),
+        (["--arms", "RL"], "--arms RL is none of: SFT; SFT+RL"),
+        (["--seeds", "-1"], "--seeds -1 must be at least 0"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            reflect_rl.main(flags)
+        assert stopped.value.code == 2 and line in capsys.readouterr().err
