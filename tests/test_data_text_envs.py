@@ -44,13 +44,14 @@ class Corridor(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.door, self.at, self.history = options["door"], 0, []
+        self.weather = self.np_random.integers(100)
         return self.told()
 
     def told(self):
         commands = [f"wing {n}" for n in range(self.wings)] + ["forward"]
         commands += ["back"] * (self.at > 0) + [f"open {self.at}"]
         info = information(None, commands, task=f"Open door {self.door}.", history=self.history)
-        return f"You stand at door {self.at}.", info
+        return f"You stand at door {self.at}, it is {self.weather} degrees.", info
 
     def step(self, action):
         self.at += {"forward": 1, "back": -1}.get(action, 0)
@@ -275,6 +276,13 @@ def test_an_environment_of_your_own_with_history_and_shuffled_labels(corridor, t
         split: {prompt.split(".")[0] for prompt, *_ in decoded(tmp_path / "data" / "sft", split)} for split in SPLITS
     }
     assert not doors["train"] & doors["test"] and not doors["train"] & doors["validation"]
+
+
+def test_what_an_environment_leaves_to_chance_follows_from_the_seed(corridor):
+    walkers = [Walker(make_env(corridor), seed, "train", 0.5, expert_start=True) for seed in (1, 1, 2)]
+    walks = [[walker.walk("positive", number) for number in order] for walker, order in zip(walkers, ([0, 1],) * 3)]
+    assert walks[0] == walks[1] != walks[2]
+    assert walkers[1].walk("positive", 0) == walks[0][0]  # whatever was walked before
 
 
 def test_labels_of_several_characters_are_tokens_of_the_tokenizer_made(corridor, tmp_path):

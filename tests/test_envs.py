@@ -244,6 +244,7 @@ def test_levels_rewards_and_the_pickup_bonus(taxi):
     assert [step[0] for step in pickup] == [step[0] for step in full[: len(pickup)]] or len(pickup) < len(full)
     bonus = play(taxi, start | {"pickup_bonus": 1.0}, lambda env: env.expert())
     assert sum(step[1] for step in bonus) == pytest.approx(sum(step[1] for step in full) + 1)
+    assert play(make_env("dangerous_taxi", pickup_bonus=1.0), start, lambda env: env.expert()) == bonus
     ride = play(taxi, taxi.starts("train", DROPOFF)[0], lambda env: env.expert())
     assert "X" in ride[0][0] and "pickup" not in [action for action, _ in ride[-1][4]["history"]]
     for level, state in ((FULL, 16), (DROPOFF, 0), (7, 0), (FULL, 500), (FULL, 0)):
@@ -271,6 +272,12 @@ def test_the_grid_tells_every_state_apart(taxi):
     table = taxi._tables
     states = [s for s, (*_, passenger, destination) in enumerate(table.places) if passenger != destination]
     assert len(states) == len({table.texts[s] for s in states}) == 400
+    for state in states:
+        row, column, passenger, _ = table.places[state]
+        at_the_passenger = passenger != ABOARD and (row, column) == table.stands[passenger]
+        mark = "X" if passenger == ABOARD else "O" if at_the_passenger else "T"
+        assert table.texts[state].split("\n")[1 + row][1 + 2 * column] == mark
+        assert ("P" in table.texts[state]) == (mark == "T")
 
 
 def test_reflections_say_what_is_true(taxi):
