@@ -24,12 +24,14 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import random
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +72,10 @@ from lightrlhf.common.dialogue import (
     load_dialogues,
     load_user,
     mixed,
+    recorded_user,
     roll_out,
+    room_of,
+    sample_of,
     score_turns,
 )
 from lightrlhf.common.iterations import keep_policy, link_checkpoint, open_directory, run_begun
@@ -82,8 +87,12 @@ from lightrlhf.common.model import (
     load_policy,
     load_tokenizer,
     policy_inputs,
+    starting_model,
+    train_last_layers,
     vocabulary_size,
 )
+from lightrlhf.common.ops import whiten
+from lightrlhf.common.ranks import whole
 from lightrlhf.common.rollout import generate
 from lightrlhf.common.run import Run
 from lightrlhf.common.scoring import find_device
@@ -99,6 +108,8 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
 
     experiment_name: str = "rlhf-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    setting: Literal["simulated", "online"] = "simulated"
+    """Files made in stages, with any user (simulated), or roll-outs while training, with the data's turns (online)."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
     """One stage of the first unfinished iteration, or all stages of all iterations."""
     iterations: int = 1
@@ -139,6 +150,20 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
     """Dialogues of the validation split that an iteration is evaluated on, the first ones; 0 switches it off."""
     print_sample_output_freq: int = 0
     """Steps between samples of the policy in `samples.jsonl`; 0 writes none."""
+    num_layers_unfrozen: int = 0
+    """Top transformer layers that learn; 0 lets `finetune_mode` say what learns."""
+    rollout_size: int = 32
+    """Online: dialogues per step and device, a pair each."""
+    noptepochs: int = 4
+    """Online: passes over the pairs of a step."""
+    kl_coef: float = 0.05
+    """Online: weight of the log-ratio to the initial policy, at the turn that learns, taken off its score."""
+    penalty_reward_value: float = -2.0
+    """Online: score of a dialogue whose turn that learns was cut by its length."""
+    whiten_rewards: bool = False
+    """Online: shift and scale the rewards of a step, over both sides and all devices, to mean 0 and variance 1."""
+    offload: bool = False
+    """Online: keep the reward model, and a reference that shares nothing, on the CPU while they are not at work."""
     learning_rate: float = 3e-7
     """Peak learning rate."""
     optimizer_eps: float = 1e-8
@@ -155,9 +180,9 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
         self.check_user()
         check_data_dir(self)
         find_device(self.accelerator)
-        for name in ("iterations", "total_length", "rollout_mini_batch_size"):
+        for name in ("iterations", "total_length", "rollout_mini_batch_size", "rollout_size", "noptepochs"):
             check_at_least(self, name, 1)
-        for name in ("num_data", "eval_dialogues", "print_sample_output_freq"):
+        for name in ("num_data", "eval_dialogues", "print_sample_output_freq", "num_layers_unfrozen", "kl_coef"):
             check_at_least(self, name, 0)
         check_positive(self, "learning_rate", "eta", "beta")
         if not 0 <= self.validation_percentage < 0.5:
@@ -168,6 +193,15 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
             raise ValueError("--rm_experiment_dir or --reward_function is needed, and not both: what scores dialogues")
         if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
             raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        if self.num_layers_unfrozen and self.finetune_mode != "all":
+            raise ValueError(
+                f"--num_layers_unfrozen {self.num_layers_unfrozen} and --finetune_mode {self.finetune_mode} both say "
+                "what learns; give one of them"
+            )
+        if self.setting == "online":
+            for name, plain in (("output_dir", None), ("stage", "all"), ("user_function", None), ("user_model", None)):
+                if getattr(self, name) != plain:
+                    raise ValueError(f"--{name} {getattr(self, name)} has no place in --setting online")
         if not self.do_sample:
             raise ValueError("--do_sample False would give the same reply each time; pairs need sampling")
 
@@ -210,6 +244,8 @@ def turn_logps(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
 def main(argv: list[str] | None = None) -> str:
     """Run the program; returns the experiment dir."""
     args = parse(RefuelArgs, argv)
+    if args.setting == "online":
+        return online(args)
     directory, policy = open_directory(args, "refuel")
     evaluated(args, directory / "iteration-00", policy)
     for number in range(1, args.iterations + 1):
@@ -327,7 +363,7 @@ def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: s
         done = len(writer.rows)
         if done == len(rows):
             return
-        scorer = annotate.make_scorer(annotation(args, folder))
+        scorer = annotate.make_scorer(annotation(args))
         for start in range(done // CHUNK * CHUNK, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
             scores = score_turns(scorer, [dialogue_of(row, side) for row in chunk for side in SIDES])
@@ -339,11 +375,11 @@ def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: s
             writer.append(*lines[max(done - start, 0) :])
 
 
-def annotation(args: RefuelArgs, folder: Path) -> annotate.AnnotateArgs:
+def annotation(args: RefuelArgs) -> annotate.AnnotateArgs:
     """The flags of `annotate` that choose the scorer."""
     names = ("rm_experiment_dir", "rm_chat_template", "reward_function", "trust_remote_code", "accelerator")
     return annotate.AnnotateArgs(
-        responses_file=__file__,  # unread: only the scorer is made
+        responses_file=__file__,  # not read: only the scorer is made
         mini_batch_size=args.rollout_mini_batch_size,
         **{name: getattr(args, name) for name in names},
     )
@@ -450,7 +486,7 @@ def learn(run: Run) -> None:
     has_validation = args.eval_interval and (Path(args.data_dir) / "refuel_validation.pt").is_file()
     validation = load_split(args.data_dir, "refuel", "validation") if has_validation else []
     tokenizer = load_tokenizer(args.data_dir, args.sft_experiment_dir)
-    policy = load_policy(args.sft_experiment_dir, args, tokenizer, "--sft_experiment_dir")
+    policy = load_learner(args, args.sft_experiment_dir, "--sft_experiment_dir", tokenizer)
     check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
     check_positions(rows, policy, args.data_dir)
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
@@ -463,7 +499,7 @@ def learn(run: Run) -> None:
         started = time.perf_counter()
         batch = run.global_batch(rows, step, args.mini_batch_size)
         with run.phase("update"):
-            metrics = train_step(run, model, batch, tokenizer.pad_token_id)
+            metrics = train_step(run, model, run.share(batch), tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
             run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
@@ -476,6 +512,14 @@ def learn(run: Run) -> None:
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer)
     run.finish(results)
+
+
+def load_learner(args: RefuelArgs, source: str, flag: str, tokenizer: Any) -> Policy:
+    """The policy with what learns switched on."""
+    policy = load_policy(source, args, tokenizer, flag)
+    if args.num_layers_unfrozen:
+        train_last_layers(policy.model, args.num_layers_unfrozen)
+    return policy
 
 
 def old_logps(run: Run, policy: Policy, rows: Sequence[Row], pad_id: int) -> Tensor:
@@ -516,35 +560,41 @@ def with_old(rows: Sequence[Row], logps: Tensor) -> list[Row]:
     return [{**row, "old_logps": pair} for row, pair in zip(rows, logps.T.tolist())]
 
 
-@torch.no_grad()
 def score(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
-    """S of both sides of N rows, dropout off, the work split over ranks: (2, N) on each."""
+    """S of both sides of N rows, the work split over ranks: (2, N) on each."""
+    logps = torch.zeros(2, len(rows), device=run.device)
+    mine = run.share(range(len(rows)))
+    logps[:, mine] = score_here(run, model, [rows[i] for i in mine], pad_id)
+    return run.sum_over_ranks(logps)
+
+
+@torch.no_grad()
+def score_here(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
+    """S of both sides of this rank's B rows, dropout off: (2, B)."""
     was_training = model.training
     model.eval()
     logps = torch.zeros(2, len(rows), device=run.device)
     numbered = [{**row, "place": place} for place, row in enumerate(rows)]
-    for micro in run.passes(micro_batches(run.share(numbered), run.args.micro_batch_size)):
+    for micro in run.passes(micro_batches(numbered, run.args.micro_batch_size)):
         with run.autocast():
             found = turn_logps(model, dialogue_pair_batch(micro, pad_id).to(run.device), run.args.temperature)
         logps[:, [row["place"] for row in micro]] = found.float().reshape(2, -1)
     model.train(was_training)
-    return run.sum_over_ranks(logps)
+    return logps
 
 
-def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict[str, float]:
-    """One optimiser step on the pairs of all ranks; returns their metrics."""
+def train_step(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+    """One optimiser step on the pairs of all ranks, `rows` being this one's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
-    micros = run.passes(micro_batches(run.share(rows), run.args.micro_batch_size))
+    total = run.total(len(rows))
+    micros = run.passes(micro_batches(rows, run.args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = dialogue_pair_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             losses, told = pair_losses(run.args, turn_logps(model, batch, run.args.temperature), micro)
-            run.backward(losses.sum() / len(rows))
+            run.backward(losses.sum() / total)
         sums += told
-    return {
-        **named("train/", (run.sum_over_ranks(sums) / len(rows)).tolist()),
-        "train/grad_norm": run.optimize("policy"),
-    }
+    return {**named("train/", (run.sum_over_ranks(sums) / total).tolist()), "train/grad_norm": run.optimize("policy")}
 
 
 def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -560,7 +610,7 @@ def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[T
     else:
         losses = pairwise_loss(logps, old, rewards, args.beta)
     moved, wanted = future(logps, old).detach(), args.eta * gap(rewards)
-    aligned = ((moved > 0) & (wanted > 0)).float()
+    aligned = (moved * wanted > 0).float()
     first, second = (logps - old).detach().chunk(2)
     return losses, torch.stack([x.sum() for x in (losses.detach(), moved, wanted, aligned, first, second)])
 
@@ -599,6 +649,159 @@ def log_samples(run: Run, policy: Policy, rows: Sequence[Row], tokenizer: Any) -
     run.log_samples(samples)
 
 
+# ----------------------------------------------------------------------------------------------------------- online
+def online(args: RefuelArgs) -> str:
+    """Setting two: each step rolls dialogues of the data out from a random turn, twice, and learns from the pairs."""
+    run = Run(args, "refuel")
+    source, flag = starting_model(args)
+    tokenizer = load_tokenizer(args.data_dir, source)
+    policy = load_learner(args, source, flag, tokenizer)
+    rows, held_out = (with_room(run, policy, split) for split in ("train", "validation"))
+    reference = run.place(policy.reference())
+    scorer = annotate.make_scorer(annotation(args))
+    num_steps, results = run.num_steps(len(rows), args.rollout_size), {}
+    parts = math.ceil(args.rollout_size / args.mini_batch_size)
+    model = run.setup("policy", policy, args.learning_rate, num_steps * args.noptepochs * parts)
+    run.say("{:,} parameters, {:,} of them learning; {:,} dialogues".format(*count_parameters(policy), len(rows)))
+    for step in run.steps(num_steps):
+        started = time.perf_counter()
+        chosen = run.global_batch(rows, step, args.rollout_size)
+        with run.phase("rollout"):
+            pairs, told = online_pairs(run, model, reference, scorer, run.share(chosen), tokenizer)
+        with run.phase("update"):
+            parts = min(parts, len(chosen) // run.world_size)  # equally many on each rank
+            for epoch in range(args.noptepochs):
+                order = torch.randperm(len(pairs), generator=run.generator(step, epoch, run.rank)).tolist()
+                for part in range(parts):
+                    places = order[len(order) * part // parts : len(order) * (part + 1) // parts]
+                    metrics = train_step(run, model, [pairs[i] for i in places], tokenizer.pad_token_id)
+        run.step += 1
+        if run.due(args.log_interval, num_steps):
+            times = {f"time/{name}": run.seconds[name] for name in ("rollout", "update")}
+            run.log({**told, **metrics, "train/lr": run.learning_rate("policy"), **run.speed(pairs, started), **times})
+        if args.eval_dialogues and run.due(args.eval_interval, num_steps):
+            with run.phase("evaluation"):
+                results = online_score(run, model, scorer, held_out[: args.eval_dialogues], tokenizer)
+            run.log(results)
+        if args.print_sample_output_freq and run.due(args.print_sample_output_freq, num_steps):
+            log_samples(run, policy, pairs[:2], tokenizer)
+        if run.due(args.save_interval, num_steps):
+            run.save(policy, tokenizer)
+    return str(run.finish(results))
+
+
+def with_room(run: Run, policy: Policy, split: str) -> list[Dialogue]:
+    """The dialogues of a split that the model has positions for, each turn taken as long as it may become.
+
+    Raises: UsageError when there are none.
+    """
+    args, rows = run.args, load_dialogues(run.args.data_dir, split)
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+
+    def longest(row: Dialogue) -> int:
+        return len(row.input_ids) + sum(max(args.max_new_tokens - (end - start), 0) for start, end in row.turn_spans)
+
+    fitting = [row for row in rows if longest(row) <= min(room_of(policy), args.total_length)]
+    if not fitting:
+        raise UsageError(
+            f"--max_new_tokens {args.max_new_tokens} in each turn does not fit into --total_length {args.total_length} "
+            f"or the model's positions for any dialogue of {args.data_dir}; give fewer"
+        )
+    if len(fitting) < len(rows):
+        run.say(f"{len(rows) - len(fitting):,} of {len(rows):,} dialogues could become too long and are left out")
+    return fitting
+
+
+def online_pairs(
+    run: Run, model: nn.Module, reference: Policy, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
+) -> tuple[list[Row], dict[str, float]]:
+    """A pair from each dialogue of this rank, with `old_logps` and rewards, and the means over all ranks.
+
+    R = s - kl_coef (S_old - S_ref) at turn h, where s is the score of the whole dialogue, or `penalty_reward_value`
+    where turn h has no end; whitened over both sides and all ranks where asked. A pair with an invalid score is kept
+    with no difference of rewards, so that ranks stay in step.
+    """
+    args, device = run.args, run.device
+    turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
+    starts, ends = [row.before(h) for row, h in zip(rows, turns)], [row.num_turns for row in rows]
+    both = [online_roll_out(run, model, starts, ends, tokenizer, mixed(run.step, side)) for side in range(2)]
+    scores = online_scores(run, scorer, [dialogue for side in both for dialogue in side])
+    cut = [dialogue.truncated[h] for side in both for dialogue, h in zip(side, turns)]
+    scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(cut, scores)]
+    pairs = [turn_row(one, two, h) for one, two, h in zip(*both, turns)]
+    old = score_here(run, model, pairs, tokenizer.pad_token_id)  # (2, B)
+    with at_work(reference, device, args.offload and not shares_parameters(reference, model)):
+        kl = old - score_here(run, reference, pairs, tokenizer.pad_token_id)  # (2, B)
+    given = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
+    valid = given.isfinite().all(0).expand_as(given)  # (2, B)
+    rewards = torch.where(valid, given - args.kl_coef * kl, 0.0)
+    if args.whiten_rewards:
+        rewards = whiten(rewards, valid, sum_over_ranks=run.sum_over_ranks)
+    for i, pair in enumerate(pairs):
+        pair |= {"chosen_reward": float(rewards[0, i]), "rejected_reward": float(rewards[1, i])}
+        pair["old_logps"] = old[:, i].tolist()
+    told = torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]).double()
+    tokens = sum(int(pair[f"{side}_action_mask"].sum()) for pair in pairs for side in ("chosen", "rejected"))
+    counts = torch.tensor([kl.numel(), sum(cut), tokens], device=device)
+    num_valid, total, reward, ratio, sides, num_cut, tokens = run.sum_over_ranks(torch.cat([told, counts])).tolist()
+    return pairs, {
+        "objective/score": total / max(num_valid, 1.0),
+        "objective/reward": reward / max(num_valid, 1.0),
+        "objective/kl": ratio / sides,
+        "objective/valid_ratio": num_valid / sides,
+        "completions/truncated_ratio": num_cut / sides,
+        "completions/mean_length": tokens / sides,
+    }
+
+
+def online_roll_out(
+    run: Run, model: nn.Module, starts: list[Dialogue], ends: Sequence[int], tokenizer: Any, key: int
+) -> list[Dialogue]:
+    """Dialogues of this rank to their ends, with the data's user."""
+    policy, slots = getattr(model, "module", model), run.args.rollout_mini_batch_size
+    with whole(policy):
+        return roll_out(policy, tokenizer, starts, ends, recorded_user, run.args, mixed(run.args.seed, key), slots)
+
+
+def online_scores(run: Run, scorer: Any, dialogues: Sequence[Dialogue]) -> list[float | None]:
+    """The score of each whole dialogue."""
+    with at_work(getattr(scorer, "model", None), run.device, run.args.offload):
+        return [score for (score,) in scorer([[sample_of(row, row.num_turns - 1)] for row in dialogues])]
+
+
+def turn_row(one: Dialogue, two: Dialogue, turn: int) -> Row:
+    """A row of both sides' tokens to the turn that learns; which is `chosen` means nothing here."""
+    row: Row = {}
+    for name, side in (("chosen", one), ("rejected", two)):
+        start, end = side.turn_spans[turn]
+        row[f"{name}_input_ids"] = side.input_ids[:end]
+        row[f"{name}_action_mask"] = torch.arange(1, end) >= start  # (T-1,)
+    return row
+
+
+@contextmanager
+def at_work(module: nn.Module | None, device: torch.device, offload: bool) -> Iterator[None]:
+    """Inside, a module is on the device; with `offload` it is on the CPU before and after."""
+    if module is not None and offload:
+        module.to(device)
+    yield
+    if module is not None and offload:
+        module.to("cpu")
+
+
+def shares_parameters(one: nn.Module, other: nn.Module) -> bool:
+    """Whether moving one would move the other."""
+    return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())
+
+
+def online_score(run: Run, model: nn.Module, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any) -> dict[str, float]:
+    """Mean score of held-out dialogues that the policy held from their openings, the same noise each time."""
+    mine = run.share(rows)
+    rolled = online_roll_out(run, model, [r.before(0) for r in mine], [r.num_turns for r in mine], tokenizer, -1)
+    scores = [score for score in online_scores(run, scorer, rolled) if score is not None]
+    return {"val/score": run.total(sum(scores)) / max(run.total(len(scores)), 1.0)}
+
+
 # ------------------------------------------------------------------------------------------------------- evaluation
 def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
     """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it is there.
@@ -614,7 +817,7 @@ def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
     check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
     slots = args.rollout_mini_batch_size
     rolled = roll_out(model, tokenizer, rows, args.num_turns, load_user(args, device, slots), args, args.seed, slots)
-    scores = score_turns(annotate.make_scorer(annotation(args, folder)), rolled)
+    scores = score_turns(annotate.make_scorer(annotation(args)), rolled)
     by_turn = [mean(s[h] for s in scores if len(s) > h and s[h] is not None) for h in range(args.num_turns)]
     lengths = [end - start for row in rolled for start, end in row.turn_spans]
     cut = [flag for row in rolled for flag in row.truncated]

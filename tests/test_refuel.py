@@ -120,7 +120,7 @@ def test_the_gradient_equals_a_float64_reference(talk_data, micro_batch_size):
     policy = tiny_policy("llama")
     args = args_of(talk_data, micro_batch_size=micro_batch_size, mini_batch_size=3, eta=0.5, temperature=temperature)
     run = RunOfOneStep(args, policy=policy)
-    metrics = refuel.train_step(run, policy, rows, pad_id=0)
+    metrics = refuel.train_step(run, policy, rows, pad_id=0)  # of all pairs, one micro-batch or several
     reference = tiny_policy("llama").double()
     loss = plain_loss(reference, rows, 0.5, temperature)
     loss.backward()
@@ -285,25 +285,20 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert (run / "results.json").read_bytes() == (other / "results.json").read_bytes()
 
 
-STOPS = ["iteration-01/training/**/checkpoint-000001", "iteration-02/dialogues.jsonl"]
-
-
-def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
+def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
     environment = helpers.environment()
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the user and the reward
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "lightrlhf.refuel"]
-    flags = [*flags, "--output_dir", str(run), "--save_interval", "1"]
-    quiet = subprocess.DEVNULL
-    for stop in STOPS:
-        process = subprocess.Popen([*command, *flags], env=environment, stdout=quiet, stderr=quiet)
-        end = time.monotonic() + 120
-        while process.poll() is None and not any(run.glob(stop)) and time.monotonic() < end:
-            time.sleep(0.005)
-        process.kill()
-        process.wait(20)
-        assert any(run.glob(stop))
-    subprocess.run([*command, *flags], env=environment, stdout=quiet, timeout=200, check=True)
+    run, quiet = tmp_path / "run", subprocess.DEVNULL
+    command = [sys.executable, "-m", "lightrlhf.refuel", *flags, "--output_dir", str(run), "--save_interval", "1"]
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
+    end = time.monotonic() + 120
+    while process.poll() is None and not any(run.glob("iteration-01/training/**/checkpoint-000001")):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    process.kill()
+    process.wait(20)
+    assert not (run / "iteration-02").exists()
+    subprocess.run(command, env=environment, stdout=quiet, stderr=quiet, timeout=200, check=True)
     assert_same_run(run, finished)
 
 
@@ -358,3 +353,117 @@ def test_no_valid_reward_is_told_in_one_line(flags, tmp_path, capsys):
         main([*flags, "--output_dir", str(tmp_path), "--reward_function", "test_refuel:nothing_valid"])
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and "gives no pair to train on: 10 without a valid reward" in told
+
+
+# ----------------------------------------------------------------------------------------------------------- online
+ONLINE = ["--setting", "online", "--reward_function", "test_refuel:vowels", "--rollout_size", "6", "--max_new_tokens"]
+ONLINE += ["6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "3"]
+ONLINE += ["--log_interval", "1", "--eval_interval", "2", "--eval_dialogues", "4", "--save_interval", "1"]
+
+
+@pytest.fixture
+def online(talk_data, sft_dir, tmp_path):
+    return ["--data_dir", str(talk_data), "--sft_experiment_dir", sft_dir, *ONLINE, *CPU, "--log_dir", str(tmp_path)]
+
+
+def test_online_starts_at_the_initial_policy_and_goes_on_bitwise(online):
+    run = Path(main([*online, "--noptepochs", "2", "--print_sample_output_freq", "2"]))
+    rows = helpers.metrics(run)
+    first = next(row for row in rows if "objective/kl" in row)
+    assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5) and first["objective/valid_ratio"] == 1.0
+    assert sum("val/score" in row for row in rows) == 2 and (run / "samples.jsonl").is_file()
+    end = weights(last_checkpoint(run))
+    assert end != weights(run / "checkpoint-000002")
+    shutil.rmtree(run / "checkpoint-000003")
+    main(["--resume_from", str(run)])
+    assert weights(last_checkpoint(run)) == end
+    assert [row for row in helpers.metrics(run) if "val/score" not in row] == [r for r in rows if "val/score" not in r]
+
+
+def online_pairs(talk_data, tokenizer, **given):
+    """Pairs of one step of tiny models, with what they were made of."""
+    from lightrlhf.common.dialogue import load_dialogues
+
+    fixed = {"setting": "online", "max_new_tokens": 5, "kl_coef": 0.0, "data_dir": str(talk_data)}
+    fixed |= {"reward_function": "test_refuel:vowels", "model_name": "tiny", "accelerator": "cpu"}
+    args = RefuelArgs(**(fixed | given))
+    policy = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    reference = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.05)
+    run = RunOfOneStep(args, policy=policy)
+    run.autocast = helpers.nullcontext
+    scorer = refuel.annotate.make_scorer(refuel.annotation(args))
+    rows = load_dialogues(str(talk_data), "train")[:8]
+    pairs, told = refuel.online_pairs(run, policy, reference, scorer, rows, tokenizer)
+    return args, policy, reference, rows, pairs, told
+
+
+def test_online_rewards_are_the_score_less_the_kl_at_the_turn_and_a_cut_turn_is_penalised(talk_data, tokenizer):
+    penalty = {"penalty_reward_value": -7.0}
+    _, policy, reference, _, plain, told = online_pairs(talk_data, tokenizer, **penalty)
+    *_, charged, _ = online_pairs(talk_data, tokenizer, kl_coef=0.3, **penalty)
+    assert 0 < told["completions/truncated_ratio"]
+    for one, other in zip(plain, charged):
+        for place, side in enumerate(("chosen", "rejected")):
+            ids, mask = one[f"{side}_input_ids"], one[f"{side}_action_mask"]
+            assert (one[f"{side}_reward"] == -7.0) == (ids[-1] != tokenizer.eos_token_id)
+            inputs = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool), mask[None]
+            with torch.no_grad():
+                said, known = (model(*inputs, temperature=0.8).logprobs.sum() for model in (policy, reference))
+            assert one["old_logps"][place] == pytest.approx(float(said), abs=1e-4)
+            assert other[f"{side}_reward"] == pytest.approx(one[f"{side}_reward"] - 0.3 * float(said - known), abs=1e-4)
+
+
+def test_online_pairs_share_the_datas_prefix_and_whitened_rewards_have_mean_0(talk_data, tokenizer):
+    *_, rows, pairs, _ = online_pairs(talk_data, tokenizer, whiten_rewards=True)
+    rewards = torch.tensor([pair[f"{side}_reward"] for pair in pairs for side in ("chosen", "rejected")])
+    assert float(rewards.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(rewards.var(correction=0)) == pytest.approx(1, abs=1e-3)
+    starts = []
+    for row, pair in zip(rows, pairs):
+        start = int(pair["chosen_action_mask"].long().argmax()) + 1
+        assert pair["chosen_input_ids"][:start] == pair["rejected_input_ids"][:start] == row.input_ids[:start]
+        starts.append([span[0] for span in row.turn_spans].index(start))
+    assert len(set(starts)) > 1  # turns differ within a batch
+
+
+def test_only_the_top_layers_learn_and_the_reference_shares_the_others(base_model, tokenizer, talk_data):
+    args = args_of(talk_data, num_layers_unfrozen=1)
+    policy = refuel.load_learner(args, str(base_model), "--model_name", tokenizer)
+    learning = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert learning and all(".layers.1." in name or "lm_head" in name for name in learning)
+    reference = policy.reference()
+    for name, parameter in reference.named_parameters():
+        assert (dict(policy.named_parameters())[name] is parameter) == (name not in learning)
+    assert refuel.shares_parameters(reference, policy)
+
+
+def test_offloaded_models_go_back_to_the_cpu(talk_data, tokenizer, rm_dir):
+    *_, told = online_pairs(talk_data, tokenizer, reward_function=None, rm_experiment_dir=rm_dir, offload=True)
+    assert told["objective/valid_ratio"] == 1.0
+    moved = []
+
+    class Module:
+        def to(self, device):
+            moved.append(str(device))
+
+    with refuel.at_work(Module(), torch.device("cpu", 0), offload=True):
+        moved.append("work")
+    assert moved == ["cpu:0", "work", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--user_model", "x"], "--user_model x has no place in --setting online"),
+        (["--stage", "rank"], "--stage rank has no place in --setting online"),
+        (["--num_layers_unfrozen", "2", "--finetune_mode", "lora"], "both say what learns"),
+        (["--max_new_tokens", "900"], "does not fit into --total_length 2048"),
+    ],
+)
+def test_what_the_online_setting_refuses(online, capsys, given, told):
+    with pytest.raises(SystemExit) as stop:
+        main([*online, *given])
+    assert stop.value.code == 2 and told in capsys.readouterr().err

@@ -348,17 +348,15 @@ def roll_out(
 
 
 def score_turns(scorer: GroupScorer, dialogues: Sequence[Dialogue]) -> list[list[float | None]]:
-    """The score of each dialogue after each of its assistant turns; None where there is no valid one.
-
-    A scorer sees the messages before the turn as the prompt, the turn as the response, and among the columns
-    `messages`, all of them together.
-    """
-    groups = []
-    for dialogue in dialogues:
-        for turn, (start, _) in enumerate(dialogue.turn_spans):
-            said = dialogue.through(turn)
-            ids = dialogue.input_ids[:start], dialogue.turn_ids(turn)
-            columns = {**dialogue.columns, "messages": said}
-            groups.append([Sample(said[:-1], said[-1]["content"], dialogue.truncated[turn], *ids, columns)])
-    scores = iter(scorer(groups))
+    """The score of each dialogue after each of its assistant turns; None where there is no valid one."""
+    scores = iter(scorer([[sample_of(dialogue, turn)] for dialogue in dialogues for turn in range(dialogue.num_turns)]))
     return [[next(scores)[0] for _ in dialogue.turn_spans] for dialogue in dialogues]
+
+
+def sample_of(dialogue: Dialogue, turn: int) -> Sample:
+    """What a scorer sees of a turn: the messages before it as the prompt, the turn as the response, and among the
+    columns `messages`, all of them together."""
+    said = dialogue.through(turn)
+    ids = dialogue.input_ids[: dialogue.turn_spans[turn][0]], dialogue.turn_ids(turn)
+    columns = {**dialogue.columns, "messages": said}
+    return Sample(said[:-1], said[-1]["content"], dialogue.truncated[turn], *ids, columns)

@@ -100,10 +100,13 @@ class Policy(Role):
         self.head_is_plain = _head_is_plain(model)
 
     def reference(self) -> Policy:
-        """The policy as it was loaded: on a shared backbone the same weights without the new adapter, else a copy."""
+        """The policy as it was loaded: on a shared backbone the same weights without the new adapter, else a copy.
+
+        A copy shares the parameters that do not learn, which nothing will change.
+        """
         if self.shares:
             return Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
-        return copy.deepcopy(self)
+        return copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
 
     def forward(
         self,
@@ -531,7 +534,7 @@ def _choose_what_learns(
         loaded.clear()
         adapters = ()
     if args.finetune_mode == "last_layer":
-        _train_last_layer(model)
+        train_last_layers(model, 1)
     if args.activation_checkpointing:
         options: dict[str, Any] = {"use_reentrant": False}
         if adapters:
@@ -555,10 +558,11 @@ def transformer_layers(module: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=nn.ModuleList())
 
 
-def _train_last_layer(model: nn.Module) -> None:
-    """Only the last transformer layer learns, and the head where it is not the embedding too."""
+def train_last_layers(model: nn.Module, count: int) -> None:
+    """Only the last transformer layers learn, and the head where it is not the embedding too."""
     model.requires_grad_(False)
-    transformer_layers(model)[-1].requires_grad_(True)
+    for layer in list(transformer_layers(model))[-count:]:
+        layer.requires_grad_(True)
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     elif model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
