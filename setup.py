@@ -15,6 +15,7 @@ EXTRAS = {
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
+EXTRAS |= {"alfworld": [*EXTRAS["envs"], "textworld>=1.7", "alfworld>=0.4.2"]}  # partly compiled on the spot, minutes
 
 setup(
     name="lightrlhf",

@@ -162,10 +162,15 @@ def test_options_from_the_command_line():
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    monkeypatch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi")
-    with pytest.raises(UsageError, match=r"needs gymnasium: pip install 'lightrlhf\[envs\]'"):
-        make_env("dangerous_taxi")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gymnasium", None)
+        patch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi")
+        with pytest.raises(UsageError, match=r"needs gymnasium: pip install 'lightrlhf\[envs\]'"):
+            make_env("dangerous_taxi")
+    monkeypatch.delitem(sys.modules, "lightrlhf.envs.alfworld", raising=False)
+    monkeypatch.setitem(sys.modules, "fast_downward", None)
+    with pytest.raises(UsageError, match=r"needs fast_downward: pip install 'lightrlhf\[alfworld\]'"):
+        make_env("alfworld")
 
 
 # --------------------------------------------------------------------------------------------------------------- taxi

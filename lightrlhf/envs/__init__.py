@@ -24,6 +24,7 @@ import numpy as np
 from lightrlhf.common.args import UsageError
 
 ENVIRONMENTS = {
+    "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
     "auto_explore": "lightrlhf.envs.auto_explore:AutoExplore",
     "dangerous_taxi": "lightrlhf.envs.dangerous_taxi:DangerousTaxi",
 }

@@ -1,0 +1,132 @@
+"""Small household games for ALFWorld's engine, made from nothing: they are not the ALFWorld benchmark.
+
+A game is one room with eight or nine places and five or six things, and one of ALFRED's six kinds of tasks: put a thing
+somewhere, two of them, a clean, hot or cool one, or look at it under a lamp. Goals and their wordings, and which thing
+fits where or can be heated, are those of the `alfworld` package; what is left out of its world is size: the published
+games have some twenty-five places, several copies of most things, and layouts taken from rendered rooms.
+
+A game is named by a plain dict, its *start*: kind, object, target and room number say everything about it. Pairs of
+object and target are divided among the splits, so a test game asks for what no training game asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from alfworld.agents.environment.alfred_tw_env import TASK_TYPES
+from alfworld.gen.constants import OPENABLE_CLASS_LIST, VAL_ACTION_OBJECTS, VAL_RECEPTACLE_OBJECTS
+from alfworld.gen.goal_library import gdict
+
+KINDS = list(TASK_TYPES.values())
+GAMES = {"train": 120, "validation": 20, "test": 40}  # of each kind
+SHARES = {"test": 0.2, "validation": 0.1}  # of the pairs of object and target
+ALWAYS = ["CounterTop", "Desk", "Fridge", "Microwave", "SinkBasin"]
+SOMETIMES = ["Cabinet", "DiningTable", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "SideTable"]
+LAMP = "DeskLamp"
+FOOD = ["Apple", "Bread", "Egg", "Lettuce", "Potato", "Tomato"]
+DISHES = ["Bowl", "ButterKnife", "Cup", "Fork", "Kettle", "Ladle", "Mug", "Pan", "Plate", "Pot", "Spatula", "Spoon"]
+LITTLE = ["Book", "CD", "CellPhone", "CreditCard", "KeyChain", "Newspaper", "Pen", "Pencil", "RemoteControl", "Watch"]
+THINGS = FOOD + DISHES + LITTLE
+ABLE = {"heatable": "Heatable", "coolable": "Coolable", "cleanable": "Cleanable", "toggleable": "Toggleable"}
+NEEDED = {"pick_clean_then_place_in_recep": "Cleanable", "pick_heat_then_place_in_recep": "Heatable"}
+NEEDED |= {"pick_cool_then_place_in_recep": "Coolable"}
+Start = dict[str, Any]
+
+
+def starts(split: str) -> list[Start]:
+    """The games of a split, kind by kind; the same in every process."""
+    found = []
+    for level, kind in enumerate(KINDS):
+        pairs = pairs_of(kind)
+        random.Random(f"household {kind}").shuffle(pairs)
+        test, validation = (round(SHARES[name] * len(pairs)) for name in ("test", "validation"))
+        parts = {"test": pairs[:test], "validation": pairs[test : test + validation]}
+        part = (parts | {"train": pairs[test + validation :]})[split]
+        for number in range(GAMES[split]):
+            thing, target = part[number % len(part)]
+            found.append({"kind": kind, "object": thing, "target": target, "room": number, "level": level})
+    return found
+
+
+def pairs_of(kind: str) -> list[tuple[str, str]]:
+    """What a task of this kind may ask for: a thing and where to put it, or the lamp to look at it under."""
+    if kind == "look_at_obj_in_light":
+        return [(thing, LAMP) for thing in LITTLE + DISHES]
+    able = VAL_ACTION_OBJECTS[NEEDED[kind]] if kind in NEEDED else THINGS
+    places = [place for place in ALWAYS + SOMETIMES if place not in ("Microwave", "SinkBasin")]
+    return [(thing, place) for thing in THINGS if thing in able for place in places if fits(thing, place)]
+
+
+def fits(thing: str, place: str) -> bool:
+    return thing in VAL_RECEPTACLE_OBJECTS.get(place, ())
+
+
+def task_of(start: Start) -> str:
+    """The task in the words of the package, such as `put a hot potato in fridge`."""
+    words = gdict[start["kind"]]["templates"]
+    names = {"obj": start["object"], "recep": start["target"], "toggle": start["target"]}
+    return words[start["room"] % len(words)].format(**{role: name.lower() for role, name in names.items()})
+
+
+def problem_of(start: Start) -> str:
+    """The game's PDDL problem, for the domain that the package brings.
+
+    Raises: ValueError when there is no such game.
+    """
+    kind, thing, target = start["kind"], start["object"], start["target"]
+    if kind not in KINDS or (thing, target) not in pairs_of(kind):
+        raise ValueError(f"there is no household game of {kind} with {thing} and {target}")
+    rng = random.Random(f"household {kind} {thing} {target} {start['room']}")
+    places = [*ALWAYS, *rng.sample([place for place in SOMETIMES if place != target], 3)]
+    if target not in (*places, LAMP):
+        places.append(target)
+    things = [thing] * (2 if kind.startswith("pick_two") else 1)
+    things += rng.sample([other for other in THINGS if other != thing], 4)
+    placed = [(LAMP, places.index("Desk"))]
+    for name in things:
+        fitting = [i for i, place in enumerate(places) if fits(name, place) and (name, place) != (thing, target)]
+        if fitting:
+            placed.append((name, rng.choice(fitting)))
+    goal = gdict[kind]["pddl"].format(obj=thing, recep=target, toggle=target).replace("#", "-")
+    types = [f"{place}Type - rtype" for place in sorted({*places, "SinkBasin", "Microwave", "Fridge"})]
+    types += [f"{name}Type - otype" for name in sorted({*things, LAMP, "Knife", "ButterKnife"})]
+    declared, facts = zip(*[*_places(places), *_things(placed, places)])
+    contains = [
+        f"(canContain {place}Type {name}Type)"
+        for place in sorted(set(places))
+        for name in sorted({*things, LAMP})
+        if fits(name, place)
+    ]
+    objects = ["agent1 - agent", "loc_0 - location", *types, *declared]
+    first = ["(= (total-cost) 0)", "(atLocation agent1 loc_0)", *contains, *facts]
+    # The goal of the package also brings the bracket that closes the definition.
+    return "\n".join(
+        ["(define (problem household) (:domain alfred) (:objects", *objects, ") (:init", *first, ")", goal]
+    )
+
+
+def _places(places: list[str]) -> Iterator[tuple[str, str]]:
+    """Declaration and facts of each place."""
+    for number, place in enumerate(places):
+        name = _place(place)
+        facts = f"(receptacleType {name} {place}Type) (receptacleAtLocation {name} loc_{number + 1})"
+        if place in OPENABLE_CLASS_LIST:
+            facts += f" (openable {name})"
+        yield f"{name} - receptacle loc_{number + 1} - location", facts
+
+
+def _things(placed: list[tuple[str, int]], places: list[str]) -> Iterator[tuple[str, str]]:
+    """Declaration and facts of each thing."""
+    for number, (thing, at) in enumerate(placed):
+        name = f"{thing.lower()}_bar_{number}"
+        facts = f"(objectType {name} {thing}Type) (inReceptacle {name} {_place(places[at])})"
+        facts += f" (objectAtLocation {name} loc_{at + 1})"
+        facts += "".join(f" ({able} {name})" for able, group in ABLE.items() if thing in VAL_ACTION_OBJECTS[group])
+        yield f"{name} - object", facts + ("" if thing == LAMP else f" (pickupable {name})")
+
+
+def _place(place: str) -> str:
+    """A name as the published games write theirs, which the package turns into `fridge 1` or `sinkbasin 1`."""
+    return "sink_bar_1_bar_sinkbasin" if place == "SinkBasin" else f"{place.lower()}_bar_1"
