@@ -52,7 +52,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Write the five sets of a text environment."""
 
     env: str = "dangerous_taxi"
-    """Text environment: dangerous_taxi, auto_explore, or an import path `package.module:Class`."""
+    """Text environment: dangerous_taxi, auto_explore, alfworld, or an import path `package.module:Class`."""
     env_options: list[str] = field(default_factory=list)
     """Options of the environment, as name=value."""
     dataset_name: str = "text_envs"
