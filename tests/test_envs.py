@@ -272,6 +272,21 @@ def test_the_horizon_cuts_and_does_not_end(taxi):
     assert len(episode) == 4 and [step[2:4] for step in episode] == [(False, False)] * 3 + [(False, True)]
 
 
+def test_with_first_step_one_step_is_the_episode_and_a_right_one_a_success(taxi):
+    seen = set()
+    for start in taxi.starts("validation"):
+        for action in [*taxi.actions, "fly"]:
+            taxi.reset(options=start)
+            is_right = action in taxi.actions and taxi.reflection(action) == ""
+            fatal = action == "fly" or taxi._is_fatal(action)
+            taxi.reset(options=start | {"first_step": True})
+            _, reward, terminated, _, info = taxi.step(action)
+            assert terminated and info["success"] == is_right and info["invalid"] == fatal
+            assert reward == (1.0 if is_right else -0.5 if fatal else -0.05)
+            seen.add(reward)
+    assert len(seen) == 3 and make_env("dangerous_taxi", first_step=True).first_step
+
+
 def test_the_grid_tells_every_state_apart(taxi):
     """All that can be met: 300 with the passenger waiting, 100 with them aboard."""
     table = taxi._tables

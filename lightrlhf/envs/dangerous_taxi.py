@@ -126,6 +126,7 @@ class DangerousTaxi(gymnasium.Env):
 
     horizon:      steps until an episode is cut
     pickup_bonus: extra reward when the passenger is picked up for the first time
+    first_step:   end after one step, with reward 1 and a success if a shortest way begins with it
     split, level: where the starts of a `reset` without options come from; all states of the level when not given
     """
 
@@ -138,6 +139,7 @@ class DangerousTaxi(gymnasium.Env):
         self,
         horizon: int = 20,
         pickup_bonus: float = 0.0,
+        first_step: bool = False,
         split: str | None = None,
         level: int = FULL,
         render_mode: str | None = None,
@@ -146,7 +148,8 @@ class DangerousTaxi(gymnasium.Env):
             raise ValueError(f"horizon {horizon} must be at least 1")
         if level not in range(len(LEVELS)):
             raise ValueError(f"level {level} must be 0, 1 or 2: {', '.join(LEVELS)}")
-        self.horizon, self.pickup_bonus, self.level, self.render_mode = horizon, pickup_bonus, level, render_mode
+        self.horizon, self.pickup_bonus, self.first_step = horizon, pickup_bonus, first_step
+        self.render_mode = render_mode
         self._tables = tables()
         splits = list(self._tables.starts) if split is None else [split]
         self._drawn_from = [start for name in splits for start in self.starts(name, level)]
@@ -162,7 +165,7 @@ class DangerousTaxi(gymnasium.Env):
         return [{"state": state, "level": each} for each in levels for state in self._tables.starts[split][each]]
 
     def reset(self, *, seed: int | None = None, options: Start | None = None) -> tuple[str, Info]:
-        """`options`: a start, and `horizon` or `pickup_bonus` for this episode alone."""
+        """`options`: a start, and `horizon`, `pickup_bonus` or `first_step` for this episode alone."""
         super().reset(seed=seed)
         options = options or {}
         if "state" not in options:
@@ -171,6 +174,7 @@ class DangerousTaxi(gymnasium.Env):
         self._check_start()
         self._horizon = int(options.get("horizon", self.horizon))
         self._bonus = float(options.get("pickup_bonus", self.pickup_bonus))
+        self._first_step = bool(options.get("first_step", self.first_step))
         self._history: list[tuple[str, str]] = []
         self._cost = 0.0
         self._over = self._success = self._was_aboard = False
@@ -182,6 +186,7 @@ class DangerousTaxi(gymnasium.Env):
             raise RuntimeError("the episode is over; call reset")
         before = self._state
         index = ACTIONS.index(action) if action in ACTIONS else None
+        is_right = self._first_step and index is not None and self._steps_after(action) < self._steps_left()
         if index is not None:
             self._state = int(self._tables.following[before, index])
             self._success = bool(self._tables.delivers[before, index])
@@ -196,9 +201,11 @@ class DangerousTaxi(gymnasium.Env):
             reward += self._bonus
             if self._level == PICKUP:
                 self._success, reward = True, reward + 1.0 + 1.0 / SCALE  # the same +1 as for a delivery
+        if is_right:
+            self._success, reward = True, 1.0
         self._history.append((action, result))
         self._cost -= reward
-        self._over = terminated = invalid or self._success
+        self._over = terminated = invalid or self._success or self._first_step
         truncated = not terminated and len(self._history) >= self._horizon
         self._over |= truncated
         return self._tables.texts[self._state], reward, terminated, truncated, self._info(invalid)
