@@ -17,13 +17,12 @@ import hmac
 import html
 import inspect
 import os
-import random
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightrlhf.common.args import GenerationArgs, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.desk import AS_TRAINED, FORMS, MOST, Desk, Turn, asked, bubbles, filled, prompt_of
@@ -48,6 +47,8 @@ class DemoArgs(GenerationArgs):
     """Folder of the `.pt` splits with test prompts and tokenizer; that of each experiment when not given."""
     votes_file: str | None = None
     """JSONL file that votes are appended to; `votes.jsonl` in the last experiment dir when not given."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Split whose prompts are answered for votes; those of train keep the test split clean for evaluation."""
     overlap: float = 0.25
     """Share of pairs that every rater is shown, for their agreement; the others are each shown to one."""
     host: str = "127.0.0.1"
@@ -273,9 +274,7 @@ def chat_tab(gr: Any, desk: Desk) -> Any:
     show_tokens.click(told(gr, desk.tokens), [turns, macro], tokens, api_visibility="private")
     filling = [turns, window, tokens, *words]
     load_example.click(told(gr, lambda label: fill(desk.example(label))), model, filling, api_visibility="private")
-    load_prompt.click(
-        told(gr, lambda label: fill(random.choice(desk.prompts(label)))), model, filling, api_visibility="private"
-    )
+    load_prompt.click(told(gr, lambda label: fill(desk.test_prompt(label))), model, filling, api_visibility="private")
     load_settings.click(told(gr, desk.settings_of), model, sliders, api_visibility="private")
     return model
 
@@ -315,12 +314,7 @@ def side_by_side_tab(gr: Any, desk: Desk) -> Any:
     asking = gr.on([ask.click, words[1].submit], told(gr, beside), [models, seed, *words, *sliders], outputs)
     stop.click(None, cancels=[asking], api_visibility="private")
     load_example.click(told(gr, lambda names: fill(names, desk.example)), models, words, api_visibility="private")
-    load_prompt.click(
-        told(gr, lambda names: fill(names, lambda label: random.choice(desk.prompts(label)))),
-        models,
-        words,
-        api_visibility="private",
-    )
+    load_prompt.click(told(gr, lambda names: fill(names, desk.test_prompt)), models, words, api_visibility="private")
     return models
 
 
@@ -378,7 +372,9 @@ def runs_tab(gr: Any, desk: Desk, tab: Any) -> None:
         reload = gr.Button("Reload", scale=0)
     curve = gr.LinePlot(x="step", y="value", color="run", height=320)
     run = gr.Dropdown(names, value=talking[-1] if talking else None, label="Samples and card of")
-    samples = gr.Dataframe(headers=["step", "prompt", "response", "score"], label="Samples through training", wrap=True)
+    headers = ["step", "prompt", "response", "score"]
+    widths = ["9%", "41%", "41%", "9%"]
+    samples = gr.Dataframe(headers=headers, column_widths=widths, label="Samples through training", wrap=True)
     with gr.Accordion("Model card", open=False):
         card = gr.Markdown()
 

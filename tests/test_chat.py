@@ -16,7 +16,7 @@ from datasets_prep.common import complete
 from datasets_prep.summarization.prepare_data import from_feedback
 from lightrlhf.common import chat
 from lightrlhf.common.args import GenerationArgs, UsageError
-from lightrlhf.common.batch import encode_prompt, messages_of, summary_fields, summary_prompt
+from lightrlhf.common.batch import encode_prompt, load_prompts, messages_of, summary_fields, summary_prompt
 from lightrlhf.common.experiments import choices, located
 from lightrlhf.common.model import ModelArgs, load_policy, load_tokenizer
 from lightrlhf.common.rollout import generate, generate_steps
@@ -256,7 +256,7 @@ def test_the_summary_form_writes_what_the_training_data_says():
 
 
 def test_the_test_split_and_the_example_come_as_dialogues(cafe_data, tokenizer):
-    prompts = chat.held_out_prompts(str(cafe_data), tokenizer)
+    prompts = [chat.as_prompt(tokenizer, row["input_ids"].tolist()) for row in load_prompts(cafe_data, "test")]
     assert len(prompts) == 12 and all(prompt[0]["role"] == "user" for prompt in prompts)
     example = chat.as_prompt(tokenizer, chat.example_prompt(str(cafe_data)))
     assert example == [{"role": "user", "content": "Could I get a large oat latte and two muffins, please?"}]

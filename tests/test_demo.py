@@ -106,7 +106,7 @@ def test_what_is_typed_becomes_the_prompt_of_its_form():
 def test_the_form_and_the_example_are_those_of_the_data(desk):
     assert desk.form(PPO) == "dialogue"
     assert as_text(desk.example(PPO)) == "Could I get a large oat latte and two muffins, please?"
-    assert len(desk.prompts(PPO)) == 12
+    assert len(desk.prompts(PPO, "test")) == 12 and desk.test_prompt(PPO)[0]["role"] == "user"
 
 
 # ------------------------------------------------------------------------------------------------------ side by side
@@ -147,6 +147,7 @@ def test_what_a_rater_must_say_first(desk):
     for one, other, rater, says in ((SFT, PPO, " ", "your name"), (SFT, SFT, "ada", "two different models")):
         with pytest.raises(UsageError, match=says):
             desk.next_pair(one, other, rater)
+    desk = open_desk(*desk.args.experiment_dir, "--split", "test", "--votes_file", str(desk.votes_file))
     for _ in range(12):
         desk.vote(desk.next_pair(SFT, PPO, "ada"), "skip", "")
     with pytest.raises(UsageError, match="judged every pair"):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightrlhf.common import segments
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
@@ -30,7 +29,6 @@ from lightrlhf.common.batch import (
     check_vocabulary,
     decode,
     encode_prompt,
-    load_prompts,
     messages_of,
     response_batch,
 )
@@ -275,14 +273,8 @@ def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], cut: Seque
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
-def held_out_prompts(data_dir: str, tokenizer: Any, split: str = "test") -> list[str | Messages]:
-    """The prompts of a split as messages where the chat template makes just their ids, else as text."""
-    return [as_prompt(tokenizer, row["input_ids"]) for row in load_prompts(data_dir, split)]
-
-
-def as_prompt(tokenizer: Any, ids: Tensor | Sequence[int]) -> str | Messages:
-    """A prompt whose ids, encoded again, are these."""
-    ids = torch.as_tensor(ids).tolist()
+def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
+    """A prompt whose ids, encoded again, are these: a dialogue where the chat template makes just them, else text."""
     return messages_of(tokenizer, ids) or tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 

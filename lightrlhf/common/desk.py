@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightrlhf.common import chat
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
-from lightrlhf.common.batch import summary_fields, summary_prompt
+from lightrlhf.common.batch import load_prompts, summary_fields, summary_prompt
 from lightrlhf.common.chat import Answer, Shelf
 from lightrlhf.common.experiments import labels, located, read_growing, read_metrics, stored
 from lightrlhf.common.model import load_tokenizer
@@ -40,7 +42,7 @@ class Desk:
     shelf: Shelf
     votes_file: Path
     lock: threading.Lock = field(default_factory=threading.Lock)
-    prompts_of: dict[tuple[str, str], list[str | Messages]] = field(default_factory=dict)
+    prompts_of: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
     loaded_scorer: GroupScorer | None = None
 
     @classmethod
@@ -74,12 +76,20 @@ class Desk:
             raise UsageError(f"{Path(experiment).name}: this training did not sample, so it has no generation settings")
         return found
 
-    def prompts(self, label: str) -> list[str | Messages]:
-        """The test split's prompts. Raises: UsageError when the data is not there."""
-        known = self._data(label), label
+    def prompts(self, label: str, split: str) -> list[list[int]]:
+        """The ids of a split's prompts. Raises: UsageError when the data is not there."""
+        known = self._data(label), split
         if known not in self.prompts_of:
-            self.prompts_of[known] = chat.held_out_prompts(known[0], self.shelf.speaker(label).tokenizer)
+            self.prompts_of[known] = [torch.as_tensor(row["input_ids"]).tolist() for row in load_prompts(*known)]
         return self.prompts_of[known]
+
+    def prompt(self, label: str, split: str, index: int) -> str | Messages:
+        """One of them, as a dialogue where the chat template makes just its ids, else as text."""
+        return chat.as_prompt(self.shelf.speaker(label).tokenizer, self.prompts(label, split)[index])
+
+    def test_prompt(self, label: str) -> str | Messages:
+        """Any prompt of the test split."""
+        return self.prompt(label, "test", random.randrange(len(self.prompts(label, "test"))))
 
     def form(self, label: str) -> str:
         """How prompts of a model's data are written, told by its example."""
@@ -185,24 +195,25 @@ class Desk:
         if one == other or not (one and other):
             raise UsageError("choose two different models")
         names = sorted((one, other))
-        prompts = self.prompts(one)
-        index = next_index(len(prompts), read_votes(self.votes_file), names, rater, self.args.overlap, self.args.seed)
+        count = len(self.prompts(one, self.args.split))
+        votes = [vote for vote in read_votes(self.votes_file) if vote.get("split") == self.args.split]
+        index = next_index(count, votes, names, rater, self.args.overlap, self.args.seed)
         if index is None:
             raise UsageError("you have judged every pair of these two models; choose others")
+        prompt = self.prompt(one, self.args.split, index)
         said, cut = [], []
         for place, name in enumerate(names):  # noise of their own, or models that differ little would say the same
-            *_, answer = chat.answers(
-                self.shelf.speaker(name), prompts[index], self.args, self.args.seed + 2 * index + place
-            )
-            said.append(answer.text.strip() if isinstance(prompts[index], list) else answer.text)
+            *_, answer = chat.answers(self.shelf.speaker(name), prompt, self.args, self.args.seed + 2 * index + place)
+            said.append(answer.text.strip() if isinstance(prompt, list) else answer.text)
             cut.append(answer.cut)
-        name = pair_id(prompts[index], names, said)
+        name = pair_id(prompt, names, said)
         order = random.Random(f"{self.args.seed} {name} {rater}").sample([0, 1], 2)
         return {
             "pair": name,
             "rater": rater,
+            "split": self.args.split,
             "index": index,
-            "prompt": prompts[index],
+            "prompt": prompt,
             "responses": [said[i] for i in order],
             "models": [names[i] for i in order],
             "cut": [cut[i] for i in order],
