@@ -72,12 +72,13 @@ PROGRAMS = [
             "reflect_rl",
             "evaluate",
             "judge",
+            "demo",
             "plot",
         )
     ),
     *(
         f"datasets_prep.{name}.prepare_data"
-        for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs")
+        for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs", "feedback")
     ),
     "datasets_prep.text_envs.make_tasks",
 ]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from pages import PAGES, args_class, blocks, commands_of, parse_flags
+from test_data_feedback import STARTS, cast
 
 from lightrlhf.plot import read_metrics
 
@@ -28,6 +29,7 @@ EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
+    "datasets_prep.feedback.prepare_data": ["--num_proc", "1"],
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
@@ -55,6 +57,8 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
     save_model("llama", base, tokenizer)
     tokenizer.save_pretrained(base)
     (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "secret.txt").write_text("a password")
+    cast(folder / "feedback" / "votes.jsonl", [f"{start}, please, number {n}." for start in STARTS for n in range(8)])
     for experiment in (sft_dir, rm_dir):
         target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
         shutil.copytree(experiment, target)
