@@ -88,24 +88,25 @@ FINE_TUNING = [
 ]
 LEARNING = [
     *("--accelerator", "cpu", "--rollout_size", "64", "--learning_rate", "1e-3", "--entropy_coeff", "0.02"),
-    *("--keep_last", "0", "--save_interval", "50", "--eval_interval", "10", "--logger", "csv"),
+    *("--keep_last", "0", "--save_interval", "25", "--eval_interval", "10", "--logger", "csv"),
 ]
+COMPARED = 50  # the iterations after which arms are compared: early, as all may end at the same place
 TASKS = {
     "taxi": Task(
         env=["--env", "dangerous_taxi"],
         data=["--num_samples", "4000", "--num_held_out", "50"],
         sft=["--epochs", "6"],
-        rl=["--max_steps", "100", "--levels", "full", "--env_options", "pickup_bonus=1"],
+        rl=["--max_steps", "75", "--levels", "full", "--env_options", "pickup_bonus=1"],
         levels=["full"],
-        rounds=[50, 100],
+        rounds=[25, 50, 75],
     ),
     "explore": Task(
         env=["--env", "auto_explore", "--env_options", "task_dir=FOLDER/tasks", "max_entries=6", "output_limit=80"],
         data=["--num_samples", "4000", "--num_held_out", "50"],
         sft=["--epochs", "4"],
-        rl=["--max_steps", "100", "--leaveout_prob", "0.5"],
+        rl=["--max_steps", "75", "--leaveout_prob", "0.5"],
         levels=[],
-        rounds=[50, 100],
+        rounds=[25, 50, 75],
     ),
 }
 
@@ -248,9 +249,11 @@ def tell(task: str, rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict
     table = Table(title=f"{task}: success on held-out starts, mean over seeds [95% interval]")
     for heading in ("arm", "iterations", "sampled", "greedy", "seconds"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
-    early: dict[str, dict[int, float]] = {}  # sampled success after the first round, by seed
+    early: dict[str, dict[int, float]] = {}  # sampled success where arms are compared, by seed
     for arm, seeds in by_arm.items():
-        early[arm] = {seed: row["results"][0]["success"] for seed, row in seeds.items()}
+        for seed, row in seeds.items():
+            rounds = {result["iterations"]: result["success"] for result in row["results"]}
+            early.setdefault(arm, {})[seed] = rounds.get(COMPARED, row["results"][-1]["success"])
         for at in zip(*(row["results"] for row in seeds.values())):
             means = [shown([row[key] for row in at]) for key in ("success", "greedy_success")]
             seconds = sum(row["seconds"] for row in seeds.values()) / len(seeds)
@@ -262,7 +265,7 @@ def tell(task: str, rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict
         if worse in early and better in early:
             gaps = [early[better][seed] - early[worse][seed] for seed in early[worse]]
             mean, low, high = interval(gaps)
-            console.print(f"  {better} less {worse}, first round: {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+            console.print(f"  {better} less {worse} after {COMPARED}: {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
             claims[f"{better} > {worse}"] = low > 0
     return claims
 

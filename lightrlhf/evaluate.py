@@ -521,19 +521,21 @@ def evaluate_in_env(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
 
 
 def show_env(rows: list[dict[str, Any]], title: str) -> None:
-    """Print a line for each agent; success with its 95% interval."""
+    """Print a line for each agent, success with its 95% interval; below the same by level where there are several."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title)
     names = list(dict.fromkeys(name for row in rows for name in row if not name.endswith("_interval")))
-    for name in names:
-        table.add_column(
-            "" if name == "model" else name.replace("_", " "), justify="left" if name == "model" else "right"
-        )
-    for row in rows:
-        table.add_row(row["model"], *(_cell(row, name) for name in names[1:]))
-    Console(width=max(80, 17 * len(names))).print(table)
+    for by_level in (False, True):
+        columns = [name for name in names[1:] if (", " in name) is by_level]
+        table = Table(title="by level" if by_level else title)
+        table.add_column("")
+        for name in columns:
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in rows:
+            table.add_row(row["model"], *(_cell(row, name) for name in columns))
+        if columns:
+            Console(width=max(80, 30 + 23 * len(columns))).print(table)
 
 
 def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: str) -> dict[str, Any]:

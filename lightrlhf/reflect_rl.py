@@ -332,7 +332,7 @@ class ValueHead(nn.Module):
         with torch.no_grad(), self.policy.speaking():
             inputs = model_inputs(self.policy.model, input_ids, attention_mask)
             hidden = self.policy.model.base_model(**inputs).last_hidden_state
-        return self.score(hidden.detach().float())[..., 0]
+        return self.score(hidden.float())[..., 0]
 
 
 def load_models(run: Run, labels: int) -> tuple[ModelAgent, nn.Module | None, Policy | None, Any]:
