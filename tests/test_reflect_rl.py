@@ -298,12 +298,12 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, tmp_path):
-    flags = ["--model_name", policy_dir, "--learning_rate", 1e-3, "--save_interval", 2, *RUNS[name].split()]
+    flags = ["--model_name", policy_dir, "--learning_rate", 1e-3, "--save_interval", 2, "--rollout_size", 8]
+    flags += RUNS[name].split()
     if "reflector" in name:
         flags += ["--reflect_experiment_dir", reflector_dir]
     whole = train(tmp_path, *flags, "--max_steps", 4)
-    for checkpoint in Path(whole).glob("checkpoint-000004"):
-        kept = weights(checkpoint)
+    kept = weights(Path(whole) / "checkpoint-000004")
     logged = metrics(whole)
     half = train(tmp_path / "half", *flags, "--max_steps", 4)
     shutil.rmtree(Path(half) / "checkpoint-000004")
