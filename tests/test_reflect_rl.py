@@ -307,7 +307,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
     logged = metrics(whole)
     half = train(tmp_path / "half", *flags, "--max_steps", 4)
     shutil.rmtree(Path(half) / "checkpoint-000004")
-    assert train(tmp_path, "--resume_from", half) == half
+    assert reflect_rl.main(["--resume_from", half]) == half
     assert weights(last_checkpoint(half)) == kept
     assert metrics(half) == logged
 
