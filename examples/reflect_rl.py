@@ -1,4 +1,4 @@
-"""Does a reflector help RL, and what of it is the reflector? Four arms and their controls, on two tasks.
+"""Does a reflector help RL, and what of it is the reflector? Four arms and their controls, on three tasks.
 
 All arms are `datasets_prep.text_envs.prepare_data`, `lightrlhf.sft` and `lightrlhf.reflect_rl` with other flags,
 measured by `lightrlhf.evaluate --env` on held-out starts of the full task, sampled and greedy. They differ in the set
@@ -16,9 +16,9 @@ less noise, so that as many commands are the oracle's (of the taxi's six, a rand
 matched already: every set of an arm has as many.
 
 Tasks: `taxi`, DangerousTaxi's full ride; `explore`, AutoExplore on the source of Python's own standard library, files
-up to two folders down. The settings of the taxi were found on seed 100, which is none of the five; those of
-AutoExplore were written down before it was run. What is finished is kept: call it again after a kill.
-Prints a table, draws curves, and ends with what held.
+up to two folders down; `household`, small games of ALFWorld's engine, which are **not** the ALFWorld benchmark. The
+settings of the taxi were found on seed 100, which is none of the five; those of the others were written down before it
+was run. What is finished is kept: call it again after a kill. Prints a table, draws curves, and ends with what held.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Task(NamedTuple):
     data: list[str]
     sft: list[str]
     rl: list[str]
-    levels: list[str]  # that are evaluated; all when empty
+    evaluation: list[str]
     rounds: list[int]  # iterations after which success is measured
 
 
@@ -97,7 +97,7 @@ TASKS = {
         data=["--num_samples", "4000", "--num_held_out", "50"],
         sft=["--epochs", "6"],
         rl=["--max_steps", "75", "--levels", "full", "--env_options", "pickup_bonus=1"],
-        levels=["full"],
+        evaluation=["--levels", "full", "--eval_reps", "5"],
         rounds=[25, 50, 75],
     ),
     "explore": Task(
@@ -105,8 +105,16 @@ TASKS = {
         data=["--num_samples", "4000", "--num_held_out", "50"],
         sft=["--epochs", "4"],
         rl=["--max_steps", "75", "--leaveout_prob", "0.5"],
-        levels=[],
+        evaluation=["--eval_reps", "5"],
         rounds=[25, 50, 75],
+    ),
+    "household": Task(
+        env=["--env", "alfworld", "--env_options", "horizon=20"],
+        data=["--num_samples", "2000", "--num_held_out", "50"],
+        sft=["--epochs", "6"],
+        rl=["--max_steps", "25", "--rollout_size", "32", "--num_envs", "16", "--eval_interval", "25"],
+        evaluation=["--num_envs", "16", "--num_samples", "10", "--eval_reps", "2"],  # of each kind of task
+        rounds=[25],
     ),
 }
 
@@ -199,10 +207,9 @@ def run_arm(own: Path, task: Task, seed: int, name: str, smoke: bool) -> dict[st
     seconds = time.perf_counter() - started
     results = []
     for step, model in models.items():
-        flags = [*task.env, "--experiment_dir", model, "--eval_reps", 1 if smoke else 5, "--accelerator", "cpu"]
-        flags += ["--levels", *task.levels] if task.levels else []
+        flags = [*task.env, "--experiment_dir", model, "--accelerator", "cpu", *task.evaluation]
         flags += ["--reflect_experiment_dir", reflector] if reflector else []
-        flags += ["--num_samples", 2] if smoke else []
+        flags += ["--num_samples", 1, "--eval_reps", 1] if smoke else []
         results.append({"iterations": step} | call(own, evaluate, *flags)[2])
     print(f"({seconds:.0f} s) seed {seed}, {name}: {[round(row['success'], 3) for row in results]}", flush=True)
     found = {"seed": seed, "arm": name, "seconds": seconds, "experiment": experiment, "learned": arm.learns}

@@ -119,12 +119,13 @@ def test_seeds_become_one_line_within_a_band_and_folders_of_one_seed_one_run(tmp
         (folder / "args.json").write_text(json.dumps({"experiment_name": "arm", "seed": seed}))
         return str(folder)
 
-    begun = seeded(0, 1, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 99.0}])
+    begun = seeded(0, 1, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 99.0, "older": 5.0}])
     went_on = seeded(1, 1, [{"step": 2, "loss": 2.0}, {"step": 2, "val": 7.0}, {"step": 3, "loss": 3.0}])
     other = seeded(2, 2, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 6.0}, {"step": 2, "val": 9.0}])
     plot.main(["--experiment_dir", begun, went_on, other, "--group_seeds", "True", "--metrics", "loss", "val"])
     assert drawn["loss"] == {"arm": [[1, 2.0], [2, 4.0], [3, 3.0]]} and drawn["val"] == {"arm": [[2, 8.0]]}
-    _, errors = plot.over_seeds([begun, went_on, other])
+    means, errors = plot.over_seeds([begun, went_on, other])
+    assert all("older" not in row for row in means["arm"])
     assert [row["loss"] for row in errors["arm"]] == pytest.approx([1.0, 2.0, 0.0])
 
 

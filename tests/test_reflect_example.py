@@ -53,7 +53,7 @@ def test_a_short_seed_and_then_nothing_is_done_twice(here, tmp_path, capsys, mon
 
 def test_bad_flags_are_one_line(capsys):
     for flags, line in (
-        (["--task", "chess"], "--task chess is none of: taxi, explore"),
+        (["--task", "chess"], "--task chess is none of: taxi, explore, household"),
         (["--arms", "RL"], "--arms RL is none of: SFT; SFT+RL"),
         (["--seeds", "-1"], "--seeds -1 must be at least 0"),
     ):
