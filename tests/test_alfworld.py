@@ -19,7 +19,7 @@ import fast_downward
 import gymnasium
 import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-from textworld.envs.pddl import PddlEnv
+from textworld.envs.pddl import PddlEnv, textgen
 from textworld.envs.pddl import logic as pddl_logic
 
 from lightrlhf.common.args import UsageError
@@ -175,7 +175,7 @@ def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(capsys):
 
 
 def test_several_at_once_do_not_meet_and_leave_everything_else_alone(env):
-    outside = list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic
+    outside = list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule
     many = gymnasium.vector.SyncVectorEnv([lambda: make_env("alfworld")] * 2)
     texts, infos = many.reset(seed=5)
     tasks = [env.reset(seed=seed)[1]["task"] for seed in (5, 6)]
@@ -186,7 +186,7 @@ def test_several_at_once_do_not_meet_and_leave_everything_else_alone(env):
         text, *_ = env.step(command)
         texts, *_ = many.step([command, "look"])
         assert texts[0] == text
-    assert outside == (list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic)
+    assert outside == (list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule)
     many.close()
 
 

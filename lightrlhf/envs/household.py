@@ -1,9 +1,9 @@
 """Small household games for ALFWorld's engine, made from nothing: they are not the ALFWorld benchmark.
 
-A game is one room with eight or nine places and five or six things, and one of ALFRED's six kinds of tasks: put a thing
-somewhere, two of them, a clean, hot or cool one, or look at it under a lamp. Goals and their wordings, and which thing
-fits where or can be heated, are those of the `alfworld` package; what is left out of its world is size: the published
-games have some twenty-five places, several copies of most things, and layouts taken from rendered rooms.
+A game is one room with eight or nine places and six or seven things, and one of ALFRED's six kinds of tasks: put a
+thing somewhere, two of them, a clean, hot or cool one, or look at it under a lamp. Goals and their wordings, and which
+thing fits where or can be heated, are those of the `alfworld` package; what is left out of its world is size: the
+published games have some twenty-five places, several copies of most things, and layouts taken from rendered rooms.
 
 A game is named by a plain dict, its *start*: kind, object, target and room number say everything about it. Pairs of
 object and target are divided among the splits, so a test game asks for what no training game asked for.
