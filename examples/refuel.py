@@ -53,8 +53,8 @@ ARMS = {  # one list for both tasks
 START = "start"  # the policy that every arm starts from
 REFUEL = [
     *("--accelerator", "cpu", "--temperature", "1.0", "--validation_percentage", "0", "--eval_dialogues", "0"),
-    *("--eval_interval", "0", "--lr_scheduler_type", "constant", "--rollout_mini_batch_size", "256"),
-    *("--log_interval", "20", "--logger", "csv", "--keep_last", "1"),
+    *("--eval_interval", "0", "--lr_warmup_ratio", "0.2", "--lr_scheduler_type", "cosine"),
+    *("--rollout_mini_batch_size", "256", "--log_interval", "20", "--logger", "csv", "--keep_last", "1"),
 ]
 SFT = [
     *("--accelerator", "cpu", "--use_targets", "True", "--mini_batch_size", "64", "--micro_batch_size", "64"),
@@ -68,7 +68,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "sft": ["--epochs", "4", "--learning_rate", "3e-3", "--lr_warmup_steps", "10"],
         "refuel": [
             *("--iterations", "12", "--num_data", "384", "--max_new_tokens", "6", "--eta", "3", "--epochs", "2"),
-            *("--mini_batch_size", "64", "--micro_batch_size", "64", "--learning_rate", "1e-3"),
+            *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "1e-3"),
         ],
         "tokens": "6",
     },
@@ -78,7 +78,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "turns": 3,
         "sft": ["--epochs", "2", "--learning_rate", "5e-4", "--lr_warmup_steps", "5"],
         "refuel": [
-            *("--iterations", "8", "--num_data", "192", "--max_new_tokens", "32", "--eta", "3", "--epochs", "2"),
+            *("--iterations", "6", "--num_data", "128", "--max_new_tokens", "32", "--eta", "3", "--epochs", "1"),
             *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "1e-4"),
         ],
         "tokens": "32",

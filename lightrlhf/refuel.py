@@ -246,6 +246,8 @@ def main(argv: list[str] | None = None) -> str:
     args = parse(RefuelArgs, argv)
     if args.setting == "online":
         return online(args)
+    if args.stage in ("all", "generate"):
+        dialogues_in(args.data_dir, "train")  # what cannot be read is refused before anything is written
     directory, policy = open_directory(args, "refuel")
     evaluated(args, directory / "iteration-00", policy)
     for number in range(1, args.iterations + 1):

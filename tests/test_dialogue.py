@@ -20,6 +20,7 @@ from lightrlhf.common.dialogue import (
     from_row,
     instruction,
     load_user,
+    noise_of,
     question_of,
     recorded_user,
     roll_out,
@@ -105,6 +106,8 @@ def test_what_is_said_does_not_depend_on_company_or_on_the_turn_it_starts_from(p
     lengths = rolled(policy, tokenizer, apart, num_turns=[3, 1, 2, 3])
     assert [row.num_turns for row in lengths] == [3, 1, 2, 3]
     assert rolled(policy, tokenizer, apart, seed=6) != whole
+    noises = [noise_of(5, row, 4).tolist() for row in (whole[0], whole[1], whole[0].before(1), whole[0].before(2))]
+    assert len({tuple(noise) for noise in noises}) == 4  # by dialogue and by turn
     renumbered = [Dialogue(**{**vars(row), "index": 9}) for row in openings(tokenizer)[:1]]
     assert rolled(policy, tokenizer, renumbered)[0].input_ids != whole[0].input_ids
 
