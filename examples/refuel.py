@@ -79,7 +79,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "sft": ["--epochs", "2", "--learning_rate", "5e-4", "--lr_warmup_steps", "5"],
         "refuel": [
             *("--iterations", "6", "--num_data", "128", "--max_new_tokens", "32", "--eta", "3", "--epochs", "1"),
-            *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "1e-4"),
+            *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "2e-4"),
         ],
         "tokens": "32",
     },
@@ -312,7 +312,8 @@ def tell(task: str, by_arm: dict[str, list[list[float]]]) -> dict[str, bool]:
     for turn in turns:
         table.add_column(f"h = {turn + 1}", justify="right")
     for arm, runs in by_arm.items():
-        table.add_row(arm, *(show(interval([scores[turn] for scores in runs])) for turn in turns))
+        by_turn = [interval([scores[turn] for scores in runs]) for turn in turns]
+        table.add_row(arm, *(f"{mean:.3f}" for mean, *_ in by_turn[:-1]), show(by_turn[-1]))
     console.print(table)
     last = {arm: [scores[-1] for scores in runs] for arm, runs in by_arm.items()}
     means = {arm: sum(values) / len(values) for arm, values in last.items()}

@@ -6,4 +6,7 @@
 #
 # PYTHON and REFUEL name the interpreter and the folder that is written.
 set -euo pipefail
-${PYTHON:-python} -m examples.refuel --output_dir "${REFUEL:-refuel}"
+PYTHON=${PYTHON:-python}
+REFUEL=${REFUEL:-refuel}
+
+$PYTHON -m examples.refuel --output_dir "$REFUEL"
