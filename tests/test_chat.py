@@ -42,7 +42,9 @@ def test_a_stream_ends_at_a_stop_string(tokenizer, base_model):
     policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
     args, noise = GenerationArgs(max_new_tokens=30, stop_strings=["e"]), torch.rand(1, 30)
     prompt = encode_prompt(tokenizer, "Guest: A tea.\nBarista:")
-    *_, last = generate_steps(policy, prompt, args, [tokenizer.eos_token_id], noise, tokenizer)
+    steps = list(generate_steps(policy, prompt, args, [tokenizer.eos_token_id], noise, tokenizer))
+    last = steps[-1]
+    assert len(steps) == len(last.responses[0])  # nothing is said behind it
     assert last == generate(policy, [prompt], args, [tokenizer.eos_token_id], noise, tokenizer=tokenizer)
     assert not last.truncated[0] and len(last.responses[0]) < 30
 
@@ -244,6 +246,14 @@ def test_a_dialogue_is_read_back_from_its_ids(kind, tokenizer, tmp_path):
         assert messages_of(made, ids) == talk
         assert messages_of(made, ids[:-1]) is None
         assert encode_prompt(made, chat.as_prompt(made, ids[:-1])) == ids[:-1] or kind == "sentencepiece"
+
+
+def test_a_text_that_the_template_would_write_otherwise_is_no_dialogue():
+    made = complete(llama3_like(), None)  # its template trims what a message says
+    text = made.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    ids = made(text.replace("Hi there", " Hi there "), add_special_tokens=False)["input_ids"]
+    assert messages_of(made, ids) is None
+    assert encode_prompt(made, chat.as_prompt(made, ids)) == ids
 
 
 def test_the_summary_form_writes_what_the_training_data_says():

@@ -57,7 +57,8 @@ for number in range(30):
     child = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE)
     child.stdout.readline()
     with ThreadPoolExecutor(8) as pool:
-        written = list(pool.map(lambda n: append_vote(file, vote(n % 30, rater=("both", "here")[n % 2])), range(120)))
+        votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # each eight times at once
+        written = list(pool.map(lambda row: append_vote(file, row), votes))
     assert child.wait(60) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len({(row["rater"], row["prompt"]) for row in rows}) == len(rows) == 45
