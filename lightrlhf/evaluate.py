@@ -506,8 +506,7 @@ def evaluate_in_env(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
 
     rows = [played("oracle", oracle_agent, oracle_agent)[0], played("random", random_agent, None)[0]]
     for number, name in enumerate(args.experiment_dir):
-        sampled, greedy = (model_agent(args, number, envs[0], device, do_sample) for do_sample in (True, False))
-        row, episodes = played(short_name(name), sampled, greedy)
+        row, episodes = played(short_name(name), *model_agents(args, number, envs[0], device))
         rows.append(row)
         if Path(name, "args.json").is_file() and not Path(name).name.startswith("checkpoint-"):
             told = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
@@ -550,22 +549,25 @@ def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: 
     return found
 
 
-def model_agent(args: EvaluateArgs, number: int, env: Any, device: torch.device, do_sample: bool) -> ModelAgent:
-    """An experiment as an agent, with the reflector of its training or of `--reflect_experiment_dir`."""
-    name = args.experiment_dir[number]
-    acting = acting_args(name, read_options(args.acting))
-    acting = acting if do_sample else dataclasses.replace(acting, do_sample=False, reflect_do_sample=False)
+def model_agents(args: EvaluateArgs, number: int, env: Any, device: torch.device) -> tuple[ModelAgent, ModelAgent]:
+    """An experiment that samples, and one that does not, with the reflector of its training or of the flag."""
+    name, flag = args.experiment_dir[number], "--reflect_experiment_dir"
     given = args.reflect_experiment_dir
     reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
-    reflector = None
-    if reflector_dir not in (None, "none"):
-        flag = "--reflect_experiment_dir"
-        tokenizer = load_tokenizer(None, resolve(reflector_dir, flag))
-        model = _place(load_policy(reflector_dir, ModelArgs(), tokenizer, flag), device)
-        reflector = Reflector(model, tokenizer, prompts, acting, args.mini_batch_size)
     tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
     policy = _place(load_policy(name, ModelArgs(), tokenizer, "--experiment_dir"), device)
-    return ModelAgent(policy, tokenizer, prompts, acting, num_choices(env, acting), args.mini_batch_size, reflector)
+    reflects = reflector_dir not in (None, "none")
+    if reflects:
+        other = load_tokenizer(None, resolve(reflector_dir, flag))
+        frozen = _place(load_policy(reflector_dir, ModelArgs(), other, flag), device)
+
+    def agent(acting: ActingArgs) -> ModelAgent:
+        reflector = Reflector(frozen, other, prompts, acting, args.mini_batch_size) if reflects else None
+        labels = num_choices(env, acting)
+        return ModelAgent(policy, tokenizer, prompts, acting, labels, args.mini_batch_size, reflector)
+
+    sampled = acting_args(name, read_options(args.acting))
+    return agent(sampled), agent(dataclasses.replace(sampled, do_sample=False, reflect_do_sample=False))
 
 
 def acting_args(name: str, given: dict[str, Any]) -> ActingArgs:
