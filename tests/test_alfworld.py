@@ -102,7 +102,6 @@ def test_commands_and_words_are_those_of_the_engine_as_it_comes(env):
         state, *_ = plain.step(command)
         *_, info = env.step(command)
         assert info["history"][-1] == (command, " ".join(state.feedback.split()))
-    fast_downward.close_lib(plain.unwrapped.downward_lib)
 
 
 def test_what_is_seen_and_held_is_remembered(env):
@@ -161,6 +160,7 @@ for seed in range(2):
     for _ in range(8):
         print(text, info, env.expert(), env.reflection())
         text, *_, info = env.step(rng.choice(info["admissible"]))
+env.close()
 """
 
 

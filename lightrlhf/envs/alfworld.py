@@ -186,9 +186,13 @@ class AlfWorld(gymnasium.Env):
         return f"{self._task}\n{self._text()}"
 
     def close(self) -> None:
-        """Give the planner's memory back."""
+        """Give the planner's memory back.
+
+        Its library stays loaded: `fast_downward.close_lib` unloads it, and then the process crashes at its end, in what
+        the library had left to be done there.
+        """
         if self._engine is not None:
-            fast_downward.close_lib(self._engine.downward_lib)
+            self._engine.downward_lib.cleanup()
             self._engine = self._game = None
             self._over = True
 
