@@ -171,7 +171,7 @@ def told(gr: Any, function: Callable) -> Callable:
         if not isinstance(problem, (UsageError, ValueError)):
             traceback.print_exc()
             line = f"{type(problem).__name__}: {line}"
-        return gr.Error(html.escape(line), duration=None, print_exception=False)
+        return gr.Error(html.escape(line, quote=False), duration=None, print_exception=False)
 
     @functools.wraps(function)
     def once(*given: Any, **named: Any) -> Any:

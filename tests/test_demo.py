@@ -21,7 +21,7 @@ from lightrlhf.common.args import UsageError, parse
 from lightrlhf.common.desk import Desk, asked, bubbles, filled, prompt_of
 from lightrlhf.common.scoring import as_text
 from lightrlhf.common.votes import read_votes
-from lightrlhf.demo import DemoArgs, build, serve
+from lightrlhf.demo import DemoArgs, build, serve, told
 
 pytest.importorskip("gradio", reason="needs pip install 'lightrlhf[demo]'")
 
@@ -162,6 +162,25 @@ def test_runs_have_curves_samples_and_a_card(desk):
     samples = desk.samples("rlhf-ppo")
     assert samples and samples[0][0] == 1 and samples[0][1].startswith("Guest:")
     assert desk.card("rlhf-ppo").startswith("# rlhf-ppo") and desk.card(None) == "" and desk.samples(None) == []
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_whatever_goes_wrong_is_one_line_that_stays_on_the_page(grows, capsys):
+    import gradio
+
+    def once(problem: Exception) -> None:
+        raise problem
+
+    def growing(problem: Exception):
+        yield 1
+        raise problem
+
+    function = told(gradio, growing if grows else once)
+    for problem, line in ((UsageError("a <b> c"), "a &lt;b&gt; c"), (KeyError("x"), "KeyError: 'x'")):
+        with pytest.raises(gradio.Error) as shown:
+            list(function(problem))
+        assert shown.value.message == line and shown.value.duration is None
+    assert capsys.readouterr().err.count("Traceback") == 1  # only of what nobody foresaw
 
 
 # ------------------------------------------------------------------------------------------------ a server, a browser
