@@ -80,6 +80,7 @@ def test_the_planner_finds_its_way_from_wherever_a_wanderer_left_off(env):
     rng = random.Random(3)
     _, info = env.reset(options=GAME | {"horizon": 60})
     for _ in range(12):
+        assert env.expert() in info["admissible"]
         *_, info = env.step(rng.choice([c for c in info["admissible"] if not c.startswith("move")]))
     while command := env.expert():
         *_, info = env.step(command)
