@@ -65,7 +65,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "user": "examples.refuel:two_slot_user",
         "judge": "examples.refuel:two_slot_score",
         "turns": 5,
-        "sft": ["--epochs", "4", "--learning_rate", "3e-3", "--lr_warmup_steps", "10"],
+        "sft": ["--epochs", "12", "--learning_rate", "3e-3", "--lr_warmup_steps", "10"],
         "refuel": [
             *("--iterations", "12", "--num_data", "384", "--max_new_tokens", "6", "--eta", "3", "--epochs", "2"),
             *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "1e-3"),
