@@ -78,7 +78,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "turns": 3,
         "sft": ["--epochs", "2", "--learning_rate", "5e-4", "--lr_warmup_steps", "5"],
         "refuel": [
-            *("--iterations", "6", "--num_data", "128", "--max_new_tokens", "32", "--eta", "3", "--epochs", "1"),
+            *("--iterations", "10", "--num_data", "128", "--max_new_tokens", "32", "--eta", "3", "--epochs", "1"),
             *("--mini_batch_size", "32", "--micro_batch_size", "32", "--learning_rate", "2e-4"),
         ],
         "tokens": "32",

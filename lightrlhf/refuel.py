@@ -290,7 +290,7 @@ def generate_dialogues(args: RefuelArgs, directory: Path, folder: Path, number: 
         if done == size:
             return
         device = find_device(args.accelerator)
-        tokenizer = load_tokenizer(args.data_dir, policy)
+        tokenizer = tokenizer_of(directory)
         model = load_policy(policy, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer).eval().to(device)
         check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
         user = load_user(args, device, args.rollout_mini_batch_size)
@@ -310,6 +310,13 @@ def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
 
 seeded_order = functools.cache(epoch_order)
 dialogues_in = functools.cache(load_dialogues)
+
+
+@functools.cache
+def tokenizer_of(directory: Path) -> Any:
+    """The tokenizer of a run, read once: that of its data, else of the initial policy."""
+    stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    return load_tokenizer(stored["data_dir"], stored["initial"])
 
 
 def branch(args: RefuelArgs, policy: Policy, tokenizer: Any, rows: Sequence[Dialogue], user: Any) -> list[Row]:
@@ -413,7 +420,7 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
     for split, members in splits.items():
         if members:
             save_split(folder / "pairs", "refuel", split, members)
-    load_tokenizer(args.data_dir, policy).save_pretrained(folder / "pairs" / "tokenizer")
+    tokenizer_of(directory).save_pretrained(folder / "pairs" / "tokenizer")
     queries = sum(len(scores[side]) for scores in rewards for side in SIDES)
     firsts = [scores["first"] for scores in rewards]
     told_by_turn = [mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
@@ -470,7 +477,7 @@ def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: 
     shared |= {"sft_experiment_dir": policy, "model_name": None, "push_to_hub": None, "output_dir": None}
     resume = run_begun(folder)
     run = Run(dataclasses.replace(args, **shared, resume_from=resume, seed=mixed(args.seed, number) % 2**31), "refuel")
-    learn(run)
+    learn(run, tokenizer_of(directory))
     if run.is_first:
         keep_policy(folder)
     run.fabric.barrier()
@@ -481,13 +488,12 @@ def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: 
 STAGES = {"generate": generate_dialogues, "rank": rank, "tokenize": tokenize, "train": train}
 
 
-def learn(run: Run) -> None:
+def learn(run: Run, tokenizer: Any) -> None:
     """The training loop on the pairs of an iteration."""
     args = run.args
     rows = load_split(args.data_dir, "refuel", "train")
     has_validation = args.eval_interval and (Path(args.data_dir) / "refuel_validation.pt").is_file()
     validation = load_split(args.data_dir, "refuel", "validation") if has_validation else []
-    tokenizer = load_tokenizer(args.data_dir, args.sft_experiment_dir)
     policy = load_learner(args, args.sft_experiment_dir, "--sft_experiment_dir", tokenizer)
     check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
     check_positions(rows, policy, args.data_dir)
@@ -814,7 +820,7 @@ def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
         return
     device = find_device(args.accelerator)
     rows = [row.before(0) for row in dialogues_in(args.data_dir, "validation")[: args.eval_dialogues]]
-    tokenizer = load_tokenizer(args.data_dir, policy)
+    tokenizer = tokenizer_of(folder.parent)
     model = load_policy(policy, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer).eval().to(device)
     check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
     slots = args.rollout_mini_batch_size
