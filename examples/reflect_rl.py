@@ -17,8 +17,10 @@ matched already: every set of an arm has as many.
 
 Tasks: `taxi`, DangerousTaxi's full ride; `explore`, AutoExplore on the source of Python's own standard library, files
 up to two folders down; `household`, small games of ALFWorld's engine, which are **not** the ALFWorld benchmark. The
-settings of the taxi were found on seed 100, which is none of the five; those of the others were written down before it
-was run. What is finished is kept: call it again after a kill. Prints a table, draws curves, and ends with what held.
+settings of the taxi were found on seed 100, which is none of the five, with the arm Reflect-RL (6 epochs of fine-
+tuning left it at .12 after 50 iterations and .94 after 75, with 8 epochs it trained to .92 by 25); those of the others
+were written down before it was run. What is finished is kept: call it again after a kill. Prints a table, draws
+curves, and ends with what held.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ TASKS = {
     "taxi": Task(
         env=["--env", "dangerous_taxi"],
         data=["--num_samples", "4000", "--num_held_out", "50"],
-        sft=["--epochs", "6"],
+        sft=["--epochs", "8"],
         rl=["--max_steps", "75", "--levels", "full", "--env_options", "pickup_bonus=1"],
         evaluation=["--levels", "full", "--eval_reps", "5"],
         rounds=[25, 50, 75],
