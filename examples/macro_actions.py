@@ -3,12 +3,12 @@
 GAE over segments of n tokens at lambda looks as far as GAE over tokens at lambda^(1/n). So the control that decides is
 token PPO at both. Everything runs through `lightrlhf.ppo` itself; arms differ in its flags only.
 
-The task: a prompt names one of two groups of four letters; an answer is 64 letters out of eight and scores the share
-of them that are in the group, at its end. Measured: rollouts until the mean score of five is above 0.9. Three more
-settings were fixed before any of them was run: a reward by position (from the middle on the other group counts), a
-noisy reward, and the cafe with its reward model, where the gold score after equally many samples is measured. (The
-reward by position is measured by the score of the last five rollouts, too: its first five runs, one of each of five
-arms, showed that none gets to 0.9 within 60 rollouts.)
+The task: a prompt names one of two groups of four letters; an answer has 64 places for letters out of eight and scores,
+at its end, the share of them with a letter of the group. Measured: rollouts until the mean score of five is above 0.9.
+Three more settings were fixed before any of them was run: a reward by position (from the middle on the other group
+counts), a noisy reward, and the cafe with its reward model, where the gold score after equally many samples is
+measured. (The reward by position is measured by the score of the last five rollouts, too: its first five runs, one of
+each of five arms, showed that none gets to 0.9 within 60 rollouts.)
 
 Nothing here was tuned on a macro arm: the learning rates of the letter task were set with token PPO alone, on a seed
 that is not among the five. Finished runs are kept in `results.jsonl`, so an interrupted call goes on where it was.
