@@ -19,8 +19,8 @@ Tasks: `taxi`, DangerousTaxi's full ride; `explore`, AutoExplore on the source o
 up to two folders down; `household`, small games of ALFWorld's engine, which are **not** the ALFWorld benchmark. The
 settings of the taxi were found on seed 100, which is none of the five, with the arm Reflect-RL: 6 epochs of fine-tuning
 left it at .12 of held-out starts after 50 iterations and .94 after 75; with 8 epochs an earlier trial was at .92 of its
-training starts after 25. Those of the others were written down before they were run. What is finished is kept: call it again after a kill. Prints a table, draws
-curves, and ends with what held.
+training starts after 25. Those of the others were written down before they were run. What is finished is kept: call it
+again after a kill. Prints a table, draws curves, and ends with what held.
 """
 
 from __future__ import annotations
