@@ -80,10 +80,10 @@ def taxi_data(tmp_path_factory):
 
 @pytest.fixture
 def corridor(tmp_path, monkeypatch):
-    (tmp_path / "corridor.py").write_text(CORRIDOR)
+    (tmp_path / "doors.py").write_text(CORRIDOR)  # not corridor.py, which other tests import
     monkeypatch.syspath_prepend(tmp_path)
-    yield "corridor:Corridor"
-    sys.modules.pop("corridor", None)
+    yield "doors:Corridor"
+    sys.modules.pop("doors", None)
 
 
 @pytest.fixture
