@@ -156,7 +156,8 @@ def build(desk: Desk) -> Any:
 
         def opened(request: gr.Request) -> list[Any]:
             fresh = [gr.update(choices=desk.shelf.labels()) for _ in models]  # a run that goes on has new checkpoints
-            return [*fresh, request.username or "", *desk.counted()]
+            name = request.username or gr.skip()  # a visitor without one may be typing it by now
+            return [*fresh, name, *desk.counted()]
 
         opened.__annotations__["request"] = gr.Request  # by its text nobody finds it: gr is no global
         page.load(told(gr, opened), None, [*models, rater, *counts], show_progress="hidden")

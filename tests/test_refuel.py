@@ -249,16 +249,17 @@ def test_every_stage_leaves_its_files(finished, flags):
     assert "score at turn 3" in (finished / "README.md").read_text()
 
 
-def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, capsys):
+def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, tmp_path):
     from lightrlhf.evaluate import main as evaluate
 
+    initial = shutil.copytree(sft_dir, tmp_path / "initial")  # it is written to, and other tests use it
     judged = ["--by_turn", "True", "--num_turns", "2", "--max_new_tokens", "4", "--data_dir", str(talk_data)]
     judged += ["--user_function", "datasets_prep.cafe_talk.guest:guest", "--accelerator", "cpu"]
-    start, trained = evaluate(["--experiment_dir", sft_dir, str(finished), *judged])
+    start, trained = evaluate(["--experiment_dir", str(initial), str(finished), *judged])
     assert start["win_rate"] == [0.5, 0.5] and len(trained["win_rate_interval"]) == 2
     turns = read_jsonl(finished / "eval" / "test" / "turn-2.jsonl")
     assert turns[0]["response"].startswith("assistant: ") and "\n\nuser: " in turns[0]["response"]
-    assert (Path(sft_dir) / "eval" / "test_by_turn.png").stat().st_size > 5_000
+    assert (initial / "eval" / "test_by_turn.png").stat().st_size > 5_000
 
 
 def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path):
