@@ -11,7 +11,9 @@ only) and in how a pair is chosen. Arms go unlike distances from the SFT policy,
 arm's curve of reward by KL, from the SFT policy on, is read off at the lowest KL that the arms compared end at.
 
 The settings were fixed before the five seeds were run (on seed 100, until the SFT policy began near the 0.109 of an
-earlier prototype and something was learned at all). Prints a table, draws a picture, and ends with what held.
+earlier prototype and something was learned at all). Warm-up within iterations came after that first run had shown KL to
+jump with each fresh Adam; howto/algorithms/online_dpo.md has both runs. Prints a table, draws a picture, and ends with
+what held.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class HiddenMapArgs:
     """Seeds to run; 1 to 5 when not given."""
     arms: list[str] | None = None
     """Names of the arms to run; all when not given."""
-    lr_warmup_steps: int = 0
-    """Steps of linear warm-up in each iteration, of every arm."""
+    lr_warmup_steps: int = 4
+    """Steps of linear warm-up in each iteration, of every arm; the first run had none, the one repetition had 4."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "lr_warmup_steps", 0)
