@@ -266,17 +266,21 @@ def pairs_case(
         units=bench.counts(scale)["pairs"],
         goal=goal,
         ours=[
-            bench.program(f"lightrlhf.{name}", f"passes of {cut} pairs", flags, bf16, steps, data, micro_batch_size=cut)
+            bench.program(f"lightrlhf.{name}", f"passes of {pairs(cut)}", flags, bf16, steps, data, micro_batch_size=cut)
             for cut in cuts
         ],
         peers=[
             bench.trl(
-                kind, f"{trainer}, {cut} pairs", models, data, bf16, batch=cut, accumulation=batch // cut, steps=steps
+                kind, f"{trainer}, {pairs(cut)}", models, data, bf16, batch=cut, accumulation=batch // cut, steps=steps
             )
             for cut in cuts
         ],
         floor={"kind": name, "model": str(models / "policy"), "data": str(data), "steps": scale.steps},
     )
+
+
+def pairs(count: int) -> str:
+    return f"{count} pair" + "s" * (count > 1)
 
 
 def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:
