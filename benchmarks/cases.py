@@ -266,7 +266,9 @@ def pairs_case(
         units=bench.counts(scale)["pairs"],
         goal=goal,
         ours=[
-            bench.program(f"lightrlhf.{name}", f"passes of {pairs(cut)}", flags, bf16, steps, data, micro_batch_size=cut)
+            bench.program(
+                f"lightrlhf.{name}", f"passes of {pairs(cut)}", flags, bf16, steps, data, micro_batch_size=cut
+            )
             for cut in cuts
         ],
         peers=[
