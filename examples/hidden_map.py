@@ -180,14 +180,13 @@ def write_data(folder: Path, seed: int, wrong: str) -> str:
     return str(folder)
 
 
-def new_model(folder: Path, seed: int) -> str:
-    """A Llama of 0.1M parameters with random weights."""
+def new_model(folder: Path, seed: int, known: Any) -> str:
+    """A Llama of 0.1M parameters with random weights, for the ids of a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    known = tokenizer()
     torch.manual_seed(seed)
     special = {"pad_token_id": known.pad_token_id, "eos_token_id": known.eos_token_id, "bos_token_id": None}
-    config = LlamaConfig(vocab_size=len(known), max_position_embeddings=64, initializer_range=0.1, **SIZES, **special)
+    config = LlamaConfig(vocab_size=len(known), max_position_embeddings=128, initializer_range=0.1, **SIZES, **special)
     LlamaForCausalLM(config).save_pretrained(folder)
     known.save_pretrained(folder)
     return str(folder)
@@ -214,7 +213,7 @@ def trained(folder: Path, name: str, data: str, seed: int, wrong: str) -> str:
     if found:
         return str(found[-1].parent)
     write_data(Path(data), seed, wrong)
-    model = new_model(folder / "model", seed)
+    model = new_model(folder / "model", seed, tokenizer())
     flags = ["--data_dir", data, "--log_dir", str(folder / "logs"), "--experiment_name", name, "--model_name", model]
     return sft.main([*flags, "--seed", str(seed), *SFT])
 

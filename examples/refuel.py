@@ -28,7 +28,7 @@ import torch
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe_talk import prepare_data as cafe_talk
-from examples.hidden_map import interval, show
+from examples.hidden_map import interval, new_model, show
 from lightrlhf import evaluate, refuel, sft
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response, save_split
@@ -38,7 +38,6 @@ from lightrlhf.common.jsonl import JsonlWriter
 
 VALUES = 4  # of each slot
 ASK, KNOWN = 0.2, 0.7  # how often the demonstrations ask, and how often they then say what they were told
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 LAST = ["--turn", "last"]
 ARMS = {  # one list for both tasks
@@ -222,19 +221,6 @@ def write_two_slots(folder: Path, seed: int) -> None:
     write_text(folder / "args.json", json.dumps({"judge": TASKS["two slots"]["judge"]}))
 
 
-def new_model(folder: Path, seed: int) -> str:
-    """A Llama of 0.1M parameters with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    known = two_slot_tokenizer()
-    torch.manual_seed(seed)
-    special = {"pad_token_id": known.pad_token_id, "eos_token_id": known.eos_token_id, "bos_token_id": None}
-    config = LlamaConfig(vocab_size=len(known), max_position_embeddings=128, initializer_range=0.1, **SIZES, **special)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    known.save_pretrained(folder)
-    return str(folder)
-
-
 # ------------------------------------------------------------------------------------------------------------ runs
 def run_all(jobs: Sequence[Job], folder: Path, num_workers: int) -> Iterator[tuple[Job, list[float]]]:
     """Results as they come, from processes of one thread each."""
@@ -273,7 +259,7 @@ def starting_policy(task: str, seed: int, place: Path) -> str:
         model = str(BASE_DIR)
     else:
         write_two_slots(place / "data", seed)
-        model = new_model(place / "model", seed)
+        model = new_model(place / "model", seed, two_slot_tokenizer())
     flags = ["--data_dir", str(place / "data"), "--log_dir", str(place / "logs"), "--model_name", model]
     return sft.main([*flags, "--seed", str(seed), *SFT, *TASKS[task]["sft"]])
 

@@ -32,7 +32,7 @@ from lightrlhf import annotate, dpo, generate, sft
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import IGNORE_INDEX, Row, check_vocabulary, decode, epoch_order, load_prompts, save_split
 from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.iterations import keep_policy, link_checkpoint, open_directory, run_begun
+from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
 from lightrlhf.common.jsonl import read_jsonl, write_jsonl
 from lightrlhf.common.model import load_policy, load_tokenizer, resolve, vocabulary_size
 from lightrlhf.common.rewards import load_function
@@ -331,11 +331,6 @@ def summary(records: list[Row], before: list[Row]) -> dict[str, float]:
     results["mean_length"] = mean(len(record["response_ids"]) for record in records)
     results["truncated_ratio"] = mean(record["truncated"] for record in records)
     return results
-
-
-def mean(values: Any) -> float:
-    values = [float(value) for value in values]
-    return sum(values) / max(len(values), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ files

@@ -78,7 +78,7 @@ from lightrlhf.common.dialogue import (
     sample_of,
     score_turns,
 )
-from lightrlhf.common.iterations import keep_policy, link_checkpoint, open_directory, run_begun
+from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
 from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.common.model import (
     Policy,
@@ -210,8 +210,8 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
 def refuel_loss(logps: Tensor, old_logps: Tensor, rewards: Tensor, eta: float) -> Tensor:
     """REFUEL's loss of each pair: (2B,) all, the first sides before the second ones -> (B,).
 
-    ([S - S_old] - [S' - S'_old] - eta (R - R'))^2 with S summed over turn h's tokens (Gao et al. 2024, 2410.04612,
-    eq. 8, there divided by eta inside the square). With one turn it is REBEL's.
+    ([S - S_old] - [S' - S'_old] - eta (R - R'))^2 with S summed over turn h's tokens (Gao et al. 2024, 2410.04612; eta
+    multiplies the scores, as in the authors' code). With one turn it is REBEL's.
     """
     return (future(logps, old_logps) - eta * gap(rewards)).pow(2)
 
@@ -559,7 +559,8 @@ def fingerprint(run: Run, policy: Policy, rows: Sequence[Row]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for row in rows:
-        digest.update(repr([torch.as_tensor(row[f"{s}_input_ids"]).tolist() for s in ("chosen", "rejected")]).encode())
+        parts = [row[f"{side}_{name}"] for side in ("chosen", "rejected") for name in ("input_ids", "action_mask")]
+        digest.update(repr([torch.as_tensor(part).tolist() for part in parts]).encode())
     return digest.hexdigest()
 
 
@@ -884,11 +885,6 @@ def card(directory: Path, rows: Sequence[Row]) -> str:
     lines += ["", "| argument | value |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in stored.items() if value is not None]
     return "\n".join(lines) + "\n"
-
-
-def mean(values: Any) -> float:
-    values = [float(value) for value in values]
-    return sum(values) / max(len(values), 1)
 
 
 if __name__ == "__main__":

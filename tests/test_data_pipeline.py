@@ -220,7 +220,7 @@ def test_files_hold_the_contract(write):
     assert {path.stem for path in folder.glob("*.pt")} == names | {"example_prompt"} and set(report["files"]) == names
     for stage in ("finetune", "preference", "prompts", "dialogue"):
         for row in load_split(folder, stage, "train"):
-            assert COLUMNS[stage] <= row.keys() and ("prompt_len" not in COLUMNS[stage] or row["prompt_len"] > 0)
+            assert COLUMNS[stage] <= row.keys() and row.get("prompt_len", 1) > 0
     row = next(row for row in load_split(folder, "prompts", "train") if row["columns"])
     assert isinstance(row["columns"]["n"], int) and len(row["input_ids"]) == row["prompt_len"]
     row = load_split(folder, "finetune", "train")[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,9 @@ def link_checkpoint(directory: Path, number: int, policy: str) -> None:
     link = directory / f"checkpoint-{number:06d}"
     if not link.is_symlink():
         link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of numbers, 0 of none."""
+    numbers = [float(value) for value in values]
+    return sum(numbers) / max(len(numbers), 1)
