@@ -2,9 +2,12 @@
 
     python -m benchmarks.macro_overhead
 
-Runs of a few rollouts on the café's bundled model, the conditions taking turns. Learning rates are next to nothing, so
-that all sample the same answers and do the same work. Prints the median over turns of the seconds of an iteration, and
-of its ratio to token PPO in the same turn, with the smallest and largest.
+Runs of a few rollouts on the café's bundled model, the conditions taking turns, the first of a turn another each time,
+so that being early or late in a turn favours none. Learning rates are next to nothing, so that all sample the same
+answers and do the same work. Prints the median over turns of the seconds of an iteration, and of its ratio to token PPO
+in the same turn, with the smallest and largest. An iteration's time varies by more than segments can cost, so what they
+touch, cutting and estimating advantages, is also timed alone, as a share of an iteration of token PPO. Everything else
+does the same with segments as without.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import contextlib
 import io
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
@@ -37,31 +43,54 @@ def constant(prompts: list[str], completions: list[str], **columns: object) -> l
     return [0.0] * len(completions)
 
 
+def timed(function: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
+    """The function, each call's seconds appended to a list."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*args, **kwargs)
+        taken.append(time.perf_counter() - started)
+        return result
+
+    return call
+
+
 def main() -> None:
     """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5, help="how often each condition is measured")
     parser.add_argument("--steps", type=int, default=6, help="rollouts a turn; the first is not counted")
     args = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name in CONDITIONS}
+    whole: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # seconds of an iteration
+    parts: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # of cutting and of estimating advantages in it
+    cutting: list[float] = []
+    estimating: list[float] = []
+    ppo.cut, ppo.estimate_advantages = timed(ppo.cut, cutting), timed(ppo.estimate_advantages, estimating)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         with contextlib.redirect_stdout(io.StringIO()):
             prepare_data.main(["--destination_dir", f"{folder}/data", "--tokenizer_name", str(BASE_DIR)])
         where = ["--data_dir", f"{folder}/data", "--log_dir", f"{folder}/logs", "--model_name", str(BASE_DIR)]
         reward = "--reward_function=benchmarks.macro_overhead:constant"
-        for _ in range(args.turns):
-            for name, flags in CONDITIONS.items():
+        for turn in range(args.turns):
+            names = list(CONDITIONS)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # each is first, second, … in turn
+                cutting.clear()
+                estimating.clear()
                 with contextlib.redirect_stdout(io.StringIO()):
-                    run = ppo.main([*where, reward, *SIZES, *FLAGS, f"--max_steps={args.steps}", *flags])
+                    run = ppo.main([*where, reward, *SIZES, *FLAGS, f"--max_steps={args.steps}", *CONDITIONS[name]])
                 rows = read_metrics(run)[1:]
-                seconds[name].append(
+                whole[name].append(
                     statistics.median(row["time/rollout"] + row["time/score"] + row["time/update"] for row in rows)
                 )
-    for name, taken in seconds.items():
-        ratios = [ours / token for ours, token in zip(taken, seconds["token"])]
+                parts[name].append(statistics.median(map(sum, zip(cutting[1:], estimating[1:]))))
+    print("             iteration, of token PPO's        cutting and advantages, more than token PPO's")
+    for name in CONDITIONS:
+        ratios = [ours / token for ours, token in zip(whole[name], whole["token"])]
+        more = [(one - other) / token for one, other, token in zip(parts[name], parts["token"], whole["token"])]
         print(
-            f"{name:12} {statistics.median(taken):.3f} s   {statistics.median(ratios):.3f} "
-            f"[{min(ratios):.3f}, {max(ratios):.3f}] of token PPO"
+            f"{name:12} {statistics.median(whole[name]):.3f} s   {statistics.median(ratios):.3f} "
+            f"[{min(ratios):.3f}, {max(ratios):.3f}]     {1000 * statistics.median(parts[name]):5.1f} ms   "
+            f"{100 * statistics.median(more):+.2f}% [{100 * min(more):+.2f}, {100 * max(more):+.2f}] of an iteration"
         )
 
 

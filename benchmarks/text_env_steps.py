@@ -7,7 +7,9 @@ still at it, left-padded, the reflection up to its end token, one more token for
 with the same prompts and weights, on one thread unless OMP_NUM_THREADS says otherwise, and take turns. Prints for each
 way of reflecting the median steps per second over the turns and the median ratio, with the smallest and largest.
 
-Greedy comments are kept by observation here, and made anew each time there; `sampled` shows the engine alone.
+Greedy comments are kept by observation here, and made anew each time there: `greedy` forgets them before each turn, as
+in the first rollout of a training, `greedy, kept` does not, as in all later ones, since the reflector does not learn.
+`sampled` keeps nothing and shows the engine alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from lightrlhf.envs import make_env, prompts, read_options
 
 WAYS = {
     "greedy": {"reflect_do_sample": False},
+    "greedy, kept": {"reflect_do_sample": False},
     "sampled": {"reflect_do_sample": True},
 }
 
@@ -83,10 +86,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         acting = ActingArgs(**options)
         labels = num_choices(envs[0], acting)
         speeds: dict[str, list[float]] = {"here": [], "generate": []}
+        comments = Reflector(reflector, tokenizer, prompts, acting, args.num_envs)
         for turn in range(args.turns + 1):  # the first warms up
             for name in speeds:
                 if name == "here":
-                    comments = Reflector(reflector, tokenizer, prompts, acting, args.num_envs)
+                    if way != "greedy, kept":
+                        comments.kept.clear()
                     agent: Any = ModelAgent(policy, tokenizer, prompts, acting, labels, args.num_envs, comments)
                 else:
                     agent = PlainAgent(policy.model, reflector.model, tokenizer, acting, labels)
@@ -98,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         ratios[way] = statistics.median(each)
         here, there = (statistics.median(speeds[name]) for name in speeds)
         span = f"[{min(each):.2f}, {max(each):.2f}]"
-        print(f"{way:8} here {here:8.1f} steps/s, generate {there:8.1f}, ratio {ratios[way]:.2f} {span}", flush=True)
+        print(f"{way:12} here {here:8.1f} steps/s, generate {there:8.1f}, ratio {ratios[way]:.2f} {span}", flush=True)
     return ratios
 
 

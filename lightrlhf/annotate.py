@@ -128,7 +128,7 @@ def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list
 
     with JsonlWriter(output, settings_of(args)) as writer:
         if len(writer.rows) < len(rows):
-            scorer = make_scorer(args)
+            scorer = make_scorer(args, args.mini_batch_size)
             bar = tqdm(total=len(rows), initial=len(writer.rows), desc="annotate", unit=" prompts")
             while len(writer.rows) < len(rows):
                 start = len(writer.rows) // CHUNK * CHUNK  # a chunk that was cut is scored again in the same batches
@@ -141,15 +141,15 @@ def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list
         return writer.rows
 
 
-def make_scorer(args: AnnotateArgs) -> GroupScorer:
-    """What the flags name."""
+def make_scorer(args: Any, batch_size: int) -> GroupScorer:
+    """The reward model or function that a program's flags name; batch_size: rows per pass of the model."""
     if args.reward_function:
         function = load_function(args.reward_function, "--reward_function")
         return FunctionGroupScorer(function, f"--reward_function {args.reward_function}")
     return load_scorer(
         args.rm_experiment_dir,
         find_device(args.accelerator),
-        args.mini_batch_size,
+        batch_size,
         "--rm_experiment_dir",
         args.trust_remote_code,
         args.rm_chat_template,

@@ -293,7 +293,7 @@ def evaluated(args: OnlineDPOArgs, folder: Path, policy: str, initial: str, rows
 
 def add_scores(args: OnlineDPOArgs, records: list[Row], before: list[Row]) -> None:
     """Put `reward`, and with a judge `gold`, into the records."""
-    scorer = annotate.make_scorer(args)
+    scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]

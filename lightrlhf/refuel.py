@@ -58,7 +58,6 @@ from lightrlhf.common.batch import (
     check_vocabulary,
     decode,
     dialogue_pair_batch,
-    epoch_order,
     load_split,
     micro_batches,
     save_split,
@@ -68,7 +67,6 @@ from lightrlhf.common.dialogue import (
     Dialogue,
     UserArgs,
     as_row,
-    from_row,
     load_dialogues,
     load_user,
     mixed,
@@ -77,6 +75,16 @@ from lightrlhf.common.dialogue import (
     room_of,
     sample_of,
     score_turns,
+)
+from lightrlhf.common.futures import (
+    INVALID_REWARD,
+    SIDES,
+    branch,
+    make_pair,
+    nth_opening,
+    side_of,
+    split_of,
+    turn_row,
 )
 from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
 from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
@@ -97,9 +105,7 @@ from lightrlhf.common.rollout import generate
 from lightrlhf.common.run import Run
 from lightrlhf.common.scoring import find_device
 
-INVALID_REWARD = -99999.0  # of a prefix that the scorer gave no number
 CHUNK = 256  # dialogues between two writes
-SIDES = ("first", "second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,13 +308,6 @@ def generate_dialogues(args: RefuelArgs, directory: Path, folder: Path, number: 
         bar.close()
 
 
-def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
-    """The dialogue at a place of the endless seeded order; its index is the place, which no other dialogue has."""
-    epoch, within = divmod(place, len(rows))
-    return dataclasses.replace(rows[seeded_order(len(rows), seed, epoch)[within]], index=place)
-
-
-seeded_order = functools.cache(epoch_order)
 dialogues_in = functools.cache(load_dialogues)
 
 
@@ -317,49 +316,6 @@ def tokenizer_of(directory: Path) -> Any:
     """The tokenizer of a run, read once: that of its data, else of the initial policy."""
     stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     return load_tokenizer(stored["data_dir"], stored["initial"])
-
-
-def branch(args: RefuelArgs, policy: Policy, tokenizer: Any, rows: Sequence[Dialogue], user: Any) -> list[Row]:
-    """Two dialogues from each row that part at a sampled turn h and go on to a sampled horizon l, as JSON lines."""
-
-    def rolled(dialogues: list[Dialogue], num_turns: Any, side: int) -> list[Dialogue]:
-        seed, slots = mixed(args.seed, side), args.rollout_mini_batch_size
-        return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots)
-
-    if args.prefix == "policy":
-        whole = rolled([row.before(0) for row in rows], args.num_turns, 0)
-        places = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in whole]
-        both = [whole]
-    else:  # a dialogue of the data that stops before turn h, gone on with twice
-        whole, both = list(rows), []
-        horizons = [args.num_turns if args.turn == "random" else row.num_turns for row in rows]
-        places = [sample_turn(args, row.index, n, row.num_turns) for row, n in zip(rows, horizons)]
-    starts = [row.before(turn) for row, (turn, _) in zip(whole, places)]
-    ends = [horizon + 1 for _, horizon in places]
-    both += [rolled(starts, ends, side) for side in range(len(both), 2)]
-    known = [{k: v for k, v in row.columns.items() if k != "user_turns"} for row in rows]
-    return [
-        {"index": row.index, "turn": h, "horizon": last, **columns_of(known[i])}
-        | {side: as_row(dialogues[i]) for side, dialogues in zip(SIDES, both)}
-        for i, (row, (h, last)) in enumerate(zip(rows, places))
-    ]
-
-
-def columns_of(columns: Row) -> Row:
-    return {"columns": columns} if columns else {}
-
-
-def sample_turn(args: RefuelArgs, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:
-    """Turn h and horizon l of a dialogue of `num_turns`, counted from 0; the seed and its index tell which.
-
-    l is uniform over the turns, or the last; h is uniform up to l among the turns that have a prefix.
-    """
-    rng = random.Random(f"{args.seed} {index}")
-    last = num_turns - 1
-    if args.turn == "last":
-        return last, last
-    horizon = last if args.horizon == "final" else rng.randint(0, last)
-    return rng.randint(0, min(horizon, num_prefixes - 1)), horizon
 
 
 # ------------------------------------------------------------------------------------------------- rank and tokenize
@@ -372,30 +328,16 @@ def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: s
         done = len(writer.rows)
         if done == len(rows):
             return
-        scorer = annotate.make_scorer(annotation(args))
+        scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
         for start in range(done // CHUNK * CHUNK, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
-            scores = score_turns(scorer, [dialogue_of(row, side) for row in chunk for side in SIDES])
+            scores = score_turns(scorer, [side_of(row, side) for row in chunk for side in SIDES])
             scores = [[INVALID_REWARD if score is None else score for score in turns] for turns in scores]
             lines = [
                 {"index": row["index"], "first": first, "second": second}
                 for row, first, second in zip(chunk, scores[::2], scores[1::2])
             ]
             writer.append(*lines[max(done - start, 0) :])
-
-
-def annotation(args: RefuelArgs) -> annotate.AnnotateArgs:
-    """The flags of `annotate` that choose the scorer."""
-    names = ("rm_experiment_dir", "rm_chat_template", "reward_function", "trust_remote_code", "accelerator")
-    return annotate.AnnotateArgs(
-        responses_file=__file__,  # not read: only the scorer is made
-        mini_batch_size=args.rollout_mini_batch_size,
-        **{name: getattr(args, name) for name in names},
-    )
-
-
-def dialogue_of(row: Row, side: str) -> Dialogue:
-    return from_row(row[side], row["index"], row.get("columns", {}))
 
 
 def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
@@ -428,39 +370,6 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
     summary |= {"reward_queries": queries, "score_by_turn": told_by_turn}
     write_text(folder / "pairs" / "report.json", json.dumps(summary, indent=1))
     print(f"{folder / 'pairs'}: {told}")
-
-
-def make_pair(args: RefuelArgs, row: Row, scores: Row) -> Row | str:
-    """A row of `refuel_*.pt`, the side with the higher score as `chosen`; else why there is none.
-
-    A dialogue that its user ended before the horizon counts by its last turn; the sides share all before turn h.
-    """
-    turn, sides = row["turn"], [dialogue_of(row, side) for side in SIDES]
-    if any(side.num_turns <= turn or (side.full and side.num_turns <= row["horizon"]) for side in sides):
-        return "without room for the horizon"
-    if INVALID_REWARD in (*scores["first"], *scores["second"]):
-        return "without a valid reward"
-    if sides[0].turn_ids(turn) == sides[1].turn_ids(turn):
-        return "the same reply twice"
-    if max(side.turn_spans[turn][1] for side in sides) > args.total_length:
-        return "too long"
-    rewards = [values[min(row["horizon"], len(values) - 1)] for values in (scores["first"], scores["second"])]
-    pair: Row = {"columns": {"turn": turn, "horizon": row["horizon"]}}
-    order = (0, 1) if rewards[0] >= rewards[1] else (1, 0)
-    for name, side in zip(("chosen", "rejected"), order):
-        start, end = sides[side].turn_spans[turn]
-        pair[f"{name}_input_ids"] = sides[side].input_ids[:end]
-        pair[f"{name}_action_mask"] = torch.arange(1, end) >= start  # (T-1,)
-        pair[f"{name}_reward"] = rewards[side]
-    return pair
-
-
-def split_of(args: RefuelArgs, row: Row) -> str:
-    """The split of a dialogue's pair, by its opening and the seed alone, so that no opening is in two."""
-    opening = row["first"]["input_ids"][: row["first"]["turn_spans"][0][0]]
-    share = int.from_bytes(hashlib.sha256(repr((args.seed, opening)).encode()).digest()[:8], "big") / 2**64
-    held_out = args.validation_percentage
-    return "validation" if share < held_out else "test" if share < 2 * held_out else "train"
 
 
 # ------------------------------------------------------------------------------------------------------------ train
@@ -667,7 +576,7 @@ def online(args: RefuelArgs) -> str:
     policy = load_learner(args, source, flag, tokenizer)
     rows, held_out = (with_room(run, policy, split) for split in ("train", "validation"))
     reference = run.place(policy.reference())
-    scorer = annotate.make_scorer(annotation(args))
+    scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
     num_steps, results = run.num_steps(len(rows), args.rollout_size), {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.noptepochs * parts)
@@ -778,16 +687,6 @@ def online_scores(run: Run, scorer: Any, dialogues: Sequence[Dialogue]) -> list[
         return [score for (score,) in scorer([[sample_of(row, row.num_turns - 1)] for row in dialogues])]
 
 
-def turn_row(one: Dialogue, two: Dialogue, turn: int) -> Row:
-    """A row of both sides' tokens to the turn that learns; which is `chosen` means nothing here."""
-    row: Row = {}
-    for name, side in (("chosen", one), ("rejected", two)):
-        start, end = side.turn_spans[turn]
-        row[f"{name}_input_ids"] = side.input_ids[:end]
-        row[f"{name}_action_mask"] = torch.arange(1, end) >= start  # (T-1,)
-    return row
-
-
 @contextmanager
 def at_work(module: nn.Module | None, device: torch.device, offload: bool) -> Iterator[None]:
     """Inside, a module is on the device; with `offload` it is on the CPU before and after."""
@@ -826,7 +725,7 @@ def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
     check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
     slots = args.rollout_mini_batch_size
     rolled = roll_out(model, tokenizer, rows, args.num_turns, load_user(args, device, slots), args, args.seed, slots)
-    scores = score_turns(annotate.make_scorer(annotation(args)), rolled)
+    scores = score_turns(annotate.make_scorer(args, args.rollout_mini_batch_size), rolled)
     by_turn = [mean(s[h] for s in scores if len(s) > h and s[h] is not None) for h in range(args.num_turns)]
     lengths = [end - start for row in rolled for start, end in row.turn_spans]
     cut = [flag for row in rolled for flag in row.truncated]

@@ -30,6 +30,7 @@ COMMON = [
     "chat",
     "desk",
     "dialogue",
+    "futures",
     "roofline",
     "run",
     "iterations",

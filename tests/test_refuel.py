@@ -25,8 +25,9 @@ from helpers import (
 
 from lightrlhf import refuel
 from lightrlhf.common.batch import dialogue_pair_batch, load_split
+from lightrlhf.common.futures import INVALID_REWARD, make_pair, sample_turn
 from lightrlhf.common.jsonl import read_jsonl
-from lightrlhf.refuel import RefuelArgs, main, make_pair, pair_losses, pairwise_loss, refuel_loss, sample_turn
+from lightrlhf.refuel import RefuelArgs, main, pair_losses, pairwise_loss, refuel_loss
 
 SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
 SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
@@ -210,8 +211,8 @@ def test_a_pair_has_the_better_side_as_chosen_and_its_turn_as_mask(talk_data):
     early = line([7, 8, 1], [9, 1], horizon=4)  # a user who had nothing more to say: the last turn counts
     assert make_pair(args, early, {"first": [0.0, 1.0], "second": [0.0, 2.5]})["chosen_reward"] == 2.5
     for values, why in (
-        ({"first": [0.0, refuel.INVALID_REWARD], "second": [0.0, 1.0]}, "without a valid reward"),
-        ({"first": [refuel.INVALID_REWARD, 1.0], "second": [0.0, 1.0]}, "without a valid reward"),
+        ({"first": [0.0, INVALID_REWARD], "second": [0.0, 1.0]}, "without a valid reward"),
+        ({"first": [INVALID_REWARD, 1.0], "second": [0.0, 1.0]}, "without a valid reward"),
     ):
         assert make_pair(args, row, values) == why
     good = {"first": [0.0, 1.0], "second": [0.0, 2.0]}
@@ -395,7 +396,7 @@ def online_pairs(talk_data, tokenizer, **given):
             parameter.mul_(1.05)
     run = RunOfOneStep(args, policy=policy)
     run.autocast = helpers.nullcontext
-    scorer = refuel.annotate.make_scorer(refuel.annotation(args))
+    scorer = refuel.annotate.make_scorer(args, args.rollout_mini_batch_size)
     rows = load_dialogues(str(talk_data), "train")[:8]
     pairs, told = refuel.online_pairs(run, policy, reference, scorer, rows, tokenizer)
     return args, policy, reference, rows, pairs, told
