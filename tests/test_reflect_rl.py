@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, weights
@@ -310,6 +314,21 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
     assert reflect_rl.main(["--resume_from", half]) == half
     assert weights(last_checkpoint(half)) == kept
     assert metrics(half) == logged
+
+
+def test_two_ranks_share_the_episodes_and_learn_one_policy(policy_dir, reflector_dir, tmp_path):
+    """`--rollout_size` is of each rank: 4 episodes of 2 starts there, so 8 of 4 altogether, of both levels."""
+    flags = ["--model_name", policy_dir, "--reflect_experiment_dir", reflector_dir, "--reflect_max_new_tokens", "4"]
+    flags += ["--rollout_size", "4", "--group_size", "2", "--max_steps", "2", "--eval_interval", "2", "--devices", "2"]
+    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--log_dir", str(tmp_path), *flags]
+    environment = helpers.environment()
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the environment
+    subprocess.run(command, env=environment, timeout=200, check=True, stdout=subprocess.DEVNULL)
+    (experiment,) = [path.parent for path in tmp_path.rglob("args.json")]
+    first, *_, last = metrics(experiment)
+    assert first["episodes/success"] * 8 == round(first["episodes/success"] * 8)
+    assert "val/success/long_way" in last and first["policy/grad_norm"] > 0
+    assert weights(last_checkpoint(experiment)) != weights(Path(policy_dir))
 
 
 def test_ppo_starts_at_ratio_one_and_a_kl_of_zero(policy_dir, tmp_path):

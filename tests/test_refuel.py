@@ -16,12 +16,14 @@ import pytest
 import torch
 from helpers import (
     CPU,
+    ROOT,
     RunOfOneStep,
     assert_same_gradients,
     last_checkpoint,
     tiny_policy,
     weights,
 )
+from safetensors.torch import load_file
 
 from lightrlhf import refuel
 from lightrlhf.common.batch import dialogue_pair_batch, load_split
@@ -302,6 +304,20 @@ def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
     assert not (run / "iteration-02").exists()
     subprocess.run(command, env=environment, stdout=quiet, stderr=quiet, timeout=200, check=True)
     assert_same_run(run, finished)
+
+
+def test_two_ranks_do_what_one_does(flags, tmp_path, monkeypatch):
+    """Only training is of several processes; half the batch on each of two is the same batch."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    runs = []
+    for devices, size in (("1", "4"), ("2", "2")):
+        given = dict(zip(flags[::2], flags[1::2])) | {"--mini_batch_size": size, "--micro_batch_size": size}
+        given |= {"--devices": devices, "--output_dir": str(tmp_path / devices), "--iterations": "1"}
+        given |= {"--validation_percentage": "0", "--max_steps": "2"}  # 8 of 10 pairs: no batch has an odd row
+        runs.append(Path(main([word for pair in given.items() for word in pair])) / "iteration-01")
+    assert (runs[0] / "rewards.jsonl").read_bytes() == (runs[1] / "rewards.jsonl").read_bytes()
+    one, two = (load_file(last_checkpoint(run / "policy") / "model.safetensors") for run in runs)
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
 def test_a_half_written_line_is_written_again(finished, tmp_path):
