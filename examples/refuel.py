@@ -47,10 +47,10 @@ ASK, KNOWN = 0.2, 0.7  # how often the demonstrations ask, and how often they th
 LAST = ["--turn", "last"]
 ARMS = {  # one list for both tasks
     "REFUEL": ["--horizon", "final"],
-    "REFUEL, random horizon": ["--horizon", "random"],
     "MT-MIXIN": ["--horizon", "final", "--prefix", "dataset"],
     "LT-MIXIN": LAST,
     "LT-OFFLINE": [*LAST, "--prefix", "dataset"],
+    "REFUEL, random horizon": ["--horizon", "random"],
     "multi-turn DPO": ["--horizon", "final", "--loss_type", "dpo"],
     "REBEL, one turn": ["--num_turns", "1"],
 }
@@ -103,6 +103,8 @@ class RefuelExampleArgs:
     """Runs at a time, one thread each."""
     tasks: list[str] | None = None
     """Tasks to run, `two slots` and `cafe`; both when not given."""
+    arms: list[str] | None = None
+    """Names of arms to run; all when not given."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "num_seeds", 1)
@@ -110,6 +112,9 @@ class RefuelExampleArgs:
         for name in self.tasks or []:
             if name not in TASKS:
                 raise ValueError(f"--tasks {name} is none of: {', '.join(TASKS)}")
+        for name in self.arms or []:
+            if name not in ARMS:
+                raise ValueError(f"--arms {name} is none of: {'; '.join(ARMS)}")
 
 
 @one_line_errors
@@ -123,7 +128,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     found: dict[str, dict[str, list[list[float]]]] = {}
     claims: dict[str, bool] = {}
     for task in tasks:
-        found[task] = run_task(task, range(1, args.num_seeds + 1), folder, args.num_workers)
+        found[task] = run_task(task, args.arms or list(ARMS), range(1, args.num_seeds + 1), folder, args.num_workers)
         claims |= tell(task, found[task])
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
     print(f"picture: {draw(found, folder / 'refuel.png')}")
@@ -217,10 +222,12 @@ def write_two_slots(folder: Path, seed: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ runs
-def run_task(task: str, seeds: Sequence[int], folder: Path, num_workers: int) -> dict[str, list[list[float]]]:
+def run_task(
+    task: str, arms: Sequence[str], seeds: Sequence[int], folder: Path, num_workers: int
+) -> dict[str, list[list[float]]]:
     """The scores by turn of each arm, seed by seed; what has a result is not run again."""
     settings = {"arms": ARMS, "refuel": REFUEL, "sft": SFT, "task": TASKS[task]}
-    jobs = [(task, seed, arm) for seed in seeds for arm in (START, *ARMS)]
+    jobs = [(task, seed, arm) for arm in (START, *arms) for seed in seeds]
     with JsonlWriter(place_of(task, folder) / "results.jsonl", settings) as writer:
         known: dict[Job, list[float]] = {tuple(row["job"]): row["scores"] for row in writer.rows}
         for first in (True, False):  # the starting policies before what starts from them
@@ -228,8 +235,9 @@ def run_task(task: str, seeds: Sequence[int], folder: Path, num_workers: int) ->
             for job, scores in run_all(waiting, folder, num_workers):
                 known[job] = scores
                 writer.append({"job": job, "scores": scores})
-                print(f"{len(known):3} of {len(jobs)}  {', '.join(map(str, job)):36} {rounded(scores)}", flush=True)
-    return {arm: [known[task, seed, arm] for seed in seeds] for arm in (START, *ARMS)}
+                left = sum(job not in known for job in jobs)
+                print(f"{', '.join(map(str, job)):40} {rounded(scores)}   {left} left", flush=True)
+    return {arm: [known[task, seed, arm] for seed in seeds] for arm in (START, *arms)}
 
 
 def place_of(task: str, folder: Path) -> Path:
@@ -317,9 +325,11 @@ def tell(task: str, by_arm: dict[str, list[list[float]]]) -> dict[str, bool]:
     console.print(table)
     last = {arm: [scores[-1] for scores in runs] for arm, runs in by_arm.items()}
     means = {arm: sum(values) / len(values) for arm, values in last.items()}
-    best_last_turn = max(("LT-MIXIN", "LT-OFFLINE"), key=means.get)
+    best_last_turn = max(("LT-MIXIN", "LT-OFFLINE"), key=lambda arm: means.get(arm, 0.0))
     claims = {}
     for better, worse in (("REFUEL", "MT-MIXIN"), ("MT-MIXIN", best_last_turn), ("REFUEL", best_last_turn)):
+        if better not in last or worse not in last:
+            continue
         gap = interval([one - two for one, two in zip(last[better], last[worse])])
         claims[f"{task}: {better} > {worse} at the last turn"] = gap[1] > 0
         console.print(f"  last turn, {better} less {worse}: {gap[0]:+.3f} [{gap[1]:+.3f}, {gap[2]:+.3f}]")
