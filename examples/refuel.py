@@ -250,10 +250,13 @@ def run_all(jobs: Sequence[Job], folder: Path, num_workers: int) -> Iterator[tup
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_workers, len(jobs)), mp_context=context) as pool:
+    pool = ProcessPoolExecutor(min(num_workers, len(jobs)), mp_context=context)
+    try:
         waiting = {pool.submit(run_job, job, folder): job for job in jobs}
         for done in as_completed(waiting):
             yield waiting[done], done.result()
+    finally:  # after a failure no other run is begun
+        pool.shutdown(cancel_futures=True)
 
 
 def run_job(job: Job, folder: Path) -> list[float]:

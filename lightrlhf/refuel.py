@@ -246,6 +246,10 @@ def turn_logps(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- program
+class AlwaysTheSame(UsageError):
+    """A policy that gives both replies alike in all dialogues, so that no pair tells them apart."""
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> str:
     """Run the program; returns the experiment dir."""
@@ -260,8 +264,12 @@ def main(argv: list[str] | None = None) -> str:
         folder = directory / f"iteration-{number:02d}"
         is_new = not (folder / "policy").is_dir()
         if is_new:
-            for name in STAGES if args.stage == "all" else (args.stage,):
-                STAGES[name](args, directory, folder, number, policy)
+            try:
+                for name in STAGES if args.stage == "all" else (args.stage,):
+                    STAGES[name](args, directory, folder, number, policy)
+            except AlwaysTheSame as problem:
+                print(f"{problem}; iteration {number - 1} is the last", flush=True)
+                break
         if not (folder / "policy").is_dir():
             break  # of one stage alone
         policy = str(checkpoints(folder / "policy")[-1])
@@ -343,7 +351,7 @@ def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: s
 def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
     """Write `pairs/refuel_{train,validation,test}.pt` and `report.json` with what was dropped and why.
 
-    Raises: UsageError when no pair is left to train on.
+    Raises: UsageError when no pair is left to train on; AlwaysTheSame when that is what training has led to.
     """
     if (folder / "pairs" / "report.json").is_file():
         return
@@ -358,7 +366,9 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
             splits[split_of(args, row)].append(pair)
     told = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     if not splits["train"]:
-        raise UsageError(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {told}")
+        has_collapsed = number > 1 and set(counts) == {"the same reply twice"}
+        problem = AlwaysTheSame if has_collapsed else UsageError
+        raise problem(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {told}")
     for split, members in splits.items():
         if members:
             save_split(folder / "pairs", "refuel", split, members)

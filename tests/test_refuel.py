@@ -320,6 +320,22 @@ def test_two_ranks_do_what_one_does(flags, tmp_path, monkeypatch):
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
+def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, flags, tmp_path, capsys, monkeypatch):
+    def alike_later(args, row, scores):
+        return "the same reply twice" if row["index"] >= 10 else make_pair(args, row, scores)
+
+    monkeypatch.setattr(refuel, "make_pair", alike_later)
+    run = tmp_path / "run"
+    for _ in range(2):  # the same command again says the same again
+        main([*flags, "--output_dir", str(run)])
+        told = capsys.readouterr().out
+        assert "no pair to train on: 10 the same reply twice; iteration 1 is the last" in told and "finished: " in told
+    assert weights(last_checkpoint(run)) == weights(last_checkpoint(finished / "iteration-01" / "policy"))
+    monkeypatch.setattr(refuel, "make_pair", lambda *_: "the same reply twice")  # from the start: a mistake
+    with pytest.raises(SystemExit):
+        main([*flags, "--output_dir", str(tmp_path / "other")])
+
+
 def test_a_half_written_line_is_written_again(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     for name in ("dialogues.jsonl", "rewards.jsonl"):
