@@ -184,5 +184,5 @@ def test_the_benchmark_of_steps_plays_both_sides(folders, capsys):
 
     flags = ["--env", "corridor:Corridor", "--policy", folders[0], "--reflector", folders[1]]
     ratios = text_env_steps.main([*flags, "--num_envs", "4", "--turns", "1"])
-    assert list(ratios) == ["greedy", "sampled"] and all(ratio > 0 for ratio in ratios.values())
-    assert capsys.readouterr().out.count(" steps/s") == 2
+    assert list(ratios) == ["greedy", "greedy, kept", "sampled"] and all(ratio > 0 for ratio in ratios.values())
+    assert capsys.readouterr().out.count(" steps/s") == 3
