@@ -327,8 +327,7 @@ def tell(task: str, by_arm: dict[str, list[list[float]]]) -> dict[str, bool]:
         table.add_row(arm, *(f"{mean:.3f}" for mean, *_ in by_turn[:-1]), show(by_turn[-1]))
     console.print(table)
     last = {arm: [scores[-1] for scores in runs] for arm, runs in by_arm.items()}
-    means = {arm: sum(values) / len(values) for arm, values in last.items()}
-    best_last_turn = max(("LT-MIXIN", "LT-OFFLINE"), key=lambda arm: means.get(arm, 0.0))
+    best_last_turn = max(("LT-MIXIN", "LT-OFFLINE"), key=lambda arm: sum(last.get(arm, [])))
     claims = {}
     for better, worse in (("REFUEL", "MT-MIXIN"), ("MT-MIXIN", best_last_turn), ("REFUEL", best_last_turn)):
         if better not in last or worse not in last:
