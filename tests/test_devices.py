@@ -31,6 +31,19 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "ppo": ["ppo"],
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
+LEAVES = """
+import os, signal
+def main(flags):
+    from lightrlhf import sft
+    from lightrlhf.common.run import Run
+    speed = Run.speed
+    def killed(run, *arguments):
+        if run.rank == 1 and run.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return speed(run, *arguments)
+    Run.speed = killed
+    sft.main(flags)
+"""
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
 MODULE = """
 import os, time
@@ -88,6 +101,7 @@ def odd_data(cafe_data, tmp_path_factory):
 def functions(tmp_path_factory):
     folder = tmp_path_factory.mktemp("functions")
     (folder / "rewards_of_ranks.py").write_text(MODULE)
+    (folder / "rank_that_leaves.py").write_text(LEAVES)
     return folder
 
 
@@ -152,6 +166,9 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
         flags += ["--log_dir", str(logs / name), "--ddp_timeout", "5"]
         job = {"name": name, "calls": [["lightrlhf.ppo", flags]], "log_dir": str(logs / name)}
         jobs.append(job | ({"kill": 0} if name == "killed" else {}))
+
+    flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "99", "--log_dir", str(logs / "leaves")]
+    jobs.append({"name": "leaves", "calls": [["rank_that_leaves", flags]]})
 
     folders = [tmp_path_factory.mktemp(f"machine{rank}") for rank in range(2)]
     for rank, folder in enumerate(folders):
@@ -288,6 +305,15 @@ def test_the_other_rank_ends_when_the_first_is_killed(together):
     newest_checkpoint(experiment(logs / "killed"), "--resume_from")
 
 
+def test_a_rank_lost_between_two_phases_is_told(together):
+    """Where the other waits for it while it writes a row of metrics."""
+    ending, _ = together
+    assert ending["leaves"]["status"] == [1, -signal.SIGKILL] and ending["leaves"]["apart"] < 60
+    text = "".join(ending["leaves"]["text"])
+    (line,) = said(text)
+    assert line.startswith("error: rank 1 is gone") and "Traceback" not in text
+
+
 def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model, tmp_path):
     """Fabric starts the second rank; it is killed, and the first ends by itself, non-zero, with the line."""
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "999", "--save_interval", "1"]
@@ -304,7 +330,8 @@ def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model,
         assert time.monotonic() - killed < 60
     finally:
         process.kill()
-    assert process.returncode == 1
+    assert process.returncode == 1, text
+    assert len(said(text)) == 1, text
     (line,) = said(text)
     assert line.startswith("error: rank 1 is gone (killed, or its machine is); last seen at")
     newest_checkpoint(experiment(tmp_path), "--resume_from")

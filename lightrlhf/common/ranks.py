@@ -285,11 +285,17 @@ class Watch(threading.Thread):
 
     @contextmanager
     def waiting(self, counted: bool) -> Iterator[None]:
-        """Around what may wait for other ranks; `counted` where every rank comes equally often."""
+        """Around what may wait for other ranks; `counted` where every rank comes equally often.
+
+        A collective that fails inside is explained: a run may meet the others outside its phases, too.
+        """
         self.arrivals += counted
         self.waiting_since = time.monotonic()
         try:
             yield
+        except RuntimeError as problem:
+            self.explain(problem)
+            raise
         finally:
             self.waiting_since = None
 
