@@ -15,6 +15,7 @@ Left out: the rendered rooms (AI2-THOR) and the hand-coded expert of the package
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -46,13 +47,14 @@ and things have numbers, such as `cabinet 1`."""
 
 
 class Engine(PddlEnv):
-    """textworld's engine, which derives the command of an action once a game instead of once a step.
+    """textworld's engine, which derives a command once a game instead of once a step.
 
-    Deriving all of them anew took half of a step or more; what an action is called never changes within a game.
+    Deriving all of them anew took half of a step or more. A command never changes within a game, and is the same for
+    all actions that differ only in what it does not name, such as where one comes from.
     """
 
     def reset(self) -> Any:
-        self._commands: dict[int, str] = {}
+        self._commands: dict[tuple[str, frozenset[tuple[str, str]]], str] = {}
         return super().reset()
 
     def plan(self) -> list[str]:
@@ -62,21 +64,23 @@ class Engine(PddlEnv):
     def _gather_infos(self) -> None:
         facts = list(self._pddl_state.facts)
         actions = list(self._pddl_state.all_applicable_actions())
-        for action in actions:
-            if action.id not in self._commands:
-                self._commands[action.id] = self._command(action, facts)
-        commands = [self._commands[action.id] for action in actions]
+        commands = [self._command(action, facts) for action in actions]
         self.state["won"], self.state["lost"] = self._pddl_state.check_goal(), False
         self.state["facts"] = [self._get_human_readable_fact(fact) for fact in facts]
         self.state["_valid_actions"], self.state["_valid_commands"] = actions, commands
         self.state["admissible_commands"] = sorted(set(commands))
 
     def _command(self, action: Any, facts: list[Any]) -> str:
+        template = action.command_template
         variables = {each.name: self._entity_infos[value.name] for each, value in action.mapping.items()}
-        context = {"state": self._pddl_state, "facts": facts, "variables": variables, "mapping": action.mapping}
-        context["entity_infos"] = self._entity_infos
-        action.command_template = self._logic.grammar.derive(action.command_template, context)
-        return action.format_command({key: info.name for key, info in self._entity_infos.items()})
+        named = frozenset((key, info.name) for key, info in variables.items() if re.search(rf"\b{key}\b", template))
+        if (template, named) not in self._commands:
+            context = {"state": self._pddl_state, "facts": facts, "variables": variables, "mapping": action.mapping}
+            context["entity_infos"] = self._entity_infos
+            action.command_template = self._logic.grammar.derive(template, context)
+            command = action.format_command({key: info.name for key, info in self._entity_infos.items()})
+            self._commands[template, named] = command
+        return self._commands[template, named]
 
 
 class AlfWorld(gymnasium.Env):
@@ -327,14 +331,14 @@ def remembering(games: bool = True) -> Iterator[None]:
 
     That saves most of a start and a third of a step. The translator also writes `sys.argv`, which is put back.
     """
-    kept = sys.argv, fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule
-    pddl_logic.GameLogic, textgen.Rule = _parsed, _Queries
+    kept = sys.argv, fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule, textgen._parse_and_convert
+    pddl_logic.GameLogic, textgen.Rule, textgen._parse_and_convert = _parsed, _Queries, _symbols
     if games:
         fast_downward.pddl2sas = _translated
     try:
         yield
     finally:
-        sys.argv, fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule = kept
+        sys.argv, fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule, textgen._parse_and_convert = kept
 
 
 class _Queries:
@@ -343,5 +347,11 @@ class _Queries:
     parse_conjunctive_query = staticmethod(functools.lru_cache(maxsize=1024)(textgen.Rule.parse_conjunctive_query))
 
 
+def _symbols(text: str, **options: Any) -> list[Any]:
+    """What a text of the grammar consists of; new objects each time, since the engine gives them their context."""
+    return copy.deepcopy(_symbols_once(text, **options))
+
+
+_symbols_once = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
 _translated = functools.lru_cache(maxsize=1024)(fast_downward.pddl2sas)  # two entries and 0.5 MB a game
 _parsed = functools.lru_cache(maxsize=64)(pddl_logic.GameLogic)
