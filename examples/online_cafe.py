@@ -28,7 +28,7 @@ DPO = [
 ONLINE = [
     *("--iterations=8", "--num_responses=8", "--max_new_tokens=96"),
     *("--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=2e-4"),
-    *("--beta=0.1", "--rpo_alpha=0.5", "--rollout_mini_batch_size=128", "--eval_prompts=200"),
+    *("--beta=0.3", "--rpo_alpha=0.5", "--rollout_mini_batch_size=128", "--eval_prompts=200"),
 ]
 
 

@@ -202,7 +202,9 @@ def run_arm(own: Path, task: Task, seed: int, name: str, smoke: bool) -> dict[st
         flags = [*task.env, *LEARNING, *task.rl, "--seed", seed, "--sft_experiment_dir", policy]
         flags += ["--reflect_experiment_dir", reflector] if reflector else []
         flags += ["--max_steps", 2, "--save_interval", 1, "--rollout_size", 4] if smoke else []
-        experiment = call(own, reflect_rl, *flags, "--experiment_name", name, "--log_dir", own / "logs")
+        begun = [path.parent for path in (own / "logs" / name).rglob("args.json") if checkpoints(path.parent)]
+        flags += ["--experiment_name", name, "--log_dir", own / "logs"]
+        experiment = call(own, reflect_rl, *(["--resume_from", max(begun)] if begun else flags))
         rounds = [1, 2] if smoke else task.rounds
         saved = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
         models = {step: saved[step] for step in rounds}

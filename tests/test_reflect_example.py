@@ -51,6 +51,24 @@ def test_a_short_seed_and_then_nothing_is_done_twice(here, tmp_path, capsys, mon
     assert reflect_rl.main(flags) == claims
 
 
+def test_an_arm_that_was_interrupted_goes_on(here, tmp_path, monkeypatch):
+    flags = ["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", "SFT+RL"]
+    learn, measure = reflect_rl.reflect_rl.main, reflect_rl.evaluate.main
+    calls = []
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reflect_rl.evaluate, "main", interrupted)
+    with pytest.raises(SystemExit):
+        reflect_rl.main(flags)
+    monkeypatch.setattr(reflect_rl.evaluate, "main", measure)
+    monkeypatch.setattr(reflect_rl.reflect_rl, "main", lambda argv: calls.append(argv) or learn(argv))
+    reflect_rl.main(flags)
+    (begun,) = (tmp_path / "taxi" / "seed-7" / "logs" / "SFT+RL").rglob("args.json")
+    assert calls == [["--resume_from", str(begun.parent)]]
+
+
 def test_bad_flags_are_one_line(capsys):
     for flags, line in (
         (["--task", "chess"], "--task chess is none of: taxi, explore, household"),
