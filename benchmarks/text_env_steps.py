@@ -9,7 +9,8 @@ way of reflecting the median steps per second over the turns and the median rati
 
 Greedy comments are kept by observation here, and made anew each time there: `greedy` forgets them before each turn, as
 in the first rollout of a training, `greedy, kept` does not, as in all later ones, since the reflector does not learn.
-`sampled` keeps nothing and shows the engine alone.
+`sampled` keeps nothing and shows the engine alone. `with history` shows both models all that was done so far: comments
+are new each time, and the policy here goes on reading where it stopped.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WAYS = {
     "greedy": {"reflect_do_sample": False},
     "greedy, kept": {"reflect_do_sample": False},
     "sampled": {"reflect_do_sample": True},
+    "with history": {"with_history": True},
 }
 
 
@@ -45,10 +47,11 @@ class PlainAgent:
 
     @torch.inference_mode()
     def __call__(self, seats: Sequence[Seat]) -> list[Decision]:
-        texts = [prompts.reflection_prompt(seat.text, seat.info) for seat in seats]
+        history = self.args.with_history
+        texts = [prompts.reflection_prompt(seat.text, seat.info, history) for seat in seats]
         comments = self._say(self.reflector, texts, self.args.reflect_max_new_tokens, self.args.reflect_do_sample)
         asked = [
-            prompts.policy_prompt(seat.text, seat.info, decode(self.tokenizer, comment), self._labels(seat))
+            prompts.policy_prompt(seat.text, seat.info, decode(self.tokenizer, comment), self._labels(seat), history)
             for seat, comment in zip(seats, comments)
         ]
         found = []

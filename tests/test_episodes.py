@@ -148,6 +148,25 @@ def test_the_reflector_never_sees_the_commands_and_the_history_only_when_asked(f
     assert prompts.policy_prompt(text, info, None, None).endswith("# Choose:\n- west\n- east\n- wait\n# Action:\n")
 
 
+def test_a_policy_reads_only_what_an_episode_has_grown_by(folders, monkeypatch):
+    """With a history: the same episodes as when every prompt is read whole, from fewer tokens."""
+
+    def episodes(keeps: bool) -> tuple[list[Episode], int]:
+        agent, fed = agent_of(folders, with_history=True, batch_size=3), []
+        assert agent.keeps
+        agent.keeps = keeps
+        choose = agent.policy.choice_logits
+        counting = lambda ids, *rest, **more: fed.append(ids.numel()) or choose(ids, *rest, **more)
+        monkeypatch.setattr(agent.policy, "choice_logits", counting)
+        return play([Corridor() for _ in range(4)], STARTS[:9], agent, "0"), sum(fed)
+
+    (growing, fewer), (whole, more) = episodes(True), episodes(False)
+    assert said(growing) == said(whole) and fewer < 0.8 * more
+    for one, other in zip(*([d.logprobs[0] for e in found for d in e.decisions] for found in (growing, whole))):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert not agent_of(folders).keeps
+
+
 def test_prompts_that_do_not_fit_and_too_many_commands_are_one_line(tmp_path, folders):
     short = save_corridor_model(tmp_path / "short", max_position_embeddings=20)
     with pytest.raises(RunFailure, match="do not fit into the policy's 20 positions"):
@@ -184,5 +203,7 @@ def test_the_benchmark_of_steps_plays_both_sides(folders, capsys):
 
     flags = ["--env", "corridor:Corridor", "--policy", folders[0], "--reflector", folders[1]]
     ratios = text_env_steps.main([*flags, "--num_envs", "4", "--turns", "1"])
-    assert list(ratios) == ["greedy", "greedy, kept", "sampled"] and all(ratio > 0 for ratio in ratios.values())
-    assert capsys.readouterr().out.count(" steps/s") == 3
+    assert list(ratios) == ["greedy", "greedy, kept", "sampled", "with history"] and all(
+        ratio > 0 for ratio in ratios.values()
+    )
+    assert capsys.readouterr().out.count(" steps/s") == 4

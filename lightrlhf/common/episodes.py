@@ -8,8 +8,11 @@ and the commands on offer and chooses one by a label of a single token, or write
 A seat's random numbers follow from the seed and its episode alone: what happens in an episode does not depend on how
 many are played side by side. How a state becomes a prompt comes in as an object, the module `lightrlhf.envs.prompts`.
 
-Left out: environments in processes of their own, and a key-value cache from one step to the next (a prompt's reflection
-and commands stand before its end, so only the text in front of them would be kept).
+With a history, prompts of an episode share a growing beginning: a policy that chooses by labels reads only what comes
+after it (`lightrlhf.common.prefix_cache`).
+
+Left out: environments in processes of their own, and the same for reflectors and for commands that are written out,
+which the generation engine reads whole.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 from lightrlhf.common.args import GenerationArgs, RunFailure, check_at_least
 from lightrlhf.common.batch import decode, encode_prompt, response_batch
 from lightrlhf.common.model import Policy
+from lightrlhf.common.prefix_cache import Read, can_keep, past_of, read_of
 from lightrlhf.common.rollout import generate, no_gradients, sample
 
 MOST_STEPS = 10_000  # an environment that is never done is a mistake, not a long episode
@@ -117,6 +121,7 @@ class Seat:
     rng: random.Random
     text: str
     info: dict[str, Any]
+    read: Read | None = None  # what the agent has read of this episode, for a prefix cache
 
 
 Agent = Callable[[Sequence[Seat]], list[Decision]]
@@ -229,6 +234,7 @@ class ModelAgent:
         self.labels: list[str] = prompts.choices(num_choices) if args.max_new_tokens == 1 else []
         self.label_ids = torch.tensor(prompts.label_ids(tokenizer, self.labels), dtype=torch.int64)  # (L,)
         self.encode = lru_cache(MOST_CACHED)(lambda text: encode_prompt(tokenizer, text))
+        self.keeps = args.with_history and can_keep(policy.model)
 
     def __call__(self, seats: Sequence[Seat]) -> list[Decision]:
         """One decision for each seat."""
@@ -280,28 +286,34 @@ class ModelAgent:
         with no_gradients(model):
             for first in range(0, len(ordered), self.batch_size):
                 part = ordered[first : first + self.batch_size]
-                logits = self._logits([decisions[group[0]] for group in part])
+                logits, read = self._logits([decisions[group[0]] for group in part], [seats[g[0]].read for g in part])
                 source = torch.tensor([i for i, group in enumerate(part) for _ in group])
                 rows = [number for group in part for number in group]
                 uniforms = torch.tensor([seats[number].rng.random() for number in rows])
                 tokens, logprobs, _ = sample(logits[source], uniforms, self.args)
-                for number, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
-                    one = decisions[number]
+                for i, number, token, logprob in zip(source.tolist(), rows, tokens.tolist(), logprobs.tolist()):
+                    one, seats[number].read = decisions[number], read[i]
                     chosen = int(self.label_ids[token]) if self.args.shrink_head else token
                     one.response_ids, one.logprobs = [chosen], [logprob]
                     offered = dict(zip(self.label_ids[one.allowed].tolist(), seats[number].info["admissible"]))
                     one.action = offered.get(chosen, "")
         self.policy.train(was_training)
 
-    def _logits(self, decisions: Sequence[Decision]) -> Tensor:
-        """Of the labels, (B, L), or with a whole head of the vocabulary, (B, V); on the CPU."""
-        device = self.policy.model.device
-        batch = response_batch([one.prompt_ids for one in decisions], [[0]] * len(decisions), 0).to(device)
-        choice = {}
+    def _logits(
+        self, decisions: Sequence[Decision], read: Sequence[Read | None]
+    ) -> tuple[Tensor, Sequence[Read | None]]:
+        """Of the labels, (B, L), or with a whole head of the vocabulary, (B, V), on the CPU; and what was read now."""
+        model, prompts = self.policy.model, [one.prompt_ids for one in decisions]
+        past = past_of(model, prompts, read) if self.keeps else None
+        rest = past.rest if past else prompts
+        batch = response_batch(rest, [[0]] * len(rest), 0).to(model.device)
+        mask = torch.cat([past.mask, batch.attention_mask], 1) if past else batch.attention_mask
+        options: dict[str, Any] = {"cache": past.cache} if past else {}
         if self.args.shrink_head:
             allowed = allowed_labels(decisions, len(self.labels))
-            choice = {"label_ids": self.label_ids.to(device), "allowed": allowed.to(device)}
-        return self.policy.choice_logits(batch.input_ids, batch.attention_mask, batch.action_mask, **choice).cpu()
+            options |= {"label_ids": self.label_ids.to(model.device), "allowed": allowed.to(model.device)}
+        logits = self.policy.choice_logits(batch.input_ids, mask, batch.action_mask, **options).cpu()
+        return logits, read_of(past, prompts) if past else read
 
     def _write(self, seats: Sequence[Seat], decisions: list[Decision]) -> None:
         """Commands written out, each up to the end token."""

@@ -148,14 +148,16 @@ class Policy(Role):
         action_mask: Tensor,
         label_ids: Tensor | None = None,
         allowed: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """Logits (N, L) of the labels at each of the N actions, very low where one is not allowed; of all tokens
         (N, V) without labels.
 
-        A plain head is cut to the rows of the labels, so this costs nothing that grows with the vocabulary.
+        A plain head is cut to the rows of the labels, so this costs nothing that grows with the vocabulary. With a
+        `cache` of earlier tokens the attention mask covers them too, and the cache grows by `input_ids`.
         """
         with self.speaking():
-            states, head = self._states(input_ids, attention_mask, action_mask)
+            states, head = self._states(input_ids, attention_mask, action_mask, cache=cache)
             if label_ids is None:
                 return head(states).float()
             if type(head) is nn.Linear:
@@ -167,10 +169,18 @@ class Policy(Role):
         return logits.masked_fill(~here, -1e9)  # not -inf, of which entropy and its gradient would be NaN
 
     def _states(
-        self, input_ids: Tensor, attention_mask: Tensor, action_mask: Tensor, sequence_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        sequence_ids: Tensor | None = None,
+        cache: Any = None,
     ) -> tuple[Tensor, nn.Module]:
         """What predicts the N actions, (N, H), and the head that makes logits of it."""
         inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
+        if cache is not None:
+            positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
+            inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
         if self.head_is_plain:
             states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]
             return states, self.model.get_output_embeddings()

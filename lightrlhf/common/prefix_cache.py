@@ -1,0 +1,80 @@
+"""A prefix cache: of a prompt that begins like the last one of its episode, only the rest is read.
+
+A reader keeps, for each episode, the keys and values of the prompt it has just read. The next prompt shares its
+beginning with it (the task, and the earlier commands with what came of them), so a forward pass begins where they
+part. Keys and values are put side by side at their right ends, as the generation engine does with prompts.
+
+Left out: sharing between episodes, and keeping what a model has said besides what it has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from lightrlhf.common.args import UsageError
+from lightrlhf.common.rollout import make_cache
+
+
+class Read(NamedTuple):
+    """What a model has read: ids, and of each layer keys and values, each (heads, tokens, head size)."""
+
+    ids: Sequence[int]
+    layers: list[tuple[Tensor, Tensor]]
+
+
+class Past(NamedTuple):
+    """Beginnings of prompts that need not be read again, as a cache for one forward pass over the rest of each."""
+
+    cache: Any
+    mask: Tensor  # (B, P) bool, the beginnings on the right
+    rest: list[list[int]]  # of each prompt, one token or more
+
+
+def can_keep(model: nn.Module) -> bool:
+    """Whether the model's cache consists of keys and values alone."""
+    try:
+        make_cache(model, [])
+    except UsageError:
+        return False
+    return True
+
+
+def past_of(model: nn.Module, prompts: Sequence[Sequence[int]], read: Sequence[Read | None]) -> Past:
+    """What of each prompt has been read before, when `read` is what was read last in its place."""
+    known = [shared_length(prompt, one) for prompt, one in zip(prompts, read)]
+    cache, width = make_cache(model, []), max(known)
+    if width:
+        shape = next(one for one in read if one).layers
+        for number, layer in enumerate(cache.layers):
+            columns = []
+            for part in (0, 1):  # keys, values
+                nothing = shape[number][part][:, :0]
+                rows = [one.layers[number][part][:, :n] if one else nothing for one, n in zip(read, known)]
+                padded = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True, padding_side="left")
+                columns.append(padded.transpose(1, 2))  # (B, heads, P, head size)
+            layer.update(*columns)
+    mask = torch.arange(width) >= width - torch.tensor(known)[:, None]  # (B, P)
+    return Past(cache, mask.to(model.device), [list(prompt[n:]) for prompt, n in zip(prompts, known)])
+
+
+def read_of(past: Past, prompts: Sequence[Sequence[int]]) -> list[Read]:
+    """What has been read after a forward pass over `past.rest`, padded on the right, with `past.cache`."""
+    width = past.mask.shape[1]
+    spans = [(width + len(rest) - len(prompt), width + len(rest)) for rest, prompt in zip(past.rest, prompts)]
+    return [
+        Read(prompt, [(layer.keys[row, :, a:b], layer.values[row, :, a:b]) for layer in past.cache.layers])
+        for row, (prompt, (a, b)) in enumerate(zip(prompts, spans))
+    ]
+
+
+def shared_length(prompt: Sequence[int], read: Read | None) -> int:
+    """How many ids a prompt begins with that were read before; its last one is always read, for what comes after."""
+    if read is None:
+        return 0
+    pairs = zip(prompt[:-1], read.ids)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(prompt) - 1, len(read.ids)))
