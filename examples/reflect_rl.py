@@ -111,12 +111,12 @@ TASKS = {
         rounds=[25, 50, 75],
     ),
     "household": Task(
-        env=["--env", "alfworld", "--env_options", "horizon=20"],
-        data=["--num_samples", "2000", "--num_held_out", "50"],
-        sft=["--epochs", "6"],
-        rl=["--max_steps", "25", "--rollout_size", "32", "--num_envs", "16", "--eval_interval", "25"],
-        evaluation=["--num_envs", "16", "--num_samples", "10", "--eval_reps", "2"],  # of each kind of task
-        rounds=[25],
+        env=["--env", "alfworld", "--env_options", "horizon=20", "places=4", "things=2"],
+        data=["--num_samples", "4000", "--num_held_out", "50"],
+        sft=["--epochs", "8"],
+        rl=["--max_steps", "50", "--num_envs", "32"],
+        evaluation=["--num_envs", "32", "--num_samples", "20", "--eval_reps", "2"],  # of each kind of task
+        rounds=[25, 50],
     ),
 }
 

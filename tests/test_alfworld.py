@@ -69,6 +69,28 @@ def test_each_game_has_what_its_task_asks_for_somewhere_else():
         )
 
 
+def test_a_small_room_has_what_its_task_needs_and_not_much_else():
+    for places, things in ((3, 0), (4, 2), (13, 20)):
+        for game in (game for split in SPLITS for game in household.starts(split, places=places, things=things)):
+            assert (game["places"], game["things"]) == (places, things)
+            problem = household.problem_of(game)
+            assert problem.count(" - receptacle ") == places
+            name = game["object"].lower()
+            assert problem.count(f"(inReceptacle {name}_bar_") == (2 if game["kind"].startswith("pick_two") else 1)
+            target = "sink_bar_1_bar_sinkbasin" if game["target"] == "SinkBasin" else f"{game['target'].lower()}_bar_"
+            assert not any(f"(inReceptacle {name}_bar_{n} {target}" in problem for n in (0, 1))
+    with pytest.raises(ValueError, match="there is no household game"):
+        household.problem_of(game | {"target": "Sofa"})
+
+
+@pytest.mark.parametrize("level", range(6))
+def test_the_planner_wins_small_games_of_each_kind(level):
+    small = make_env("alfworld", places=3, things=0)
+    for start in small.starts("test", level)[:3]:
+        assert play(small, start)["success"]
+    small.close()
+
+
 @pytest.mark.parametrize("level", range(6))
 def test_the_planner_wins_a_game_of_each_kind(level, env):
     info = play(env, env.starts("test", level)[7])
@@ -231,6 +253,9 @@ def test_bad_options_and_games_are_refused_in_one_line(benchmark, env, tmp_path)
     (tmp_path / "empty").mkdir()
     for options, line in (
         ({"horizon": 0}, "horizon 0 must be at least 1"),
+        ({"places": 2}, "places 2 must be from 3 to 13"),
+        ({"things": 21}, "things 21 must be from 0 to 20"),
+        ({"things": 2, "data_dir": str(benchmark)}, "things is for household games; the benchmark's are as they are"),
         ({"data_dir": "nowhere"}, "data_dir nowhere is no folder; get the games by alfworld-download"),
     ):
         with pytest.raises(UsageError, match=line):

@@ -92,6 +92,8 @@ class AlfWorld(gymnasium.Env):
     remember:     add to an observation where one stands, what one holds, and what was last seen at each place; without
                   it a text says what the engine says, and the past is in `info["history"]`
     split, level: where the starts of a `reset` without options come from; all levels when not given
+    places:       how many places a household has, three or more; eight or nine when not given
+    things:       how many things are in it besides those of the task; four when not given
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -106,10 +108,18 @@ class AlfWorld(gymnasium.Env):
         remember: bool = True,
         split: str = "train",
         level: int | None = None,
+        places: int | None = None,
+        things: int | None = None,
         render_mode: str | None = None,
     ) -> None:
         if horizon < 1:
             raise ValueError(f"horizon {horizon} must be at least 1")
+        self._sizes = {name: size for name, size in (("places", places), ("things", things)) if size is not None}
+        for name, least, most in (("places", 3, household.MOST_PLACES), ("things", 0, household.MOST_THINGS)):
+            if not least <= self._sizes.get(name, least) <= most:
+                raise ValueError(f"{name} {self._sizes[name]} must be from {least} to {most}")
+        if self._sizes and data_dir is not None:
+            raise ValueError(f"{next(iter(self._sizes))} is for household games; the benchmark's are as they are")
         if data_dir is not None and not Path(data_dir).is_dir():
             raise ValueError(f"data_dir {data_dir} is no folder; get the games by alfworld-download, or leave it out")
         self.data_dir, self.horizon, self.remember, self.render_mode = data_dir, horizon, remember, render_mode
@@ -127,7 +137,7 @@ class AlfWorld(gymnasium.Env):
         """
         if split not in FOLDERS:
             raise ValueError(f"split {split} must be one of {', '.join(FOLDERS)}")
-        found = published(self.data_dir, FOLDERS[split]) if self.data_dir else household.starts(split)
+        found = published(self.data_dir, FOLDERS[split]) if self.data_dir else household.starts(split, **self._sizes)
         return [dict(start) for start in found if level is None or start["level"] == level]
 
     # ------------------------------------------------------------------------------------------------------- episodes

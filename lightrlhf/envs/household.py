@@ -5,8 +5,9 @@ thing somewhere, two of them, a clean, hot or cool one, or look at it under a la
 thing fits where or can be heated, are those of the `alfworld` package; what is left out of its world is size: the
 published games have some twenty-five places, several copies of most things, and layouts taken from rendered rooms.
 
-A game is named by a plain dict, its *start*: kind, object, target and room number say everything about it. Pairs of
-object and target are divided among the splits, so a test game asks for what no training game asked for.
+A game is named by a plain dict, its *start*: kind, object, target and room number say everything about it, with
+`places` and `things` where the room has other sizes. Pairs of object and target are divided among the splits, so a test
+game asks for what no training game asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SHARES = {"test": 0.2, "validation": 0.1}  # of the pairs of object and target
 ALWAYS = ["CounterTop", "Desk", "Fridge", "Microwave", "SinkBasin"]
 SOMETIMES = ["Cabinet", "DiningTable", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "SideTable"]
 LAMP = "DeskLamp"
+MOST_PLACES, MOST_THINGS = 13, 20
 FOOD = ["Apple", "Bread", "Egg", "Lettuce", "Potato", "Tomato"]
 DISHES = ["Bowl", "ButterKnife", "Cup", "Fork", "Kettle", "Ladle", "Mug", "Pan", "Plate", "Pot", "Spatula", "Spoon"]
 LITTLE = ["Book", "CD", "CellPhone", "CreditCard", "KeyChain", "Newspaper", "Pen", "Pencil", "RemoteControl", "Watch"]
@@ -32,11 +34,12 @@ THINGS = FOOD + DISHES + LITTLE
 ABLE = {"heatable": "Heatable", "coolable": "Coolable", "cleanable": "Cleanable", "toggleable": "Toggleable"}
 NEEDED = {"pick_clean_then_place_in_recep": "Cleanable", "pick_heat_then_place_in_recep": "Heatable"}
 NEEDED |= {"pick_cool_then_place_in_recep": "Coolable"}
+TOOLS = {"Cleanable": "SinkBasin", "Heatable": "Microwave", "Coolable": "Fridge"}
 Start = dict[str, Any]
 
 
-def starts(split: str) -> list[Start]:
-    """The games of a split, kind by kind; the same in every process."""
+def starts(split: str, **sizes: int) -> list[Start]:
+    """The games of a split, kind by kind; the same in every process. `sizes`: `places` and `things`, where given."""
     found = []
     for level, kind in enumerate(KINDS):
         pairs = pairs_of(kind)
@@ -46,7 +49,7 @@ def starts(split: str) -> list[Start]:
         part = (parts | {"train": pairs[test + validation :]})[split]
         for number in range(GAMES[split]):
             thing, target = part[number % len(part)]
-            found.append({"kind": kind, "object": thing, "target": target, "room": number, "level": level})
+            found.append({"kind": kind, "object": thing, "target": target, "room": number, "level": level} | sizes)
     return found
 
 
@@ -79,12 +82,10 @@ def problem_of(start: Start) -> str:
     if kind not in KINDS or (thing, target) not in pairs_of(kind):
         raise ValueError(f"there is no household game of {kind} with {thing} and {target}")
     rng = random.Random(f"household {kind} {thing} {target} {start['room']}")
-    places = [*ALWAYS, *rng.sample([place for place in SOMETIMES if place != target], 3)]
-    if target not in (*places, LAMP):
-        places.append(target)
+    places = _small_room(rng, kind, thing, target, start["places"]) if "places" in start else _room(rng, target)
     things = [thing] * (2 if kind.startswith("pick_two") else 1)
-    things += rng.sample([other for other in THINGS if other != thing], 4)
-    placed = [(LAMP, places.index("Desk"))]
+    things += rng.sample([other for other in THINGS if other != thing], start.get("things", 4))
+    placed = [(LAMP, places.index("Desk"))] if "Desk" in places else []
     for name in things:
         fitting = [i for i, place in enumerate(places) if fits(name, place) and (name, place) != (thing, target)]
         if fitting:
@@ -105,6 +106,23 @@ def problem_of(start: Start) -> str:
     return "\n".join(
         ["(define (problem household) (:domain alfred) (:objects", *objects, ") (:init", *first, ")", goal]
     )
+
+
+def _room(rng: random.Random, target: str) -> list[str]:
+    """Eight places or nine."""
+    places = [*ALWAYS, *rng.sample([place for place in SOMETIMES if place != target], 3)]
+    return places if target in (*places, LAMP) else [*places, target]
+
+
+def _small_room(rng: random.Random, kind: str, thing: str, target: str, size: int) -> list[str]:
+    """So many places, three or more: where the thing goes to, what is needed on the way, where it may lie, others."""
+    needed = ["Desk"] if target == LAMP else [target]
+    needed += [TOOLS[NEEDED[kind]]] if kind in NEEDED and TOOLS[NEEDED[kind]] != target else []
+    others = [place for place in ALWAYS + SOMETIMES if place not in needed]
+    home = rng.choice([place for place in others if fits(thing, place)])
+    others.remove(home)
+    places = [*needed, home]
+    return [*places, *rng.sample(others, size - len(places))]
 
 
 def _places(places: list[str]) -> Iterator[tuple[str, str]]:
