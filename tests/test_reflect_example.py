@@ -69,6 +69,13 @@ def test_an_arm_that_was_interrupted_goes_on(here, tmp_path, monkeypatch):
     assert calls == [["--resume_from", str(begun.parent)]]
 
 
+def test_every_task_runs_what_it_compares():
+    assert set(reflect_rl.RUN) == set(reflect_rl.COMPARISONS) == set(reflect_rl.TASKS)
+    for task, arms in reflect_rl.RUN.items():
+        assert set(reflect_rl.COMPARISONS[task]) <= set(arms) <= set(reflect_rl.ARMS | reflect_rl.CONTROLS)
+        assert reflect_rl.TASKS[task].rounds[-1] == int(reflect_rl.TASKS[task].rl[1])  # so many steps
+
+
 def test_bad_flags_are_one_line(capsys):
     for flags, line in (
         (["--task", "chess"], "--task chess is none of: taxi, explore, household"),
