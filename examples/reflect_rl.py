@@ -20,8 +20,9 @@ up to two folders down; `household`, small games of ALFWorld's engine, which are
 settings of the taxi were found on seed 100, which is none of the five, with the arm Reflect-RL: 6 epochs of fine-tuning
 left it at .12 of held-out starts after 50 iterations and .94 after 75; with 8 epochs an earlier trial was at .92 of its
 training starts after 25. Those of `explore` were written down before it was run. In a household RL is compared with SFT
-on the planner's commands, in rooms of four places: from the noisy sets, in rooms of eight, nothing was learned. What is finished is kept: call it again after a kill. Prints a table,
-draws curves, and ends with what held.
+on the planner's commands, in rooms of four places: from the noisy sets, in rooms of eight, nothing was learned.
+
+What is finished is kept: call it again after a kill. Prints a table, draws curves, and ends with what held.
 """
 
 from __future__ import annotations
