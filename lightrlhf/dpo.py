@@ -37,7 +37,15 @@ from lightrlhf.common.args import (
     one_line_errors,
     parse,
 )
-from lightrlhf.common.batch import Batch, Row, check_vocabulary, load_split, micro_batches, preference_batch
+from lightrlhf.common.batch import (
+    Batch,
+    Row,
+    check_vocabulary,
+    load_split,
+    longest_text,
+    micro_batches,
+    preference_batch,
+)
 from lightrlhf.common.model import (
     Policy,
     check_positions,
@@ -45,6 +53,7 @@ from lightrlhf.common.model import (
     load_policy,
     load_tokenizer,
     policy_inputs,
+    share_prefixes,
     starting_model,
     vocabulary_size,
 )
@@ -345,6 +354,7 @@ def main(argv: list[str] | None = None) -> str:
     policy = load_policy(source, args, tokenizer, flag)
     check_vocabulary(train + validation, vocabulary_size(policy), args.data_dir)
     check_positions(train + validation, policy, args.data_dir)
+    share_prefixes(policy, longest_text(train + validation))
     for note in notes:
         run.say(note)
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(train)))

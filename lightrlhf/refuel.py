@@ -59,6 +59,7 @@ from lightrlhf.common.batch import (
     decode,
     dialogue_pair_batch,
     load_split,
+    longest_text,
     micro_batches,
     save_split,
 )
@@ -95,6 +96,7 @@ from lightrlhf.common.model import (
     load_policy,
     load_tokenizer,
     policy_inputs,
+    share_prefixes,
     starting_model,
     train_last_layers,
     vocabulary_size,
@@ -416,6 +418,7 @@ def learn(run: Run, tokenizer: Any) -> None:
     policy = load_learner(args, args.sft_experiment_dir, "--sft_experiment_dir", tokenizer)
     check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
     check_positions(rows, policy, args.data_dir)
+    share_prefixes(policy, longest_text(rows))
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
     with run.phase("old log-probabilities"):
         old = old_logps(run, policy.to(run.device), [*rows, *validation], tokenizer.pad_token_id)
@@ -584,6 +587,7 @@ def online(args: RefuelArgs) -> str:
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     policy = load_learner(args, source, flag, tokenizer)
+    share_prefixes(policy, args.total_length)
     rows, held_out = (with_room(run, policy, split) for split in ("train", "validation"))
     reference = run.place(policy.reference())
     scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
-from lightrlhf.common.batch import Row, check_vocabulary, load_split, micro_batches, pair_rows, preference_batch
+from lightrlhf.common.batch import (
+    Row,
+    check_vocabulary,
+    load_split,
+    longest_text,
+    micro_batches,
+    pair_rows,
+    preference_batch,
+)
 from lightrlhf.common.model import (
     check_positions,
     count_parameters,
@@ -35,6 +43,7 @@ from lightrlhf.common.model import (
     load_scalar,
     load_tokenizer,
     separate_pad_token,
+    share_prefixes,
     starting_model,
     vocabulary_size,
 )
@@ -111,6 +120,7 @@ def main(argv: list[str] | None = None) -> str:
         reward_model.model.config.compares_pairs = True
     check_vocabulary(train, vocabulary_size(reward_model), args.data_dir)
     check_positions(train + validation, reward_model, args.data_dir)
+    share_prefixes(reward_model, longest_text(train + validation))
     separate_pad_token(reward_model, tokenizer)
     run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(reward_model), len(train)))
 
@@ -160,7 +170,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            scores = model(batch.input_ids, batch.attention_mask)  # (2B, T)
+            scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
             loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)
             run.backward(loss / count)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
@@ -177,7 +187,7 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[
     sums = torch.zeros(7, device=run.device, dtype=torch.float64)
     for micro in run.passes(micro_batches(run.share(rows[:limit]), args.micro_batch_size)):
         batch = preference_batch(micro, pad_id).to(run.device)
-        scores = model(batch.input_ids, batch.attention_mask)  # (2B, T)
+        scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
         loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)
         ends = last_token(scores, batch.attention_mask)  # (2B,)
         parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]

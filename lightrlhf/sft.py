@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
-from lightrlhf.common.batch import Batch, Row, check_vocabulary, finetune_batch, load_split, micro_batches, pack
+from lightrlhf.common.batch import (
+    Batch,
+    Row,
+    check_vocabulary,
+    finetune_batch,
+    load_split,
+    longest_text,
+    micro_batches,
+    pack,
+)
 from lightrlhf.common.model import (
     TokenStats,
     check_packing,
@@ -80,7 +89,7 @@ def main(argv: list[str] | None = None) -> str:
     check_vocabulary(train, vocabulary_size(policy), args.data_dir)
     check_positions(train + validation, policy, args.data_dir)
     if args.packing:
-        check_packing(policy, args.model_name, longest=max(len(row["input_ids"]) for row in train + validation))
+        check_packing(policy, args.model_name, longest=longest_text(train + validation))
     run.say("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))
 
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}

@@ -45,6 +45,7 @@ class Batch:
     attention_mask: Tensor  # (B, T)   bool, False on padding
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
     sequence_ids: Tensor | None = None  # (B, T) int64, packed rows only: 1, 2, … per example, 0 on padding
+    paired: bool = False  # the rows are pairs, the chosen texts first, then the rejected ones in the same order
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -65,6 +66,7 @@ class Batch:
     def select(self: AnyBatch, index: Tensor | slice) -> AnyBatch:
         """The rows at `index`, cut to the longest of them (rows must be padded on the right)."""
         rows = self.map(lambda tensor: tensor[index])
+        rows.paired = False
         width = max([2, *rows.attention_mask.sum(1).tolist()])
         full = rows.input_ids.shape[1]
         return rows.map(lambda t: t[:, : width - (full - t.shape[1])] if t.dim() == 2 else t)
@@ -231,6 +233,11 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
     ]
 
 
+def longest_text(rows: Sequence[Row]) -> int:
+    """Tokens of the longest text of these rows."""
+    return max(len(row[key]) for row in rows for key in row if key.endswith("input_ids"))
+
+
 def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
     """Raises: UsageError when a row holds an id that the model has no embedding for."""
     ids = [torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key])]
@@ -256,13 +263,14 @@ def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     """2B right-padded rows, the B chosen ones first; actions are the response tokens."""
     ids = [row["chosen_input_ids"] for row in rows] + [row["rejected_input_ids"] for row in rows]
     prompt_lens = [row["prompt_len"] for row in rows] * 2
-    return _pad(ids, [_behind(n, len(row)) for row, n in zip(ids, prompt_lens)], pad_id)
+    return _pad(ids, [_behind(n, len(row)) for row, n in zip(ids, prompt_lens)], pad_id, paired=True)
 
 
 def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     """2B right-padded rows of dialogues, the B chosen ones first; each brings its own mask of actions."""
     sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
-    return _pad(*([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask")), pad_id)
+    columns = ([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask"))
+    return _pad(*columns, pad_id, paired=True)
 
 
 def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
@@ -329,7 +337,7 @@ def _behind(prompt_len: int, length: int) -> Tensor:
     return torch.arange(1, length) >= prompt_len
 
 
-def _pad(ids: Sequence[Sequence[int]], actions: Sequence[Sequence[bool]], pad_id: int) -> Batch:
+def _pad(ids: Sequence[Sequence[int]], actions: Sequence[Sequence[bool]], pad_id: int, paired: bool = False) -> Batch:
     width = max([2, *map(len, ids)])
     input_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)  # (B, T)
     attention_mask = torch.zeros(len(ids), width, dtype=torch.bool)  # (B, T)
@@ -338,7 +346,7 @@ def _pad(ids: Sequence[Sequence[int]], actions: Sequence[Sequence[bool]], pad_id
         input_ids[i, : len(row)] = torch.as_tensor(row)
         attention_mask[i, : len(row)] = True
         action_mask[i, : len(action)] = torch.as_tensor(action, dtype=torch.bool)
-    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask)
+    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask, paired=paired)
 
 
 # ---------------------------------------------------------------------------------------------------------- order

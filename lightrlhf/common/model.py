@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from lightrlhf.common import adapters as lora
 from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.batch import Batch, Row
+from lightrlhf.common.batch import Batch, Row, longest_text
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, verify_checkpoint, write_folder
 from lightrlhf.common.ops import head_logprobs, position_ids
+from lightrlhf.common.prefix_sharing import Together, lay_together
 
 TINY = {
     "hidden_size": 128,
@@ -57,6 +58,8 @@ class Role(nn.Module):
     A role that shares registers only what it trains. Fabric then wraps, clips and saves that and nothing of the
     others. Outside the roles' own passes the backbone speaks as the policy.
     """
+
+    shares_prefixes = False  # of pairs; see `share_prefixes`
 
     def __init__(
         self,
@@ -105,7 +108,9 @@ class Policy(Role):
         A copy shares the parameters that do not learn, which nothing will change.
         """
         if self.shares:
-            return Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
+            reference = Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
+            reference.shares_prefixes = self.shares_prefixes
+            return reference
         return copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
 
     def forward(
@@ -119,10 +124,12 @@ class Policy(Role):
         with_mean: bool = False,
         label_ids: Tensor | None = None,
         allowed: Tensor | None = None,
+        paired: bool = False,
     ) -> TokenStats:
         """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked.
 
         label_ids (L,), allowed (B, 1, L) bool: an action is one of these tokens, in each row of those allowed there.
+        paired: as in `Batch`.
         """
         if not len(input_ids):
             ids, mask, actions = _stand_in(input_ids)
@@ -131,7 +138,7 @@ class Policy(Role):
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if label_ids is None:
             with self.speaking():
-                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids)
+                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, paired=paired)
                 rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
@@ -175,17 +182,26 @@ class Policy(Role):
         action_mask: Tensor,
         sequence_ids: Tensor | None = None,
         cache: Any = None,
+        paired: bool = False,
     ) -> tuple[Tensor, nn.Module]:
         """What predicts the N actions, (N, H), and the head that makes logits of it."""
-        inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
+        together = lay_together(input_ids, attention_mask) if paired and self.shares_prefixes else None
+        if together:
+            inputs = paired_inputs(self.model, together)
+        else:
+            inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
         if cache is not None:
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
             inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
         if self.head_is_plain:
-            states = self.model.base_model(**inputs).last_hidden_state[:, :-1][action_mask]
-            return states, self.model.get_output_embeddings()
-        # the architecture changes its logits behind the head (soft caps, scales): these are (N, V)
-        return self.model(**inputs).logits[:, :-1][action_mask], nn.Identity()
+            states, head = self.model.base_model(**inputs).last_hidden_state, self.model.get_output_embeddings()
+        else:  # the architecture changes its logits behind the head (soft caps, scales): these are (N, V)
+            states, head = self.model(**inputs).logits, nn.Identity()
+        if together is None:
+            return states[:, :-1][action_mask], head
+        pair = torch.arange(len(action_mask), device=states.device) % len(states)  # (2B,)
+        pair, column = pair[:, None].expand_as(action_mask)[action_mask], together.column[:, :-1][action_mask]
+        return states[pair, column], head
 
 
 class ScalarModel(Role):
@@ -196,14 +212,20 @@ class ScalarModel(Role):
         if self.shares:
             self.score = score
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T) ids and mask -> (B, T) float32, the head at each token."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, paired: bool = False) -> Tensor:
+        """(B, T) ids and mask -> (B, T) float32, the head at each token; paired: as in `Batch`."""
         if not len(input_ids):
             return self.forward(*_stand_in(input_ids)[:2])[:0]
+        together = lay_together(input_ids, attention_mask) if paired and self.shares_prefixes else None
+        if together:
+            inputs = paired_inputs(self.model, together)
+        else:
+            inputs = model_inputs(self.model, input_ids, attention_mask)
         with self.speaking():
-            hidden = self.model.base_model(**model_inputs(self.model, input_ids, attention_mask)).last_hidden_state
+            hidden = self.model.base_model(**inputs).last_hidden_state
         head = self.score if self.shares else self.model.score
-        return head(hidden)[..., 0].float()
+        values = head(hidden)[..., 0].float()
+        return values.repeat(2, 1).gather(1, together.column) if together else values
 
 
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
@@ -219,6 +241,7 @@ def policy_inputs(batch: Batch) -> dict[str, Any]:
         "attention_mask": batch.attention_mask,
         "action_mask": batch.action_mask,
         "sequence_ids": batch.sequence_ids,
+        "paired": batch.paired,
     }
 
 
@@ -233,9 +256,50 @@ def model_inputs(
     return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
 
 
+def paired_inputs(model: nn.Module, together: Together) -> dict[str, Any]:
+    """The same for pairs that are laid in one row each."""
+    mask = _additive(together.seen, model.dtype)
+    positions = position_inputs(model, together.positions)
+    return {"input_ids": together.input_ids, "attention_mask": mask, "use_cache": False, **positions}
+
+
 def position_inputs(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     """The argument that gives a model its positions; none for Bloom, the only architecture that takes no such."""
     return {} if model.config.model_type == "bloom" else {"position_ids": positions}
+
+
+@torch.no_grad()
+def share_prefixes(role: Policy | ScalarModel, longest: int) -> None:
+    """From now on what the two texts of a pair begin with is read once, if this architecture allows it: it is tried.
+
+    longest: tokens of the longest text. Our mask knows no sliding window, so none may be longer than one; GPT-Neo looks
+    back by columns, of which a pair has up to twice as many.
+    """
+    config = role.model.config
+    windows = [(getattr(config, "sliding_window", None), longest), (getattr(config, "window_size", None), 2 * longest)]
+    if any(window and needed > window for window, needed in windows):
+        return
+    device = next(role.model.parameters()).device
+    ids = torch.arange(2, 14, device=device).remainder(config.vocab_size).expand(2, -1).clone()  # (2, 12)
+    ids[1, 8:] = ids[0, :4]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, 10:] = False
+
+    def found(paired: bool) -> Tensor:
+        if isinstance(role, Policy):
+            return role(ids, mask, mask[:, 1:], paired=paired).logprobs
+        return torch.where(mask, role(ids, mask, paired=paired), 0.0)
+
+    was_training = role.training
+    role.eval()
+    alone = found(paired=False)
+    role.shares_prefixes = True
+    try:
+        together = found(paired=True)
+        role.shares_prefixes = torch.allclose(alone, together, atol=0.02 if role.model.dtype != torch.float32 else 1e-4)
+    except (ValueError, RuntimeError):  # this architecture takes no mask of its own making
+        role.shares_prefixes = False
+    role.train(was_training)
 
 
 @torch.no_grad()
@@ -512,7 +576,7 @@ def vocabulary_size(module: Policy | ScalarModel) -> int:
 def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -> None:
     """Raises: UsageError when a row is longer than the model has positions."""
     room = getattr(module.model.config, "max_position_embeddings", None)
-    longest = max(len(row[key]) for row in rows for key in row if key.endswith("input_ids"))
+    longest = longest_text(rows)
     if room and longest > room:
         raise UsageError(
             f"{where} holds a row of {longest} tokens, but the model has {room} positions; "
@@ -778,5 +842,9 @@ def _packed_attention(sequence_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive causal mask within each example: (B, T) -> (B, 1, T, T), 0 where seen."""
     width = sequence_ids.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=sequence_ids.device).tril()
-    seen = (sequence_ids[:, :, None] == sequence_ids[:, None, :]) & causal
+    return _additive((sequence_ids[:, :, None] == sequence_ids[:, None, :]) & causal, dtype)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, T, T) bool -> (B, 1, T, T), 0 where seen."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[:, None]

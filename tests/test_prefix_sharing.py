@@ -1,0 +1,97 @@
+"""Prefix sharing: values and gradients as if each text of a pair had a row of its own, from fewer tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import ARCHITECTURES, tiny_policy, tiny_scalar
+
+from lightrlhf.common.batch import preference_batch
+from lightrlhf.common.model import policy_inputs, share_prefixes
+from lightrlhf.common.prefix_sharing import lay_together
+
+ALONE = {"bloom", "mamba"}  # positions come from the mask, or there is no attention
+WIDE = {"mistral": {"sliding_window": 64}, "gemma2": {"sliding_window": 64}, "gpt_neo": {"window_size": 64}}
+KINDS = [
+    (make, name)
+    for make in (tiny_policy, tiny_scalar)
+    for name in ARCHITECTURES
+    if (make, name) != (tiny_scalar, "mamba")
+]
+
+
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict:
+    return {
+        "chosen_input_ids": torch.tensor(prompt + chosen),
+        "rejected_input_ids": torch.tensor(prompt + rejected),
+        "prompt_len": len(prompt),
+    }
+
+
+ROWS = [
+    pair([5, 9, 3, 8, 7, 2, 6], [11, 12, 1], [11, 4, 13, 1]),  # the responses begin alike, too
+    pair([4, 8, 2, 7, 6, 5, 5, 5, 9], [10, 1], [1]),
+    pair([3, 3, 3, 7, 1, 2, 4, 4, 4, 4], [20, 1], [20, 1]),  # and here they are the same
+    pair([6, 2, 9, 9, 9, 9], [7, 8, 1], [7]),  # one is the beginning of the other
+]
+
+
+def test_a_row_holds_the_beginning_once_and_the_rejected_text_does_not_see_the_chosen_one():
+    batch = preference_batch(ROWS[:1], 0)
+    together = lay_together(batch.input_ids, batch.attention_mask)
+    assert together.input_ids.tolist() == [[5, 9, 3, 8, 7, 2, 6, 11, 12, 1, 4, 13, 1]]
+    assert together.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10]]
+    assert together.column[:, :10].tolist() == [[*range(10)], [*range(8), 10, 11]]
+    sees = {row: together.seen[0, row].nonzero()[:, 0].tolist() for row in (9, 10, 12)}
+    assert sees == {9: [*range(10)], 10: [*range(8), 10], 12: [*range(8), 10, 11, 12]}
+
+
+def test_pairs_that_share_little_stay_apart():
+    batch = preference_batch([pair([5], [6] * 9, [7] * 9)], 0)
+    assert lay_together(batch.input_ids, batch.attention_mask) is None
+
+
+@pytest.mark.parametrize("make, architecture", KINDS)
+def test_values_and_gradients_are_those_of_separate_rows(make, architecture):
+    role = make(architecture, **WIDE.get(architecture, {}))
+    share_prefixes(role, longest=12)
+    assert role.shares_prefixes == (architecture not in ALONE) and not role.training
+    batch = preference_batch(ROWS, 0)
+    weights = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(0)) * batch.attention_mask
+    found = []
+    for shares in (False, role.shares_prefixes):
+        role.shares_prefixes = shares
+        role.zero_grad()
+        if make is tiny_policy:
+            values = role(**policy_inputs(batch), with_entropy=True)
+            (values.logprobs * weights[:, 1:] + values.entropy).sum().backward()
+            values = values.logprobs
+        else:
+            values = role(batch.input_ids, batch.attention_mask, batch.paired) * batch.attention_mask
+            (values * weights).sum().backward()
+        found.append((values.detach(), [p.grad.clone() for p in role.parameters() if p.grad is not None]))
+    (alone, gradients), (together, others) = found
+    assert torch.allclose(alone, together, atol=1e-4)
+    assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(gradients, others, strict=True))
+
+
+def test_fewer_tokens_are_read(monkeypatch):
+    policy = tiny_policy("llama")
+    share_prefixes(policy, longest=12)
+    read = []
+    forward = policy.model.base_model.forward
+    monkeypatch.setattr(
+        policy.model.base_model, "forward", lambda **given: read.append(given["input_ids"].shape) or forward(**given)
+    )
+    batch = preference_batch(ROWS, 0)
+    policy(**policy_inputs(batch))
+    assert batch.input_ids.shape == (8, 12) and read == [(4, 13)]
+
+
+@pytest.mark.parametrize(
+    "architecture, changes", [("mistral", {"sliding_window": 11}), ("gpt_neo", {"window_size": 23})]
+)
+def test_a_window_that_is_too_short_keeps_pairs_apart(architecture, changes):
+    policy = tiny_policy(architecture, **changes)
+    share_prefixes(policy, longest=12)
+    assert not policy.shares_prefixes
