@@ -570,6 +570,9 @@ def model_agents(args: EvaluateArgs, number: int, env: Any, device: torch.device
     return agent(sampled), agent(dataclasses.replace(sampled, do_sample=False, reflect_do_sample=False))
 
 
+LONGEST_COMMAND = 32  # tokens of one that is written out, where no run has said otherwise
+
+
 def acting_args(name: str, given: dict[str, Any]) -> ActingArgs:
     """How an experiment acts: as its run did, else as its data was made, less what is given."""
     told = {}
@@ -579,6 +582,8 @@ def acting_args(name: str, given: dict[str, Any]) -> ActingArgs:
             told[one.name] = stored(name, one.name)
         elif data_dir and one.name in ("with_history", "shuffle_action"):
             told[one.name] = stored(data_dir, one.name)
+        elif data_dir and one.name == "max_new_tokens" and stored(data_dir, "written"):
+            told[one.name] = LONGEST_COMMAND
     try:
         acting = ActingArgs(**({key: value for key, value in told.items() if value is not None} | given))
         acting.check_acting()

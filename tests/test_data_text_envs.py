@@ -21,6 +21,7 @@ from lightrlhf.common.args import RunFailure, UsageError
 from lightrlhf.common.batch import SPLITS, load_split
 from lightrlhf.common.model import load_tokenizer
 from lightrlhf.envs import make_env, prompts
+from lightrlhf.evaluate import LONGEST_COMMAND, acting_args
 
 SIZES = ["--num_samples", "60", "--num_held_out", "20", "--num_proc", "1"]
 CORRIDOR = '''
@@ -278,6 +279,19 @@ def test_an_environment_of_your_own_with_history_and_shuffled_labels(corridor, t
     assert not doors["train"] & doors["test"] and not doors["train"] & doors["validation"]
 
 
+def test_commands_written_out_are_targets_and_no_labels_are_shown(corridor, tmp_path):
+    flags = ["--env", corridor, "--written", "True", "--targets", "oracle"]
+    prepare_data.main(["--destination_dir", str(tmp_path / "data"), *flags, *SIZES])
+    for prompt, command, _ in decoded(tmp_path / "data" / "sft"):
+        offered = prompt.partition("# Choose:\n")[2].splitlines()[:-1]
+        assert f"- {command}" in offered and all(line.startswith("- ") for line in offered)
+    experiment = tmp_path / "experiment"
+    experiment.mkdir()
+    (experiment / "args.json").write_text(json.dumps({"data_dir": str(tmp_path / "data" / "sft")}))
+    assert acting_args(str(experiment), {}).max_new_tokens == LONGEST_COMMAND
+    assert acting_args(str(experiment), {"max_new_tokens": 5}).max_new_tokens == 5
+
+
 def test_what_an_environment_leaves_to_chance_follows_from_the_seed(corridor):
     walkers = [Walker(make_env(corridor), seed, "train", 0.5, expert_start=True) for seed in (1, 1, 2)]
     walks = [[walker.walk("positive", number) for number in order] for walker, order in zip(walkers, ([0, 1],) * 3)]
@@ -311,6 +325,7 @@ def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corrid
         (["--noise", "1.5"], "--noise 1.5 must lie in [0, 1]"),
         (["--negative_percentage", "-1"], "--negative_percentage -1.0 must lie in [0, 1]"),
         (["--base_url", "http://localhost:1/v1"], "--base_url and --reflection_model go together"),
+        (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True has no labels to shuffle"),
         (["--hidden_size", "65"], "--hidden_size 65 must be a multiple"),
         (["--env", "taxi"], "--env taxi is unknown"),
         (["--env_options", "horizon"], "--env_options horizon must be name=value"),

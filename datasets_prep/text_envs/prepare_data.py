@@ -77,6 +77,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Show the commands of an episode so far, with their results, in the prompts."""
     shuffle_action: bool = False
     """Label the commands of each prompt at random."""
+    written: bool = False
+    """Train commands written out instead of their labels, for policies that act with `--max_new_tokens` above 1."""
     reflection_model: str | None = None
     """Name of the model at `base_url` that writes the reflections; without an address a template does."""
     reflection_words: int = 50
@@ -114,6 +116,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
         check_at_least(self, "temperature", 0)
+        if self.written and self.shuffle_action:
+            raise ValueError("--shuffle_action True has no labels to shuffle with --written True")
         if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size < 1:
             raise ValueError(
                 f"--hidden_size {self.hidden_size} must be a multiple of twice --num_attention_heads "
@@ -143,7 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.base_url:
         examples = commented(args, env.instructions, examples)
     sets = {name: list(rows_of(args, name, examples)) for name in SETS}
-    labels = prompts.choices(max(len(example.mask) for members in examples.values() for example in members))
+    most = max(len(example.mask) for members in examples.values() for example in members)
+    labels = [] if args.written else prompts.choices(most)
     tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else make_base(args, sets, labels)
     prompts.label_ids(tokenizer, labels)
     for name, rows in sets.items():
@@ -215,11 +220,11 @@ def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> 
     if "reflection" in name:
         return prompts.reflection_prompt(example.text, info, args.with_history), example.comment
     shuffle = random.Random(f"{args.seed} {example.source}") if args.shuffle_action else None
-    labels = prompts.labels_for(info, shuffle)
+    labels = None if args.written else prompts.labels_for(info, shuffle)
     reflection = example.comment if "policy" in name else None
     prompt = prompts.policy_prompt(example.text, info, reflection, labels, args.with_history)
     action = example.expert if negative or args.targets == "oracle" else example.action
-    return prompt, prompts.label_of(action, info, labels)
+    return prompt, action if labels is None else prompts.label_of(action, info, labels)
 
 
 # --------------------------------------------------------------------------------------------------------- base model
