@@ -74,6 +74,7 @@ CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16)]
 GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
 MEMORY = Scale("150M", 4, 1, 8, 8, slots=8, ppo_new_tokens=16)
 QUICK = [Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, rloo_samples=2)]
+DIALOGUES = {"median_prompt": 80, "longest_prompt": 256, "median_text": 113, "spread": 1.0}  # about those of HH
 MEAN_SHARE = 0.2  # of the longest response, where lengths are skewed
 
 
@@ -94,11 +95,13 @@ class Bench:
             write_models(folder, SIZES[scale.size], longest and max(MEAN_SHARE * longest, 2))
         return folder
 
-    def data(self, scale: Scale) -> Path:
-        folder = self.folder / "data" / scale.size
+    def data(self, scale: Scale, dialogues: bool = False) -> Path:
+        """Folder of the splits; with `dialogues` prompts are conversations, longer than what answers them."""
+        folder = self.folder / "data" / f"{scale.size}{'-dialogues' * dialogues}"
         if not folder.is_dir():
             rows = scale.batch * scale.steps
-            size = DataSize(rows, rows // 2, max(scale.prompts, scale.rollout))
+            lengths = DIALOGUES if dialogues else {}
+            size = DataSize(rows, rows // 2, max(scale.prompts, scale.rollout), **lengths)
             write_data(folder, size, SIZES[scale.size].vocab_size)
         return folder
 
@@ -198,8 +201,9 @@ def cpu_and_gpu_cases(bench: Bench) -> Iterator[Case]:
     for scale in bench.scales:
         bf16 = bench.cuda
         yield sft(bench, scale, bf16)
-        yield rm(bench, scale, bf16)
-        yield dpo(bench, scale, bf16)
+        for dialogues in (False, True):
+            yield rm(bench, scale, bf16, dialogues)
+            yield dpo(bench, scale, bf16, dialogues)
         yield rollout(bench, scale, "skewed", bf16, goal=3)
         yield rollout(bench, scale, "equal", bf16, goal=1.3)
         yield rollout(bench, scale, "samples", bf16, goal=3.5 if bf16 else 4)
@@ -243,25 +247,34 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
     )
 
 
-def rm(bench: Bench, scale: Scale, bf16: bool) -> Case:
-    return pairs_case(bench, scale, bf16, "rm", "reward", "RewardTrainer", 1.7, {"loss_type": "last_token"})
+def rm(bench: Bench, scale: Scale, bf16: bool, dialogues: bool) -> Case:
+    more = {"loss_type": "last_token"}
+    return pairs_case(bench, scale, bf16, dialogues, "rm", "reward", "RewardTrainer", 1.7, more)
 
 
-def dpo(bench: Bench, scale: Scale, bf16: bool) -> Case:
-    return pairs_case(bench, scale, bf16, "dpo", "dpo", "DPOTrainer", 2, {})
+def dpo(bench: Bench, scale: Scale, bf16: bool, dialogues: bool) -> Case:
+    return pairs_case(bench, scale, bf16, dialogues, "dpo", "dpo", "DPOTrainer", 2, {})
 
 
 def pairs_case(
-    bench: Bench, scale: Scale, bf16: bool, name: str, kind: str, trainer: str, goal: float, more: dict[str, Any]
+    bench: Bench,
+    scale: Scale,
+    bf16: bool,
+    dialogues: bool,
+    name: str,
+    kind: str,
+    trainer: str,
+    goal: float,
+    more: dict[str, Any],
 ) -> Case:
     """Training on pairs; the reference's log-probabilities of DPO are computed before the start on both sides."""
-    data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch // 2
+    data, models, batch = bench.data(scale, dialogues), bench.models(scale, None), scale.batch // 2
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "learning_rate": LEARNING_RATE, **more}
     small = min(bench.small_pass, batch)
     cuts, steps = sorted({max(small // 4, 1), max(small // 2, 1), small, batch}), scale.steps
     return Case(
-        name=f"{name}-{scale.size}",
-        what=f"{name.upper()}, {scale.size}",
+        name=f"{name}-{scale.size}{'-dialogues' * dialogues}",
+        what=f"{name.upper()}, {scale.size}{', prompts are dialogues' * dialogues}",
         unit="pairs",
         units=bench.counts(scale)["pairs"],
         goal=goal,
