@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from lightrlhf.common.args import one_line_errors, parse
-from lightrlhf.common.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, supervised_floors
+from lightrlhf.common.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, shared_lengths, supervised_floors
 from lightrlhf.common.roofline import generate as generate_work
 
 
@@ -55,10 +55,10 @@ class Limits:
             )
             return sum(floors.values())
         scalar = facts["kind"] == "rm"
-        lengths, responses = text_lengths(data, "finetune" if facts["kind"] == "sft" else "preference")
+        lengths, responses, shared = text_lengths(data, "finetune" if facts["kind"] == "sft" else "preference")
         num_logits = sum(responses) if facts["kind"] == "dpo" else sum(lengths)
         shape = shape_of(facts["model"], scalar)
-        floor = supervised_floors(shape, lengths, num_logits, self.ceilings)["update"]
+        floor = supervised_floors(shape, lengths, num_logits, self.ceilings, shared)["update"]
         more_steps = supervised_floors(shape, [], 0, self.ceilings)["update"] * (facts["steps"] - 1)
         return floor + more_steps
 
@@ -77,12 +77,12 @@ def prompt_lengths(data: Path) -> list[int]:
     return [row["prompt_len"] for row in torch.load(data / "prompts_train.pt", weights_only=True)]
 
 
-def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int]]:
-    """Tokens of each text and of the response in it; of both sides of a pair."""
+def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int], list[int]]:
+    """Tokens of each text and of the response in it, of both sides of a pair; and of what the two begin with."""
     rows = torch.load(data / f"{stage}_train.pt", weights_only=True)
     keys = ("input_ids",) if stage == "finetune" else ("chosen_input_ids", "rejected_input_ids")
     lengths = [len(row[key]) for row in rows for key in keys]
-    return lengths, [len(row[key]) - row["prompt_len"] for row in rows for key in keys]
+    return lengths, [len(row[key]) - row["prompt_len"] for row in rows for key in keys], shared_lengths(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from lightrlhf.common.roofline import (
     generate,
     measure_ceilings,
     ppo_floors,
+    shared_lengths,
     supervised_floors,
     table,
 )
@@ -286,6 +287,10 @@ def test_floors_are_the_larger_of_both_limits_piece_by_piece():
     assert Ceilings(10, 100).seconds(Work(20, 50), Work(5, 100)) == 2 + 1
     compute_bound, memory_bound = Ceilings(1.0, 1e18), Ceilings(1e18, 1.0)
     assert supervised_floors(SHAPE, [3], 2, compute_bound)["update"] == 3 * forward(SHAPE, [3], 2).flops
+    twice, once = (supervised_floors(SHAPE, [5, 4], 2, compute_bound, shared)["update"] for shared in ((), [3]))
+    assert twice - once == 3 * forward(SHAPE, [3], 0).flops
+    pair = {"chosen_input_ids": [5, 6, 7, 8], "rejected_input_ids": torch.tensor([5, 6, 9]), "prompt_len": 1}
+    assert shared_lengths([pair]) == [2] and shared_lengths([{"input_ids": [5]}]) == []
     assert supervised_floors(SHAPE, [3], 2, memory_bound)["update"] == pytest.approx(28 * 130)
     floors = ppo_floors(SHAPE, SHAPE, [2], [3], compute_bound, slots=1, ppo_epochs=2, reward_model=True)
     over = forward(SHAPE, [5], 3).flops
