@@ -83,6 +83,15 @@ class Role(nn.Module):
             return nullcontext()
         return lora.speaking(self.model, self.adapters, self.training)
 
+    def _inputs(
+        self, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None, paired: bool = False
+    ) -> tuple[dict[str, Any], Together | None]:
+        """Arguments of a cacheless forward pass, and how pairs were laid together, if they were."""
+        together = lay_together(input_ids, attention_mask) if paired and self.shares_prefixes else None
+        if together:
+            return paired_inputs(self.model, together), together
+        return model_inputs(self.model, input_ids, attention_mask, sequence_ids), None
+
     def train(self, mode: bool = True) -> Role:
         if self.shares:
             self.model.train(mode)
@@ -185,11 +194,7 @@ class Policy(Role):
         paired: bool = False,
     ) -> tuple[Tensor, nn.Module]:
         """What predicts the N actions, (N, H), and the head that makes logits of it."""
-        together = lay_together(input_ids, attention_mask) if paired and self.shares_prefixes else None
-        if together:
-            inputs = paired_inputs(self.model, together)
-        else:
-            inputs = model_inputs(self.model, input_ids, attention_mask, sequence_ids)
+        inputs, together = self._inputs(input_ids, attention_mask, sequence_ids, paired)
         if cache is not None:
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
             inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
@@ -216,11 +221,7 @@ class ScalarModel(Role):
         """(B, T) ids and mask -> (B, T) float32, the head at each token; paired: as in `Batch`."""
         if not len(input_ids):
             return self.forward(*_stand_in(input_ids)[:2])[:0]
-        together = lay_together(input_ids, attention_mask) if paired and self.shares_prefixes else None
-        if together:
-            inputs = paired_inputs(self.model, together)
-        else:
-            inputs = model_inputs(self.model, input_ids, attention_mask)
+        inputs, together = self._inputs(input_ids, attention_mask, paired=paired)
         with self.speaking():
             hidden = self.model.base_model(**inputs).last_hidden_state
         head = self.score if self.shares else self.model.score
