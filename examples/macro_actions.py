@@ -16,7 +16,6 @@ that is not among the five. Finished runs are kept in `results.jsonl`, so an int
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import multiprocessing
@@ -30,7 +29,7 @@ from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples import quickstart
+from examples import output_to, quickstart
 from lightrlhf import evaluate, ppo, rm, sft
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
 from lightrlhf.common.jsonl import JsonlWriter
@@ -242,10 +241,8 @@ def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: i
 
 def call(program: Any, folder: Path, *argv: Any) -> Any:
     """A program's main in this process, what it prints appended to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "output.txt").open("a", encoding="utf-8") as file:
-        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            return program.main([str(word) for word in argv])
+    with output_to(folder / "output.txt"):
+        return program.main([str(word) for word in argv])
 
 
 def _one_thread() -> None:

@@ -27,21 +27,22 @@ What is finished is kept: call it again after a kill. Prints a table, draws curv
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import multiprocessing
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets_prep.text_envs import make_tasks, prepare_data
+from examples import output_to
 from examples.hidden_map import finish, interval
 from lightrlhf import evaluate, plot, reflect_rl, sft
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.checkpoint import checkpoints
+from lightrlhf.common.checkpoint import checkpoints, write_text
 from lightrlhf.common.jsonl import JsonlWriter
 
 
@@ -79,6 +80,7 @@ class Task(NamedTuple):
 
     env: list[str]
     data: list[str]
+    base: list[str]  # data and size of the base that all seeds and arms start from; [] starts each from fresh weights
     sft: list[str]
     rl: list[str]
     evaluation: list[str]
@@ -90,15 +92,24 @@ FINE_TUNING = [
     *("--learning_rate", "3e-3", "--lr_warmup_steps", "20", "--eval_interval", "0", "--log_interval", "50"),
     *("--save_interval", "100000", "--logger", "csv"),
 ]
+STAGES = [  # of a base: it reads whole texts, then it looks up the command that the comment names
+    ["--use_targets", "False", "--epochs", "2"],
+    ["--use_targets", "True", "--epochs", "3", "--learning_rate", "2e-3"],
+]
 LEARNING = [
     *("--accelerator", "cpu", "--rollout_size", "64", "--learning_rate", "1e-3", "--entropy_coeff", "0.02"),
     *("--keep_last", "0", "--save_interval", "25", "--eval_interval", "10", "--logger", "csv"),
 ]
+READER = ["--num_samples", "12000", "--num_held_out", "50", "--num_proc", "1", "--tokens_span", "words"]
+READER += ["--hidden_size", "96", "--num_hidden_layers", "3"]
+WITHOUT_TASKS = ["--comments", "action", "--noise", "1", "--negative_percentage", "0"]
+SMALL_DATA = ["--num_samples", "40", "--num_held_out", "10"]  # of a smoke test
 COMPARED = 50  # the iterations after which arms are compared: early, as all may end at the same place
 TASKS = {
     "taxi": Task(
         env=["--env", "dangerous_taxi"],
         data=["--num_samples", "4000", "--num_held_out", "50"],
+        base=[],
         sft=["--epochs", "8"],
         rl=["--max_steps", "75", "--levels", "full", "--env_options", "pickup_bonus=1"],
         evaluation=["--levels", "full", "--eval_reps", "5"],
@@ -107,17 +118,19 @@ TASKS = {
     "explore": Task(
         env=["--env", "auto_explore", "--env_options", "task_dir=FOLDER/tasks", "max_entries=6", "output_limit=80"],
         data=["--num_samples", "4000", "--num_held_out", "50"],
-        sft=["--epochs", "4"],
+        base=[*READER, "--vocab_size", "1536"],
+        sft=["--epochs", "3"],
         rl=["--max_steps", "75", "--leaveout_prob", "0.5"],
         evaluation=["--eval_reps", "5"],
         rounds=[25, 50, 75],
     ),
     "household": Task(
         env=["--env", "alfworld", "--env_options", "horizon=20", "places=4", "things=2"],
-        data=["--num_samples", "4000", "--num_held_out", "50"],
-        sft=["--epochs", "8"],
-        rl=["--max_steps", "50", "--num_envs", "32"],
-        evaluation=["--num_envs", "32", "--num_samples", "20", "--eval_reps", "2"],  # of each kind of task
+        data=["--num_samples", "4000", "--num_held_out", "50", "--level", "0", "--noise", "0.5"],
+        base=READER,
+        sft=["--epochs", "3"],
+        rl=["--max_steps", "50", "--num_envs", "32", "--levels", "pick_and_place_simple"],
+        evaluation=["--num_envs", "32", "--levels", "pick_and_place_simple", "--num_samples", "40", "--eval_reps", "5"],
         rounds=[25, 50],
     ),
 }
@@ -168,8 +181,11 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     if args.task == "explore" and not (folder / "tasks" / "tree.json").is_file():
         library = sysconfig.get_path("stdlib")
         call(folder, make_tasks, "--repo_dir", library, "--destination_dir", folder / "tasks")
+    setting = TASKS[args.task]
+    setting = setting._replace(env=[word.replace("FOLDER", str(folder)) for word in setting.env])
+    base = base_of(folder / "base", setting, args.smoke) if setting.base else None
     with ProcessPoolExecutor(args.num_workers, multiprocessing.get_context("spawn"), _one_thread) as pool:
-        jobs = [pool.submit(run_seed, folder, args.task, seed, arms, args.smoke) for seed in seeds]
+        jobs = [pool.submit(run_seed, folder, setting, base, seed, arms, args.smoke) for seed in seeds]
         for job in as_completed(jobs):
             rows += job.result()
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
@@ -183,26 +199,43 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
 
 
 # ------------------------------------------------------------------------------------------------------------- arms
-def run_seed(folder: Path, task: str, seed: int, arms: Sequence[str], smoke: bool) -> list[dict[str, Any]]:
+def base_of(own: Path, task: Task, smoke: bool) -> str:
+    """The folder of the base; what is made already is kept.
+
+    It learns from random walks whose comments only name the command that was carried out: to read the states, and to
+    find in a list the label of a command. Of the tasks it learns nothing.
+    """
+    data = own / "data"
+    flags = [*task.env, "--destination_dir", data, "--seed", 0, *task.base, *(SMALL_DATA if smoke else [])]
+    model = made(own / "base.txt", lambda: call(own, prepare_data, *flags, *WITHOUT_TASKS) or data / "base")
+    for number, stage in enumerate(STAGES):
+        flags = ["--data_dir", data / "sft_policy_positive", "--model_name", model, "--log_dir", own / "logs"]
+        flags += ["--seed", 0, *FINE_TUNING, *stage, *(["--max_steps", 2] if smoke else [])]
+        experiment = made(own / f"stage-{number}.txt", functools.partial(call, own, sft, *flags))
+        model = str(next(reversed(checkpoints(Path(experiment)))))
+    return model
+
+
+def run_seed(
+    folder: Path, setting: Task, base: str | None, seed: int, arms: Sequence[str], smoke: bool
+) -> list[dict[str, Any]]:
     """The arms of one seed, one after another, those that are done already left out; their results."""
     own = folder / f"seed-{seed}"
-    setting = TASKS[task]
-    setting = setting._replace(env=[word.replace("FOLDER", str(folder)) for word in setting.env])
-    settings = {"task": setting._asdict(), "sft": FINE_TUNING, "rl": LEARNING, "smoke": smoke}
+    settings = {"task": setting._asdict(), "base": base, "sft": FINE_TUNING, "rl": LEARNING, "smoke": smoke}
     with JsonlWriter(own / "results.jsonl", settings) as writer:
         done = {row["arm"] for row in writer.rows}
         for name in arms:
             if name not in done:
-                writer.append(run_arm(own, setting, seed, name, smoke))
+                writer.append(run_arm(own, setting, base, seed, name, smoke))
         return [row for row in writer.rows if row["arm"] in arms]
 
 
-def run_arm(own: Path, task: Task, seed: int, name: str, smoke: bool) -> dict[str, Any]:
+def run_arm(own: Path, task: Task, base: str | None, seed: int, name: str, smoke: bool) -> dict[str, Any]:
     """Fine-tune, learn and measure one arm; what it shares with another arm is made once."""
     arm = (ARMS | CONTROLS)[name]
     started = time.perf_counter()
-    policy = fine_tuned(own, task, seed, arm.data, arm.policy, smoke)
-    reflector = arm.reflector and fine_tuned(own, task, seed, arm.data, arm.reflector, smoke)
+    policy = fine_tuned(own, task, base, seed, arm.data, arm.policy, smoke)
+    reflector = arm.reflector and fine_tuned(own, task, base, seed, arm.data, arm.reflector, smoke)
     experiment, models = policy, {0: policy}
     if arm.learns:
         flags = [*task.env, *LEARNING, *task.rl, "--seed", seed, "--sft_experiment_dir", policy]
@@ -226,28 +259,29 @@ def run_arm(own: Path, task: Task, seed: int, name: str, smoke: bool) -> dict[st
     return found | {"results": results}
 
 
-def fine_tuned(own: Path, task: Task, seed: int, data: str, name: str, smoke: bool) -> str:
+def fine_tuned(own: Path, task: Task, base: str | None, seed: int, data: str, name: str, smoke: bool) -> str:
     """The experiment dir of SFT on a set; data and model are made once."""
     folder = own / "data" / data.replace(" ", "_")
-    if not (folder / "done").is_file():
-        sizes = ["--num_samples", 40, "--num_held_out", 10] if smoke else []
-        flags = [*task.env, "--destination_dir", folder, "--seed", seed, "--num_proc", 1, *task.data, *DATA[data]]
-        call(own, prepare_data, *flags, *sizes)
-        (folder / "done").touch()
-    kept = folder / f"{name}.txt"
+    flags = [*task.env, "--destination_dir", folder, "--seed", seed, "--num_proc", 1, *task.data, *DATA[data]]
+    flags += [*(["--tokenizer_name", base] if base else []), *(SMALL_DATA if smoke else [])]
+    fresh = made(folder / "base.txt", lambda: call(own, prepare_data, *flags) or folder / "base")
+    flags = ["--data_dir", folder / name, "--model_name", base or fresh, "--log_dir", own / "logs"]
+    flags += ["--experiment_name", f"sft, {data}", "--seed", seed, *FINE_TUNING, *task.sft]
+    flags += ["--max_steps", 2] if smoke else []
+    return made(folder / f"{name}.txt", lambda: call(own, sft, *flags))
+
+
+def made(kept: Path, make: Callable[[], Any]) -> str:
+    """What `make` returns, a path; made once and kept in a file."""
     if not kept.is_file():
-        flags = ["--data_dir", folder / name, "--model_name", folder / "base", "--log_dir", own / "logs"]
-        flags += ["--experiment_name", f"sft, {data}", "--seed", seed, *FINE_TUNING, *task.sft]
-        kept.write_text(call(own, sft, *flags, *(["--max_steps", 2] if smoke else [])))
-    return kept.read_text()
+        write_text(kept, str(make()))
+    return kept.read_text(encoding="utf-8")
 
 
 def call(own: Path, program: Any, *argv: Any) -> Any:
     """A program's main in this process, what it prints appended to a file."""
-    own.mkdir(parents=True, exist_ok=True)
-    with (own / "output.txt").open("a", encoding="utf-8") as file:
-        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            return program.main([str(word) for word in argv])
+    with output_to(own / "output.txt"):
+        return program.main([str(word) for word in argv])
 
 
 def _one_thread() -> None:

@@ -24,7 +24,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe_talk import prepare_data as cafe_talk
+from examples import output_to
 from examples.hidden_map import interval, new_model, show
 from lightrlhf import evaluate, refuel, sft
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
@@ -264,9 +264,8 @@ def run_job(job: Job, folder: Path) -> list[float]:
     torch.set_num_threads(1)
     task, seed, arm = job
     place = place_of(task, folder) / f"seed-{seed}"
-    place.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"\W+", "_", arm)
-    with (place / f"{name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+    with output_to(place / f"{name}.log"):
         start = starting_policy(task, seed, place)
         data = str(place / "data")
         run = start if arm == START else train(task, seed, arm, data, start, str(place / name))

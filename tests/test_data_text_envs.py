@@ -292,6 +292,17 @@ def test_commands_written_out_are_targets_and_no_labels_are_shown(corridor, tmp_
     assert acting_args(str(experiment), {"max_new_tokens": 5}).max_new_tokens == 5
 
 
+def test_comments_that_name_the_action_teach_to_look_it_up(corridor, tmp_path):
+    flags = ["--env", corridor, "--comments", "action", "--noise", "1", "--negative_percentage", "0"]
+    prepare_data.main(["--destination_dir", str(tmp_path), *SIZES, *flags])
+    commands = set()
+    for prompt, label, _ in decoded(tmp_path / "sft_policy"):
+        said = prompt.partition(f"{prompts.ANALYZE}\nNext: ")[2].partition(".\n")[0]
+        assert f"\n{label}. {said}\n" in prompt
+        commands.add(said.split()[0])
+    assert commands == {"forward", "back", "open"}  # as chance has it, whatever the oracle says
+
+
 def test_what_an_environment_leaves_to_chance_follows_from_the_seed(corridor):
     walkers = [Walker(make_env(corridor), seed, "train", 0.5, expert_start=True) for seed in (1, 1, 2)]
     walks = [[walker.walk("positive", number) for number in order] for walker, order in zip(walkers, ([0, 1],) * 3)]
@@ -326,6 +337,7 @@ def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corrid
         (["--negative_percentage", "-1"], "--negative_percentage -1.0 must lie in [0, 1]"),
         (["--base_url", "http://localhost:1/v1"], "--base_url and --reflection_model go together"),
         (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True has no labels to shuffle"),
+        (["--comments", "action"], "--comments action names the command that is trained"),
         (["--hidden_size", "65"], "--hidden_size 65 must be a multiple"),
         (["--env", "taxi"], "--env taxi is unknown"),
         (["--env_options", "horizon"], "--env_options horizon must be name=value"),

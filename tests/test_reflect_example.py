@@ -69,6 +69,38 @@ def test_an_arm_that_was_interrupted_goes_on(here, tmp_path, monkeypatch):
     assert calls == [["--resume_from", str(begun.parent)]]
 
 
+def test_a_base_is_made_once_for_all_seeds_and_goes_on_after_a_kill(here, tmp_path, monkeypatch):
+    taxi = reflect_rl.TASKS["taxi"]._replace(base=reflect_rl.READER)
+    monkeypatch.setitem(reflect_rl.TASKS, "taxi", taxi)
+    flags = ["--output_dir", str(tmp_path), "--smoke", "True", "--arms", "SFT", "--seeds"]
+    fine_tune, calls = reflect_rl.sft.main, []
+
+    def interrupted(argv):
+        calls.append(argv)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fine_tune(argv)
+
+    monkeypatch.setattr(reflect_rl.sft, "main", interrupted)
+    with pytest.raises(SystemExit):
+        reflect_rl.main([*flags, "7"])
+    reflect_rl.main([*flags, "7", "8"])
+    models = [argv[argv.index("--model_name") + 1] for argv in calls]
+    base = str(tmp_path / "taxi" / "base" / "data" / "base")
+    stages = [(tmp_path / "taxi" / "base" / f"stage-{number}.txt").read_text() for number in (0, 1)]
+    first, second = (f"{stage}/checkpoint-000002" for stage in stages)
+    assert models == [base, first, first, second, second]  # the second stage twice, then a policy for each seed
+
+
+def test_what_a_program_stops_with_is_seen(here, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(reflect_rl.TASKS, "taxi", reflect_rl.TASKS["taxi"]._replace(sft=["--epochs", "-1"]))
+    with pytest.raises(SystemExit) as stopped:
+        reflect_rl.main(["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", "SFT"])
+    told = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 1 and len(told) == 1 and "--epochs -1" in told[0]
+    assert str(tmp_path / "taxi" / "seed-7" / "output.txt") in told[0]
+
+
 def test_every_task_runs_what_it_compares():
     assert set(reflect_rl.RUN) == set(reflect_rl.COMPARISONS) == set(reflect_rl.TASKS)
     for task, arms in reflect_rl.RUN.items():

@@ -10,10 +10,13 @@ each a folder `{destination_dir}/{set}` of `finetune_*.pt`. All have equally man
 negative examples or none. A positive example trains the command that was carried out, mostly noise (`--targets oracle`
 trains the oracle's instead); a negative one trains the correction. Prompts are those of `lightrlhf.envs.prompts`.
 
-Reflections come from the environment's own template, or from a language model (`--base_url`). Where no
-`--tokenizer_name` is given, a tokenizer is trained on the texts and a small Llama with fresh weights is written to
-`{destination_dir}/base`, for `--model_name`. Walks and replies are kept as JSON lines: the same command after a kill
-goes on, and more rows later begin with those that are there.
+Reflections come from the environment's own template, or from a language model (`--base_url`). With `--comments action`
+a comment only names the command that was carried out, with `--noise 1` a random one: from such rows a base learns to
+read states and to look a command up in a list, and nothing of the tasks.
+
+Where no `--tokenizer_name` is given, a tokenizer is trained on the texts and a small Llama with fresh weights is
+written to `{destination_dir}/base`, for `--model_name`. Walks and replies are kept as JSON lines: the same command
+after a kill goes on, and more rows later begin with those that are there.
 
 Left out: playing the walks by a language model, whose guesses would then be learnt as if they were right.
 """
@@ -67,6 +70,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Probability that a command of a positive walk is random instead of the oracle's."""
     targets: Literal["executed", "oracle"] = "executed"
     """Which command positive examples train: the one carried out, noise and all, or the oracle's."""
+    comments: Literal["reflection", "action"] = "reflection"
+    """What the sets with a comment comment: a reflection, or `Next: ` and the command that was carried out."""
     negative_percentage: float = 0.5
     """Share of negative examples in the three sets that have some."""
     expert_start: bool = True
@@ -118,6 +123,11 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
         check_at_least(self, "temperature", 0)
         if self.written and self.shuffle_action:
             raise ValueError("--shuffle_action True has no labels to shuffle with --written True")
+        if self.comments == "action" and (self.targets == "oracle" or self.negative_percentage or self.base_url):
+            raise ValueError(
+                "--comments action names the command that is trained: with --targets executed and "
+                "--negative_percentage 0, without --base_url"
+            )
         if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size < 1:
             raise ValueError(
                 f"--hidden_size {self.hidden_size} must be a multiple of twice --num_attention_heads "
@@ -144,6 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         if env.starts(split, args.level)
         for kind in ("positive", "negative")
     }
+    if args.comments == "action":
+        examples = {place: [naming_the_action(one) for one in members] for place, members in examples.items()}
     if args.base_url:
         examples = commented(args, env.instructions, examples)
     sets = {name: list(rows_of(args, name, examples)) for name in SETS}
@@ -198,6 +210,11 @@ def commented(args: TextEnvArgs, instructions: str, examples: Examples) -> Examp
         place: [example._replace(comment=written[key_of(bodies[place, i])]) for i, example in enumerate(members)]
         for place, members in examples.items()
     }
+
+
+def naming_the_action(example: Example) -> Example:
+    """The same example with the command that was carried out as its comment, in the templates' words."""
+    return example._replace(comment=f"Next: {example.action}.")
 
 
 def rows_of(args: TextEnvArgs, name: str, examples: Examples) -> Iterator[Row | Dropped]:

@@ -21,7 +21,7 @@ from alfworld.gen.constants import OPENABLE_CLASS_LIST, VAL_ACTION_OBJECTS, VAL_
 from alfworld.gen.goal_library import gdict
 
 KINDS = list(TASK_TYPES.values())
-GAMES = {"train": 120, "validation": 20, "test": 40}  # of each kind
+GAMES = {"train": 1000, "validation": 20, "test": 40}  # of each kind
 SHARES = {"test": 0.2, "validation": 0.1}  # of the pairs of object and target
 ALWAYS = ["CounterTop", "Desk", "Fridge", "Microwave", "SinkBasin"]
 SOMETIMES = ["Cabinet", "DiningTable", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "SideTable"]
