@@ -282,8 +282,8 @@ def fine_tuned(own: Path, task: Task, base: str | None, seed: int, data: str, na
     folder = own / "data" / data.replace(" ", "_")
     flags = [*task.env, "--destination_dir", folder, "--seed", seed, "--num_proc", 1, *task.data, *DATA[data]]
     flags += [*(["--tokenizer_name", base] if base else []), *(SMALL_DATA if smoke else [])]
-    fresh = made(folder / "base.txt", lambda: call(own, prepare_data, *flags) or folder / "base")
-    flags = ["--data_dir", folder / name, "--model_name", base or fresh, "--log_dir", own / "logs"]
+    model = made(folder / "base.txt", lambda: call(own, prepare_data, *flags) or base or folder / "base")
+    flags = ["--data_dir", folder / name, "--model_name", model, "--log_dir", own / "logs"]
     flags += ["--experiment_name", f"sft, {data}", "--seed", seed, *FINE_TUNING, *task.sft]
     flags += ["--max_steps", 2] if smoke else []
     return made(folder / f"{name}.txt", lambda: call(own, sft, *flags))
