@@ -10,7 +10,7 @@ way of reflecting the median steps per second over the turns and the median rati
 Greedy comments are kept by observation here, and made anew each time there: `greedy` forgets them before each turn, as
 in the first rollout of a training, `greedy, kept` does not, as in all later ones, since the reflector does not learn.
 `sampled` keeps nothing and shows the engine alone. `with history` shows both models all that was done so far: comments
-are new each time, and the policy here goes on reading where it stopped.
+are new each time, and both models here go on reading where they stopped.
 """
 
 from __future__ import annotations

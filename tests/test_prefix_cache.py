@@ -6,8 +6,10 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, tiny_policy
 
+from lightrlhf.common.args import GenerationArgs
 from lightrlhf.common.batch import response_batch
 from lightrlhf.common.prefix_cache import Read, can_keep, past_of, read_of, shared_length
+from lightrlhf.common.rollout import generate
 
 GROWING = [  # three episodes, each prompt the next one of its episode; the second begins late, the third forks early
     [[5, 9, 3], [4, 8, 2, 7, 6], [3, 3, 3, 3]],
@@ -36,7 +38,29 @@ def test_growing_prompts_give_the_logits_of_whole_ones(architecture):
         expected = policy.choice_logits(whole.input_ids, whole.attention_mask, whole.action_mask)
         assert torch.allclose(found, expected, atol=1e-4)
         assert all(keys.shape[1] == len(one.ids) for one in read for keys, _ in one.layers)
-    assert counts == [[3, 5, 4], [3, 1, 1], [3, 2, 2]]
+    assert counts == [[3, 5, 4], [3, 3, 1], [3, 3, 3]]  # as many of all as of the one with the most to read
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mamba"])
+def test_the_engine_goes_on_where_it_stopped_reading(architecture):
+    policy = tiny_policy(architecture)
+    args, uniforms = GenerationArgs(max_new_tokens=6), torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    widths: list[int] = []
+    policy.model.register_forward_pre_hook(
+        lambda _, __, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    reads: list[Read | None] = [None] * 4
+    for prompts in GROWING:
+        prompts = [*prompts, prompts[0]]  # the last two episodes of the four are alike so far
+        whole = generate(policy, prompts, args, [0], uniforms, num_slots=2)
+        widths.clear()
+        said = generate(policy, prompts, args, [0], uniforms, num_slots=2, reads=reads)
+        assert said.responses == whole.responses
+        for one, other in zip(said.logprobs, whole.logprobs):
+            assert one == pytest.approx(other, abs=1e-4)
+        assert [list(read.ids) for read in reads] == prompts
+        assert all(keys.shape[1] == len(read.ids) for read in reads for keys, _ in read.layers)
+        assert max(widths) == (5 if prompts[0] == GROWING[0][0] else 3)
 
 
 def test_the_last_id_is_always_read():

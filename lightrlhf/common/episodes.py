@@ -8,11 +8,10 @@ and the commands on offer and chooses one by a label of a single token, or write
 A seat's random numbers follow from the seed and its episode alone: what happens in an episode does not depend on how
 many are played side by side. How a state becomes a prompt comes in as an object, the module `lightrlhf.envs.prompts`.
 
-With a history, prompts of an episode share a growing beginning: a policy that chooses by labels reads only what comes
-after it (`lightrlhf.common.prefix_cache`).
+With a history, prompts of an episode share a growing beginning: both models read only what comes after it
+(`lightrlhf.common.prefix_cache`).
 
-Left out: environments in processes of their own, and the same for reflectors and for commands that are written out,
-which the generation engine reads whole.
+Left out: environments in processes of their own.
 """
 
 from __future__ import annotations
@@ -121,7 +120,8 @@ class Seat:
     rng: random.Random
     text: str
     info: dict[str, Any]
-    read: Read | None = None  # what the agent has read of this episode, for a prefix cache
+    read: Read | None = None  # what the policy has read of this episode, for a prefix cache
+    commented: Read | None = None  # the same of the reflector
 
 
 Agent = Callable[[Sequence[Seat]], list[Decision]]
@@ -188,6 +188,7 @@ class Reflector:
             temperature=args.temperature,
         )
         self.with_history = args.with_history
+        self.keeps = args.with_history and can_keep(policy.model)
         self.kept: dict[str, str] = {}
 
     def __call__(self, seats: Sequence[Seat]) -> list[str]:
@@ -195,20 +196,22 @@ class Reflector:
         texts = [self.prompts.reflection_prompt(seat.text, seat.info, self.with_history) for seat in seats]
         if self.args.do_sample:
             uniforms = [[seat.rng.random() for _ in range(self.args.max_new_tokens)] for seat in seats]
-            return self._generate(texts, torch.tensor(uniforms)) if texts else []
-        new = [text for text in dict.fromkeys(texts) if text not in self.kept]
-        if len(self.kept) + len(new) > MOST_CACHED:
+            return self._generate(texts, seats, torch.tensor(uniforms)) if texts else []
+        if len(self.kept) + len(seats) > MOST_CACHED:
             self.kept.clear()
-            new = list(dict.fromkeys(texts))
+        new = {text: seat for text, seat in zip(texts, seats) if text not in self.kept}
         if new:
             nothing = torch.zeros(len(new), self.args.max_new_tokens)  # greedy text draws no numbers
-            self.kept |= dict(zip(new, self._generate(new, nothing)))
+            self.kept |= dict(zip(new, self._generate(list(new), list(new.values()), nothing)))
         return [self.kept[text] for text in texts]
 
-    def _generate(self, texts: Sequence[str], uniforms: Tensor) -> list[str]:
+    def _generate(self, texts: Sequence[str], seats: Sequence[Seat], uniforms: Tensor) -> list[str]:
         prompts = [encode_prompt(self.tokenizer, text) for text in texts]
         ends = [self.tokenizer.eos_token_id]
-        said = generate(self.policy, prompts, self.args, ends, uniforms, self.num_slots)
+        reads = [seat.commented for seat in seats] if self.keeps else None
+        said = generate(self.policy, prompts, self.args, ends, uniforms, self.num_slots, reads=reads)
+        for seat, read in zip(seats, reads or []):
+            seat.commented = read
         return [decode(self.tokenizer, response) for response in said.responses]
 
 
@@ -320,7 +323,10 @@ class ModelAgent:
         uniforms = torch.tensor([[seat.rng.random() for _ in range(self.args.max_new_tokens)] for seat in seats])
         prompts = [one.prompt_ids for one in decisions]
         ends = [self.tokenizer.eos_token_id]
-        said = generate(self.policy, prompts, self.args, ends, uniforms, self.batch_size, self.tokenizer)
+        reads = [seat.read for seat in seats] if self.keeps else None
+        said = generate(self.policy, prompts, self.args, ends, uniforms, self.batch_size, self.tokenizer, reads)
+        for seat, read in zip(seats, reads or []):
+            seat.read = read
         for one, response, logprobs in zip(decisions, said.responses, said.logprobs):
             one.response_ids, one.logprobs = response, logprobs
             one.action = decode(self.tokenizer, response).strip()

@@ -27,6 +27,7 @@ from lightrlhf.common.args import GenerationArgs, UsageError
 from lightrlhf.common.batch import Batch, Rollout, Row, decode, response_batch
 from lightrlhf.common.model import Policy, is_quantised, policy_inputs, position_inputs
 from lightrlhf.common.ops import position_ids
+from lightrlhf.common.prefix_cache import Read, make_cache, past_of, read_of
 from lightrlhf.common.ranks import whole
 
 SPARE_COLUMNS = 64  # refilled slots move the shared column on; about this many steps between two moves of the slab
@@ -51,6 +52,9 @@ class SlabLayer:
     is_initialized = True
 
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
+        from transformers.cache_utils import CacheLayerMixin
+
+        CacheLayerMixin.register(SlabLayer)  # a cache asks isinstance; a base class would import transformers at start
         self.slabs = [  # keys and values, each (slots, heads, columns, head size)
             states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
             for states in (prefilled.keys, prefilled.values)
@@ -93,21 +97,6 @@ class SlabLayer:
         self.start, self.end = self.start - count, self.end - count
 
 
-def make_cache(model: nn.Module, layers: Sequence[Any]) -> Any:
-    """A transformers cache with these layers. Sliding-window layers keep all columns; masks still hide the old ones.
-
-    Raises: UsageError for architectures with other layers than attention.
-    """
-    from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    CacheLayerMixin.register(SlabLayer)  # a cache asks isinstance; a base class would import transformers at start
-    cache = DynamicCache(config=model.config)
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        raise UsageError(f"the generation engine knows attention layers only, not those of {model.config.model_type}")
-    cache.layers = list(layers) or [DynamicLayer() for _ in range(model.config.num_hidden_layers)]
-    return cache
-
-
 class Prefilled(NamedTuple):
     """Prompts that have been read and wait for idle slots."""
 
@@ -129,8 +118,9 @@ class Slots:
         eos_ids: Sequence[int],
         uniforms: Tensor,
         num_slots: int,
+        reads: list[Read | None] | None = None,
     ) -> None:
-        self.model, self.args, self.device = model, args, model.device
+        self.model, self.args, self.device, self.reads = model, args, model.device, reads
         num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
         self.nobody = num_rows  # the row an idle slot writes to
         self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
@@ -214,32 +204,38 @@ class Slots:
     def _prefill(self, num_rows: int) -> Prefilled:
         """Read the next prompts, all samples of one together, until there is one for each of `num_rows`."""
         prompts: list[tuple[int, ...]] = []
-        waiting: deque[tuple[int, int]] = deque()
-        while self.groups and len(waiting) < num_rows:
+        rows_of: list[list[int]] = []
+        while self.groups and sum(map(len, rows_of)) < num_rows:
             prompt, rows = self.groups.popleft()
-            waiting.extend((row, len(prompts)) for row in rows)
             prompts.append(prompt)
-        width = max(map(len, prompts))
+            rows_of.append(rows)
+        past = past_of(self.model, prompts, [self.reads[rows[0]] if self.reads else None for rows in rows_of])
+        width = max(map(len, past.rest))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (P, width), prompts on the right
         mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, width - len(prompt) :] = True
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        cache = make_cache(self.model, [])
+        for i, rest in enumerate(past.rest):
+            ids[i, width - len(rest) :] = torch.tensor(rest)
+            mask[i, width - len(rest) :] = True
+        mask = torch.cat([past.mask, mask.to(self.device)], 1)
         logits = self.model(
-            input_ids=ids,
+            input_ids=ids.to(self.device),
             attention_mask=mask.long(),
-            **position_inputs(self.model, position_ids(mask)),
-            past_key_values=cache,
+            **position_inputs(self.model, position_ids(mask)[:, -width:]),
+            past_key_values=past.cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+        if self.reads is not None:
+            for rows, read in zip(rows_of, read_of(past, prompts, padded_left=True)):
+                for row in rows:
+                    self.reads[row] = read
         seen = None
         if self.args.repetition_penalty != 1:
             seen = torch.zeros_like(logits, dtype=torch.bool)
-            seen[mask.nonzero()[:, 0], ids[mask]] = True
-        return Prefilled(cache.layers, mask, logits, seen, waiting)
+            for i, prompt in enumerate(prompts):
+                seen[i, list(prompt)] = True
+        waiting = deque((row, i) for i, rows in enumerate(rows_of) for row in rows)
+        return Prefilled(past.cache.layers, mask, logits, seen, waiting)
 
     def _put(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
         """Rows enter slots with the keys and values of their prompts."""
@@ -287,11 +283,13 @@ def generate(
     uniforms: Tensor,
     num_slots: int = 64,
     tokenizer: Any = None,
+    reads: list[Read | None] | None = None,
 ) -> Completions:
     """Sample one response for each prompt; a prompt that is given K times is read once.
 
     prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: needed for
-    stop strings only. A row ends at the first token with which its decoded text contains a stop string.
+    stop strings only; reads: what was read last in the place of each prompt and is not read again, replaced by what is
+    read now. A row ends at the first token with which its decoded text contains a stop string.
     Raises: UsageError when a prompt with its response does not fit into the model's positions.
     """
     if args.stop_strings and tokenizer is None:
@@ -301,7 +299,7 @@ def generate(
     was_training = policy.training
     policy.eval()
     with policy.speaking(), no_gradients(model):
-        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots), tokenizer)
+        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, reads), tokenizer)
     policy.train(was_training)
     return completions_of(slots, eos_ids, tokenizer)
 
