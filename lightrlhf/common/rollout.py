@@ -4,8 +4,8 @@ Rows live in a fixed number of slots over one preallocated key-value slab. All s
 right-aligned at the current column, so positions come from the mask and no row needs a cache of its own; a step looks
 at the columns from the oldest busy row's first on. Prompts are prefilled apart, each distinct one once whatever the
 number of its samples, from where an earlier reading stopped if there is one, and wait with their keys and values until
-slots become idle. When nobody waits, the slots that are left close up. Sampling is by inverse CDF with one uniform number per row and token, given from outside: what a
-row says does not depend on batch size, slot or rank.
+slots become idle. When nobody waits, the slots that are left close up. Sampling is by inverse CDF with one uniform
+number per row and token, given from outside: what a row says does not depend on batch size, slot or rank.
 
 Left out: beam search, speculative decoding, paged caches, servers, architectures without a key-value cache, and on
 CUDA captured graphs or a compiled step (steps run eagerly there; none of them waits for the device).
