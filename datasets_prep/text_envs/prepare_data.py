@@ -71,7 +71,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     targets: Literal["executed", "oracle"] = "executed"
     """Which command positive examples train: the one carried out, noise and all, or the oracle's."""
     comments: Literal["reflection", "action"] = "reflection"
-    """What the sets with a comment comment: a reflection, or `Next: ` and the command that was carried out."""
+    """What a comment is: a reflection, or `Next: ` and the command that was carried out."""
     negative_percentage: float = 0.5
     """Share of negative examples in the three sets that have some."""
     expert_start: bool = True
