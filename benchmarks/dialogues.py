@@ -25,7 +25,7 @@ from benchmarks.inputs import SIZES, write_models
 from lightrlhf.common.args import GenerationArgs, ModelArgs
 from lightrlhf.common.batch import encode_prompt
 from lightrlhf.common.dialogue import Dialogue, roll_out, user_turn_ids
-from lightrlhf.common.model import load_policy, load_tokenizer
+from lightrlhf.common.loading import load_policy, load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'w2 ' + m['content'] + ' ' }}"

@@ -84,7 +84,7 @@ def make(folder: str, data: str, size: str) -> dict:
     from transformers import AutoModelForCausalLM
 
     from lightrlhf.common.args import ModelArgs
-    from lightrlhf.common.model import export, load_scalar, load_tokenizer
+    from lightrlhf.common.loading import export, load_scalar, load_tokenizer
     from lightrlhf.estimate import UNITS, llama_of
 
     tokenizer, path = load_tokenizer(data), Path(folder)

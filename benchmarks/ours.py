@@ -57,7 +57,7 @@ def generate(work: dict[str, Any], gate: Gate) -> None:
     """The generation engine on all prompts; each of them `samples` times."""
     from lightrlhf.common.args import GenerationArgs, ModelArgs
     from lightrlhf.common.batch import load_prompts
-    from lightrlhf.common.model import load_policy, load_tokenizer
+    from lightrlhf.common.loading import load_policy, load_tokenizer
     from lightrlhf.common.rollout import generate
 
     tokenizer = load_tokenizer(work["data"])

@@ -26,7 +26,7 @@ import torch
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import decode, encode_prompt
 from lightrlhf.common.episodes import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
-from lightrlhf.common.model import load_policy, load_tokenizer, resolve
+from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
 from lightrlhf.envs import make_env, prompts, read_options
 
 WAYS = {

@@ -42,7 +42,7 @@ from datasets_prep import encoding, report
 from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
-from lightrlhf.common.args import RunFailure, UsageError, check_at_least, parse, to_dict
+from lightrlhf.common.args import RunFailure, UsageError, check_at_least, first_line, parse, to_dict
 from lightrlhf.common.batch import SPLITS, adds_bos, encode_prompt
 
 CHUNK = 1000  # rows that are tokenised together
@@ -367,7 +367,7 @@ def save(path: Path, value: Any) -> None:
     try:
         torch.save(value, path)
     except RuntimeError as problem:  # torch's own writer tells of a full disk this way
-        raise OSError(str(problem).splitlines()[0]) from None
+        raise OSError(first_line(problem)) from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.common.args import RunFailure, UsageError
+from lightrlhf.common.args import RunFailure, UsageError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
@@ -137,8 +137,8 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
                 yield f"{file}:{number}", values
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        line = str(problem).splitlines()[0]
-        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({line})") from None
+        said = first_line(problem)
+        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({said})") from None
 
 
 def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Any]]:

@@ -123,7 +123,7 @@ def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
 
 def good_length(data_dir: str) -> float:
     """Mean length in tokens, end token included, of good answers to the test orders' kind of request."""
-    from lightrlhf.common.model import load_tokenizer
+    from lightrlhf.common.loading import load_tokenizer
 
     tokenizer = load_tokenizer(data_dir)
     rng = random.Random(0)

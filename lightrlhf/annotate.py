@@ -25,7 +25,7 @@ from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, p
 from lightrlhf.common.batch import Row, save_split
 from lightrlhf.common.checkpoint import write_text
 from lightrlhf.common.jsonl import JsonlWriter, read_jsonl
-from lightrlhf.common.model import load_tokenizer, resolve
+from lightrlhf.common.loading import load_tokenizer, resolve
 from lightrlhf.common.rewards import load_function
 from lightrlhf.common.scoring import (
     ROW,

@@ -46,15 +46,13 @@ from lightrlhf.common.batch import (
     micro_batches,
     preference_batch,
 )
+from lightrlhf.common.loading import load_policy, load_tokenizer, starting_model
 from lightrlhf.common.model import (
     Policy,
     check_positions,
     count_parameters,
-    load_policy,
-    load_tokenizer,
     policy_inputs,
     share_prefixes,
-    starting_model,
     vocabulary_size,
 )
 from lightrlhf.common.run import Run

@@ -14,8 +14,16 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.model import base_name, holds_reward_model, quiet_libraries, resolve
+from lightrlhf.common.args import (
+    GenerationArgs,
+    ModelArgs,
+    UsageError,
+    check_at_least,
+    first_line,
+    one_line_errors,
+    parse,
+)
+from lightrlhf.common.loading import base_name, holds_reward_model, quiet_libraries, resolve
 
 FLOAT = 4  # bytes; weights, gradients and optimiser state are float32 in every precision
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
@@ -75,7 +83,7 @@ def shape_of(args: EstimateArgs) -> dict[str, Any]:
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
         except (OSError, ValueError) as problem:
-            raise UsageError(f"--model_name {args.model_name}: {str(problem).splitlines()[0]}") from None
+            raise UsageError(f"--model_name {args.model_name}: {first_line(problem)}") from None
         if holds_reward_model(source):
             raise UsageError(f"--model_name {args.model_name} is a reward model; give the language model it came from")
     with torch.device("meta"):

@@ -67,18 +67,8 @@ from lightrlhf.common.episodes import (
 )
 from lightrlhf.common.experiments import located, pretrained, short_name, stored
 from lightrlhf.common.jsonl import write_jsonl
-from lightrlhf.common.model import (
-    Policy,
-    ScalarModel,
-    holds_reward_model,
-    last_token,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    policy_inputs,
-    resolve,
-    vocabulary_size,
-)
+from lightrlhf.common.loading import holds_reward_model, load_policy, load_scalar, load_tokenizer, resolve
+from lightrlhf.common.model import Policy, ScalarModel, last_token, policy_inputs, vocabulary_size
 from lightrlhf.common.ops import preference_loss, wilson_interval
 from lightrlhf.common.remote import Servers
 from lightrlhf.common.rewards import RewardModelScorer, Scorer, load_function, reward_statistics

@@ -43,7 +43,8 @@ from lightrlhf.common.batch import (
     load_split,
 )
 from lightrlhf.common.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
-from lightrlhf.common.model import Policy, load_policy, load_tokenizer, resolve, vocabulary_size
+from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
+from lightrlhf.common.model import Policy, vocabulary_size
 from lightrlhf.common.remote import RemoteArgs, Servers
 from lightrlhf.common.rollout import check_room, generate
 from lightrlhf.common.scoring import ROW, GroupScorer, Sample, find_device, load_scorer, score_rows

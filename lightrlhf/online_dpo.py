@@ -34,7 +34,8 @@ from lightrlhf.common.batch import IGNORE_INDEX, Row, check_vocabulary, decode, 
 from lightrlhf.common.checkpoint import checkpoints, write_text
 from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
 from lightrlhf.common.jsonl import read_jsonl, write_jsonl
-from lightrlhf.common.model import load_policy, load_tokenizer, resolve, vocabulary_size
+from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
+from lightrlhf.common.model import vocabulary_size
 from lightrlhf.common.rewards import load_function
 from lightrlhf.common.rollout import generate_rollout
 from lightrlhf.common.scoring import Encoding, Sample, find_device

@@ -41,19 +41,8 @@ from lightrlhf.common.args import (
     parse,
 )
 from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts
-from lightrlhf.common.model import (
-    Policy,
-    ScalarModel,
-    TokenStats,
-    count_parameters,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    policy_inputs,
-    resolve,
-    starting_model,
-    vocabulary_size,
-)
+from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, resolve, starting_model
+from lightrlhf.common.model import Policy, ScalarModel, TokenStats, count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
 from lightrlhf.common.parsing import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.common.ranks import whole

@@ -53,19 +53,8 @@ from lightrlhf.common.episodes import (
     play,
     rates,
 )
-from lightrlhf.common.model import (
-    Policy,
-    TokenStats,
-    count_parameters,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    model_inputs,
-    new_head,
-    policy_inputs,
-    resolve,
-    starting_model,
-)
+from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, new_head, resolve, starting_model
+from lightrlhf.common.model import Policy, TokenStats, count_parameters, model_inputs, policy_inputs
 from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, whiten
 from lightrlhf.common.run import Run
 from lightrlhf.envs import make_env, prompts, read_options

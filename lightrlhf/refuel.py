@@ -89,16 +89,13 @@ from lightrlhf.common.futures import (
 )
 from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
 from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.common.loading import load_policy, load_tokenizer, starting_model, train_last_layers
 from lightrlhf.common.model import (
     Policy,
     check_positions,
     count_parameters,
-    load_policy,
-    load_tokenizer,
     policy_inputs,
     share_prefixes,
-    starting_model,
-    train_last_layers,
     vocabulary_size,
 )
 from lightrlhf.common.ops import whiten

@@ -36,17 +36,8 @@ from lightrlhf.common.batch import (
     pair_rows,
     preference_batch,
 )
-from lightrlhf.common.model import (
-    check_positions,
-    count_parameters,
-    last_token,
-    load_scalar,
-    load_tokenizer,
-    separate_pad_token,
-    share_prefixes,
-    starting_model,
-    vocabulary_size,
-)
+from lightrlhf.common.loading import load_scalar, load_tokenizer, separate_pad_token, starting_model
+from lightrlhf.common.model import check_positions, count_parameters, last_token, share_prefixes, vocabulary_size
 from lightrlhf.common.ops import masked_mean, preference_loss
 from lightrlhf.common.rewards import STATISTICS
 from lightrlhf.common.run import Run

@@ -28,13 +28,12 @@ from lightrlhf.common.batch import (
     micro_batches,
     pack,
 )
+from lightrlhf.common.loading import load_policy, load_tokenizer
 from lightrlhf.common.model import (
     TokenStats,
     check_packing,
     check_positions,
     count_parameters,
-    load_policy,
-    load_tokenizer,
     policy_inputs,
     vocabulary_size,
 )

@@ -12,17 +12,16 @@ from test_model import logits_of, mixed_batch, train_a_little
 
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import response_batch
-from lightrlhf.common.model import (
+from lightrlhf.common.loading import (
     export,
     holds_reward_model,
-    last_token,
     load_policy,
     load_scalar,
     load_tokenizer,
-    policy_inputs,
     self_contained,
     separate_pad_token,
 )
+from lightrlhf.common.model import last_token, policy_inputs
 
 LORA = ModelArgs(finetune_mode="lora")
 IDS = torch.tensor(rows_of(9))

@@ -16,7 +16,8 @@ from lightrlhf.annotate import choose, main, penalised
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import encode_prompt, encode_response, load_split, pair_prompt
 from lightrlhf.common.jsonl import read_jsonl, write_jsonl
-from lightrlhf.common.model import last_token, load_scalar
+from lightrlhf.common.loading import load_scalar
+from lightrlhf.common.model import last_token
 from lightrlhf.common.rewards import reward_statistics
 
 DEVICE = ["--accelerator", "cpu"]

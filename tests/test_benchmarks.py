@@ -250,7 +250,7 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
 
 def test_adapters_cost_nothing_but_gradients_pass_through():
     from lightrlhf.common.args import ModelArgs
-    from lightrlhf.common.model import load_policy
+    from lightrlhf.common.loading import load_policy
 
     plain = Shape.of(tiny_model("llama"))
     role = load_policy("tiny", ModelArgs(finetune_mode="lora", lora_rank=2), VocabularyOnly())

@@ -33,7 +33,7 @@ from datasets_prep.cafe.world import (
     split_of,
 )
 from lightrlhf.common.batch import decode, load_split
-from lightrlhf.common.model import load_tokenizer
+from lightrlhf.common.loading import load_tokenizer
 from lightrlhf.sft import main as sft
 
 SEEDS = st.integers(0, 10**9)

@@ -18,7 +18,7 @@ from lightrlhf.common import chat
 from lightrlhf.common.args import GenerationArgs, UsageError
 from lightrlhf.common.batch import encode_prompt, load_prompts, messages_of, summary_fields, summary_prompt
 from lightrlhf.common.experiments import choices, located
-from lightrlhf.common.model import ModelArgs, load_policy, load_tokenizer
+from lightrlhf.common.loading import ModelArgs, load_policy, load_tokenizer
 from lightrlhf.common.rollout import generate, generate_steps
 
 DEVICE = torch.device("cpu")

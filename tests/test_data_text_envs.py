@@ -19,7 +19,7 @@ from datasets_prep.text_envs.reflections import request
 from datasets_prep.text_envs.walks import Walker
 from lightrlhf.common.args import RunFailure, UsageError
 from lightrlhf.common.batch import SPLITS, load_split
-from lightrlhf.common.model import load_tokenizer
+from lightrlhf.common.loading import load_tokenizer
 from lightrlhf.envs import make_env, prompts
 from lightrlhf.evaluate import LONGEST_COMMAND, acting_args
 

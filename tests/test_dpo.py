@@ -34,7 +34,7 @@ from helpers import (
 from lightrlhf import dpo, evaluate
 from lightrlhf.common.args import ModelArgs, RunFailure, TrainArgs, UsageError
 from lightrlhf.common.batch import load_split, preference_batch
-from lightrlhf.common.model import load_policy
+from lightrlhf.common.loading import load_policy
 from lightrlhf.dpo import LOSSES, RAPO, DPOArgs, Pairs, chosen_nll, main, make_pairs, score_pairs, truncate
 from lightrlhf.plot import read_metrics
 

@@ -28,7 +28,7 @@ from lightrlhf.common.episodes import (
     random_agent,
     rates,
 )
-from lightrlhf.common.model import load_policy
+from lightrlhf.common.loading import load_policy
 from lightrlhf.envs import information, prompts
 
 STARTS = Corridor().starts("train")

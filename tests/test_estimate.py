@@ -6,7 +6,8 @@ import pytest
 from helpers import save_model, tiny_scalar
 
 from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.model import count_parameters, load_policy
+from lightrlhf.common.loading import load_policy
+from lightrlhf.common.model import count_parameters
 from lightrlhf.estimate import llama_of, main
 
 

@@ -13,7 +13,8 @@ from test_remote import serve, status  # noqa: F401
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import decode, load_prompts, load_split
 from lightrlhf.common.jsonl import read_jsonl
-from lightrlhf.common.model import last_token, load_scalar
+from lightrlhf.common.loading import load_scalar
+from lightrlhf.common.model import last_token
 from lightrlhf.common.rewards import reward_statistics
 from lightrlhf.generate import main, subset
 

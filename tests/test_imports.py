@@ -23,6 +23,7 @@ COMMON = [
     "adapters",
     "prefix_sharing",
     "model",
+    "loading",
     "ranks",
     "prefix_cache",
     "rollout",
@@ -85,9 +86,9 @@ def test_data_preparation_imports_args_and_batch_only(path):
     """But for `pretrain_base.py`, which trains a model, and `text_envs`, which makes one and asks servers."""
     allowed = set(SHARED_WITH_DATA)
     if path.stem == "pretrain_base":
-        allowed.add("lightrlhf.common.model")
+        allowed.add("lightrlhf.common.loading")
     if path.parent.name == "text_envs":
-        allowed |= {f"lightrlhf.common.{name}" for name in ("checkpoint", "jsonl", "remote", "model")}
+        allowed |= {f"lightrlhf.common.{name}" for name in ("checkpoint", "jsonl", "remote", "loading")}
         allowed |= {"lightrlhf.envs.prompts", "lightrlhf.envs.tree"}
     assert {name for name in imported(path) if name.startswith("lightrlhf")} <= allowed
 

@@ -21,20 +21,9 @@ from helpers import (
 
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import Batch, pack, response_batch
-from lightrlhf.common.model import (
-    Policy,
-    check_packing,
-    count_parameters,
-    last_token,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    merged_model,
-    policy_inputs,
-    separate_pad_token,
-    vocabulary_size,
-)
-from lightrlhf.common.model import export as write_checkpoint
+from lightrlhf.common.loading import export as write_checkpoint
+from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, merged_model, separate_pad_token
+from lightrlhf.common.model import Policy, check_packing, count_parameters, last_token, policy_inputs, vocabulary_size
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]

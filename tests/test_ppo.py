@@ -14,7 +14,8 @@ from test_rewards import rollout_of
 
 from lightrlhf.common.args import ModelArgs, RunFailure
 from lightrlhf.common.batch import response_batch
-from lightrlhf.common.model import TokenStats, load_policy, load_scalar
+from lightrlhf.common.loading import load_policy, load_scalar
+from lightrlhf.common.model import TokenStats
 from lightrlhf.common.ops import gae, whiten
 from lightrlhf.common.rollout import score_logprobs
 from lightrlhf.common.segments import fixed

@@ -11,7 +11,8 @@ from test_adapters import config_of, plain
 from test_model import logits_of, mixed_batch, train_a_little
 
 from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.model import export, load_policy, load_scalar, merged_model, policy_inputs, separate_pad_token
+from lightrlhf.common.loading import export, load_policy, load_scalar, merged_model, separate_pad_token
+from lightrlhf.common.model import policy_inputs
 
 IDS = torch.tensor(rows_of(9))
 BITS = ["load_in_8bit", "load_in_4bit"]

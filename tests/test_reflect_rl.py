@@ -23,7 +23,8 @@ from lightrlhf import reflect_rl
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import response_batch
 from lightrlhf.common.episodes import Decision, Episode, ModelAgent, play
-from lightrlhf.common.model import TokenStats, load_policy, load_scalar
+from lightrlhf.common.loading import load_policy, load_scalar
+from lightrlhf.common.model import TokenStats
 from lightrlhf.envs import prompts
 from lightrlhf.reflect_rl import (
     DecisionBatch,

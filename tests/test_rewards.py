@@ -12,7 +12,7 @@ from helpers import rows_of, save_model
 from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import Rollout, encode_prompt, encode_response, response_batch
-from lightrlhf.common.model import load_scalar
+from lightrlhf.common.loading import load_scalar
 from lightrlhf.common.rewards import (
     STATISTICS,
     AdaptiveKL,

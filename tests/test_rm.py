@@ -11,7 +11,8 @@ from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, l
 
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import load_split, preference_batch
-from lightrlhf.common.model import last_token, load_scalar, load_tokenizer
+from lightrlhf.common.loading import load_scalar, load_tokenizer
+from lightrlhf.common.model import last_token
 from lightrlhf.rm import RMArgs, evaluate, main, pair_sums, rm_loss, train_step
 
 LOSS_TYPES = ["per_sample", "last_token", "average"]

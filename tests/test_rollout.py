@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrlhf.common import rollout as engine
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
 from lightrlhf.common.batch import decode, response_batch
-from lightrlhf.common.model import load_policy, merged_model
+from lightrlhf.common.loading import load_policy, merged_model
 from lightrlhf.common.rollout import Completions, generate, generate_rollout, sample, score_logprobs
 
 ENDS = [2, 9, 17, 23, 31, 44, 58]  # several end tokens, so that random models stop at many different lengths

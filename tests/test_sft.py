@@ -24,7 +24,8 @@ from helpers import (
 
 from lightrlhf.common.args import ModelArgs
 from lightrlhf.common.batch import finetune_batch, load_split
-from lightrlhf.common.model import load_policy, load_tokenizer, policy_inputs
+from lightrlhf.common.loading import load_policy, load_tokenizer
+from lightrlhf.common.model import policy_inputs
 from lightrlhf.sft import SFTArgs, evaluate, main, sft_loss, train_step
 
 EOS = 1

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
 from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.model import quiet_libraries, tiny_config
+from lightrlhf.common.loading import quiet_libraries, tiny_config
 
 BASE_DIR = Path(__file__).resolve().parent / "base"
 DETECTION_WEIGHT = 2.0

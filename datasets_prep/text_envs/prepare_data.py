@@ -40,7 +40,7 @@ from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
 from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import SPLITS
 from lightrlhf.common.jsonl import JsonlWriter
-from lightrlhf.common.model import quiet_libraries
+from lightrlhf.common.loading import quiet_libraries
 from lightrlhf.common.remote import RemoteArgs
 from lightrlhf.envs import make_env, prompts, read_options
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import ModelArgs, UsageError
+from lightrlhf.common.args import ModelArgs, UsageError, first_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # peft saves names as they are inside its own wrapper
@@ -88,7 +88,7 @@ def add_adapter(model: nn.Module, name: str, args: ModelArgs) -> None:
     try:
         _inject(config, model, name)
     except ValueError as problem:
-        raise UsageError(f"--lora_targets {args.lora_targets}: {_first_line(problem)}") from None
+        raise UsageError(f"--lora_targets {args.lora_targets}: {first_line(problem)}") from None
 
 
 def load_adapter(model: nn.Module, name: str, source: str, config: Any) -> Tensor | None:
@@ -100,17 +100,13 @@ def load_adapter(model: nn.Module, name: str, source: str, config: Any) -> Tenso
         with torch.random.fork_rng(devices=[]):  # what is drawn for it is overwritten
             _inject(config, model, name)
     except ValueError as problem:
-        raise UsageError(f"{source} holds an adapter that does not fit its base: {_first_line(problem)}") from None
+        raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
     stored = {key.removeprefix(PREFIX): value for key, value in load_peft_weights(source, device="cpu").items()}
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)
     missed = set_peft_model_state_dict(model, stored, adapter_name=name).unexpected_keys
     if missed:
         raise UsageError(f"{source} holds an adapter that does not fit its base: there is no {missed[0]}")
     return head
-
-
-def _first_line(problem: Exception) -> str:
-    return next(iter(str(problem).splitlines()), type(problem).__name__)
 
 
 def _inject(config: Any, model: nn.Module, name: str) -> None:

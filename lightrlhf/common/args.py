@@ -267,6 +267,11 @@ class RunFailure(UsageError):
     exit_status = 1
 
 
+def first_line(problem: BaseException) -> str:
+    """What another library's error says first, for a line of our own; its class where it says nothing."""
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
 def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status."""
 

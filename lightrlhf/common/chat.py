@@ -34,7 +34,8 @@ from lightrlhf.common.batch import (
 )
 from lightrlhf.common.checkpoint import checkpoints
 from lightrlhf.common.experiments import choices, located, stored
-from lightrlhf.common.model import Policy, load_policy, load_tokenizer, vocabulary_size
+from lightrlhf.common.loading import load_policy, load_tokenizer
+from lightrlhf.common.model import Policy, vocabulary_size
 from lightrlhf.common.parsing import make_parser, parsed_segments, token_ends
 from lightrlhf.common.rollout import generate_steps, score_logprobs
 from lightrlhf.common.scoring import GroupScorer, Messages, Sample

@@ -22,7 +22,7 @@ from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
 from lightrlhf.common.batch import load_prompts, summary_fields, summary_prompt
 from lightrlhf.common.chat import Answer, Shelf
 from lightrlhf.common.experiments import labels, located, read_growing, read_metrics, stored
-from lightrlhf.common.model import load_tokenizer
+from lightrlhf.common.loading import load_tokenizer
 from lightrlhf.common.scoring import GroupScorer, Messages, find_device, load_scorer
 from lightrlhf.common.votes import agreement, append_vote, pair_id, read_votes, tally
 

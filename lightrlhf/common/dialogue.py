@@ -21,7 +21,8 @@ import torch
 
 from lightrlhf.common.args import GenerationArgs, ModelArgs, RunFailure, UsageError, check_at_least, check_positive
 from lightrlhf.common.batch import Row, decode, encode_prompt, load_split
-from lightrlhf.common.model import Policy, load_policy, load_tokenizer
+from lightrlhf.common.loading import load_policy, load_tokenizer
+from lightrlhf.common.model import Policy
 from lightrlhf.common.remote import RemoteArgs, Servers
 from lightrlhf.common.rewards import load_function
 from lightrlhf.common.rollout import generate

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrlhf.common.args import UsageError, to_dict
 from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.model import resolve, starting_model
+from lightrlhf.common.loading import resolve, starting_model
 
 FREE = ("resume_from", "iterations", "stage")  # may be others when a run goes on
 

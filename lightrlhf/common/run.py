@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, to_dict
+from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, first_line, to_dict
 from lightrlhf.common.batch import Row, epoch_order, row_length
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
-from lightrlhf.common.model import Policy, ScalarModel, export, self_contained
+from lightrlhf.common.loading import export, self_contained
+from lightrlhf.common.model import Policy, ScalarModel
 from lightrlhf.common.ranks import (
     Watch,
     check_same,
@@ -436,8 +437,8 @@ class Run:
             with self_contained(folder) as whole:
                 api.upload_folder(repo_id=repository, folder_path=whole, ignore_patterns=["resume.pt", MANIFEST])
         except Exception as problem:  # the hub client, the network and the login raise their own
-            line = next(iter(str(problem).splitlines()), type(problem).__name__)
-            raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem
+            said = first_line(problem)
+            raise RunFailure(f"--push_to_hub {repository} failed: {said}; the checkpoint is {folder}") from problem
         self.say(f"uploaded {folder} to {repository}")
 
     def _card(self, results: dict[str, float] | None = None) -> str:

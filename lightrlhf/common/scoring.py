@@ -18,17 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import ModelArgs, RunFailure, UsageError
+from lightrlhf.common.args import ModelArgs, RunFailure, UsageError, first_line
 from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, response_batch
-from lightrlhf.common.model import (
-    ScalarModel,
-    holds_reward_model,
-    last_token,
-    load_scalar,
-    load_tokenizer,
-    quiet_libraries,
-    resolve,
-)
+from lightrlhf.common.loading import holds_reward_model, load_scalar, load_tokenizer, quiet_libraries, resolve
+from lightrlhf.common.model import ScalarModel, last_token
 from lightrlhf.common.rewards import reward_statistics
 
 Messages = list[dict[str, str]]
@@ -290,8 +283,7 @@ def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
     try:
         model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
     except Exception as problem:  # the folder's code may raise anything
-        line = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise UsageError(f"{flag} {source} cannot be loaded: {line}") from None
+        raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
@@ -304,7 +296,7 @@ def _plain(source: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as problem:
-        raise UsageError(f"no tokenizer in {source}: {next(iter(str(problem).splitlines()), '')}") from None
+        raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
