@@ -165,23 +165,28 @@ class Bench:
         job |= {"learning_rate": LEARNING_RATE, "output_dir": str(self.folder / "trl")}
         return Side(label, [str(python), str(HERE / "peers" / "trl_worker.py")], job)
 
-    def engine(self, scale: Scale, models: Path, data: Path, bf16: bool, samples: int) -> tuple[Side, list[Side]]:
-        """Our generation engine, and Hugging Face `generate` with each kind of cache."""
+    def engine(
+        self, scale: Scale, models: Path, data: Path, bf16: bool, samples: int, slots: int
+    ) -> tuple[Side, list[Side]]:
+        """Our generation engine, and Hugging Face `generate` with each kind of cache, so many rows at a time."""
         job = {
             "kind": "generate",
             "model": str(models / "policy"),
             "data": str(data),
             "samples": samples,
-            "slots": scale.slots,
+            "slots": slots,
             "max_new_tokens": scale.max_new_tokens,
             "bf16": bf16,
             "device": self.device,
             "cuda": self.cuda,
             "steps": 1,
         }
-        ours = Side("engine", [sys.executable, "-m", "benchmarks.ours"], job)
+        ours = Side(f"engine, {slots} rows at a time", [sys.executable, "-m", "benchmarks.ours"], job)
         peer = [sys.executable, "-m", "benchmarks.peers.hf_generate"]
-        return ours, [Side(f"generate, {cache} cache", peer, job | {"cache": cache}) for cache in ("dynamic", "static")]
+        return ours, [
+            Side(f"generate, {cache} cache, {slots} rows at a time", peer, job | {"cache": cache})
+            for cache in ("dynamic", "static")
+        ]
 
 
 # -------------------------------------------------------------------------------------------------------- the cases
@@ -303,7 +308,8 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
     prompts = max(scale.prompts // (2 if lengths == "equal" else samples), 1)
     models = bench.models(scale, None if lengths == "equal" else scale.max_new_tokens)
     data = bench.subset(scale, prompts)
-    ours, peers = bench.engine(scale, models, data, bf16, samples)
+    rows = sorted({min(scale.slots, prompts * samples), prompts * samples})  # at a time: as many, and all
+    sides = [bench.engine(scale, models, data, bf16, samples, slots) for slots in rows]
     mean = scale.max_new_tokens if lengths == "equal" else round(MEAN_SHARE * scale.max_new_tokens)
     words = {
         "skewed": f"{prompts} prompts, most stop early (mean {mean} of {scale.max_new_tokens} tokens)",
@@ -316,11 +322,11 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
         unit="tokens",
         goal=goal,
         limit_goal=0.6 if bench.cuda and lengths == "equal" else None,
-        ours=[ours],
-        peers=peers,
+        ours=[ours for ours, _ in sides],
+        peers=[peer for _, peers in sides for peer in peers],
         unavailable=unavailable,
         floor={"kind": "rollout", "model": str(models / "policy"), "data": str(data), "samples": samples}
-        | {"slots": scale.slots, "bytes_per_number": 2 if bf16 else 4},
+        | {"slots": rows[-1], "bytes_per_number": 2 if bf16 else 4},
     )
 
 
@@ -334,7 +340,6 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         "sft_experiment_dir": models / "policy",
         "rm_experiment_dir": models / "reward",
         "rollout_size": rows,
-        "rollout_mini_batch_size": slots,
         "mini_batch_size": rows // 2,
         "max_new_tokens": longest,
         "actor_learning_rate": LEARNING_RATE,
@@ -367,12 +372,22 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         goal=5 if bench.cuda else goal,
         limit_goal=0.5 if bench.cuda else None,
         ours=[
-            bench.program("lightrlhf.ppo", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
+            bench.program(
+                "lightrlhf.ppo",
+                f"passes of {cut} rows, {at_a_time} generated at a time",
+                flags,
+                bf16,
+                1,
+                data,
+                micro_batch_size=cut,
+                rollout_mini_batch_size=at_a_time,
+            )
             for cut in sorted({max(small // 2, 1), small, rows // 2})
+            for at_a_time in sorted({slots, rows})
         ],
         peers=peers,
         unavailable=unavailable,
-        floor={"kind": "ppo", "models": str(models), "data": str(data), "slots": slots}
+        floor={"kind": "ppo", "models": str(models), "data": str(data), "slots": rows}
         | {"mean_length": longest if lengths == "full" else MEAN_SHARE * longest, "optimizer_steps": 2}
         | {"bytes_per_number": 2 if bf16 else 4},
     )

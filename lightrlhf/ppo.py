@@ -40,7 +40,7 @@ from lightrlhf.common.args import (
     one_line_errors,
     parse,
 )
-from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts
+from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts, reading_passes
 from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, resolve, starting_model
 from lightrlhf.common.model import Policy, ScalarModel, TokenStats, count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
@@ -326,7 +326,7 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     critic.eval()
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
     with whole(critic):
-        for rows in rollout.attention_mask.sum(1).argsort(stable=True).split(batch_size):
+        for rows in reading_passes(rollout.attention_mask.sum(1), batch_size):
             part = rollout.select(rows)
             values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
     critic.train()

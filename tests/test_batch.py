@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightrlhf.common.args import UsageError
 from lightrlhf.common.batch import (
     IGNORE_INDEX,
+    READ_AT_ONCE,
     Batch,
     Rollout,
     check_vocabulary,
@@ -24,7 +25,9 @@ from lightrlhf.common.batch import (
     micro_batches,
     pack,
     preference_batch,
+    reading_passes,
     response_batch,
+    rows_at_once,
 )
 
 EOS = 1
@@ -223,6 +226,22 @@ def test_micro_batches_hold_every_row_once_and_never_more_than_asked(lengths, si
     assert sorted(row["number"] for group in groups for row in group) == list(range(len(rows)))
     assert max(map(len, groups)) <= size
     assert len(groups) == -(-len(rows) // size)
+
+
+@given(st.lists(st.integers(0, 2 * READ_AT_ONCE["cpu"]), max_size=40), st.integers(1, 9))
+def test_passes_without_gradients_hold_every_row_once_and_as_many_as_a_processor_reads_well(lengths, most_rows):
+    passes = [rows.tolist() for rows in reading_passes(torch.tensor(lengths, dtype=torch.int64), most_rows)]
+    order = [row for rows in passes for row in rows]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
+    for rows in passes:
+        assert len(rows) == 1 or len(rows) * lengths[rows[0]] <= READ_AT_ONCE["cpu"]
+        assert len(rows) <= most_rows
+
+
+def test_elsewhere_than_on_a_processor_rows_alone_count():
+    assert rows_at_once(5000, 64, torch.device("cuda")) == 64
+    assert rows_at_once(5000, 64, torch.device("cpu")) == 1
 
 
 # --------------------------------------------------------------------------------------------------------- splits

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrlhf.common import rollout as engine
 from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
-from lightrlhf.common.batch import decode, response_batch
+from lightrlhf.common.batch import READ_AT_ONCE, decode, response_batch
 from lightrlhf.common.loading import load_policy, merged_model
 from lightrlhf.common.rollout import Completions, generate, generate_rollout, sample, score_logprobs
 
@@ -368,7 +368,7 @@ def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
     args = GenerationArgs(max_new_tokens=12, temperature=temperature, top_k=30)
     said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 12), 3)
     batch = response_batch(PROMPTS, said.responses, pad_id=1)
-    scored = score_logprobs(policy, batch, temperature, micro_batch_size=4)
+    scored = score_logprobs(policy, batch, temperature, batch_size=4)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, said.responses)):
         mine = scored[row, len(prompt) - 1 : len(prompt) - 1 + len(answer)].tolist()
         assert mine == pytest.approx(said.logprobs[row], abs=2e-4)
@@ -395,7 +395,19 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
     assert all(parameter.requires_grad != frozen for parameter in policy.parameters())
 
 
-def test_scoring_is_the_same_for_every_micro_batch_size_and_without_dropout():
+def test_prompts_read_in_many_passes_say_the_same(monkeypatch):
+    policy, prompts = tiny_policy("llama"), [p for p in PROMPTS for _ in range(2)]
+    args = GenerationArgs(max_new_tokens=6)
+    found = []
+    for tokens in (10_000, 8):
+        monkeypatch.setitem(READ_AT_ONCE, "cpu", tokens)
+        found.append(generate(policy, prompts, args, [1], noise(len(prompts), 6), num_slots=5))
+    assert found[0].responses == found[1].responses
+    for one, other in zip(found[0].logprobs, found[1].logprobs):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_scoring_is_the_same_for_every_batch_size_and_without_dropout():
     policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
     batch = response_batch(PROMPTS, [[*row, 1] for row in reversed(PROMPTS)], 1)
     whole = score_logprobs(policy, batch, 0.7, 100)

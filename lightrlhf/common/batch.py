@@ -26,6 +26,7 @@ from lightrlhf.common.args import UsageError
 
 IGNORE_INDEX = -100
 SPLITS = ("train", "validation", "test")
+READ_AT_ONCE = {"cpu": 1024}  # tokens of a pass without gradients: more of them leave a processor's caches
 COLUMNS = {
     "finetune": {"prompt_len", "input_ids", "targets"},
     "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
@@ -359,6 +360,22 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
 def row_length(row: Row) -> int:
     """Tokens of a row; of both sides for a pair."""
     return sum(len(value) for key, value in row.items() if key.endswith("input_ids"))
+
+
+def rows_at_once(length: int, most_rows: int, device: torch.device) -> int:
+    """How many rows of up to `length` tokens to read in one pass without gradients."""
+    tokens = READ_AT_ONCE.get(device.type)
+    return most_rows if tokens is None else max(1, min(most_rows, tokens // max(length, 1)))
+
+
+def reading_passes(lengths: Tensor, most_rows: int) -> Iterator[Tensor]:
+    """Numbers (b,) of rows of like length, the longest first, for passes without gradients; lengths: (B,)."""
+    lengths, order = lengths.sort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        stop = start + rows_at_once(int(lengths[start]), most_rows, lengths.device)
+        yield order[start:stop]
+        start = stop
 
 
 def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.common.args import GenerationArgs, RunFailure, check_at_least
-from lightrlhf.common.batch import decode, encode_prompt, response_batch
+from lightrlhf.common.batch import decode, encode_prompt, response_batch, rows_at_once
 from lightrlhf.common.model import Policy
 from lightrlhf.common.prefix_cache import Read, can_keep, past_of, read_of
 from lightrlhf.common.rollout import generate, no_gradients, sample
@@ -283,12 +283,14 @@ class ModelAgent:
         groups: dict[Any, list[int]] = {}
         for number, one in enumerate(decisions):
             groups.setdefault((tuple(one.prompt_ids), tuple(one.allowed)), []).append(number)
-        ordered = sorted(groups.values(), key=lambda group: len(decisions[group[0]].prompt_ids))
+        ordered = sorted(groups.values(), key=lambda group: -len(decisions[group[0]].prompt_ids))
         was_training = self.policy.training
         self.policy.eval()
         with no_gradients(model):
-            for first in range(0, len(ordered), self.batch_size):
-                part = ordered[first : first + self.batch_size]
+            while ordered:
+                longest = len(decisions[ordered[0][0]].prompt_ids)
+                most = self.batch_size if self.keeps else rows_at_once(longest, self.batch_size, model.device)
+                part, ordered = ordered[:most], ordered[most:]
                 logits, read = self._logits([decisions[group[0]] for group in part], [seats[g[0]].read for g in part])
                 source = torch.tensor([i for i, group in enumerate(part) for _ in group])
                 rows = [number for group in part for number in group]

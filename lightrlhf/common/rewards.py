@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.common.args import RunFailure, UsageError
-from lightrlhf.common.batch import Rollout, decode, encode_prompt, encode_response, response_batch
+from lightrlhf.common.batch import Rollout, decode, encode_prompt, encode_response, reading_passes, response_batch
 from lightrlhf.common.model import ScalarModel, last_token
 from lightrlhf.common.ops import KL_ESTIMATORS
 
@@ -51,7 +51,7 @@ class RewardModelScorer:
             answers = [ids[:-1] if truncated else ids for ids, truncated in zip(answers, cut)]
             batch = response_batch(prompts, answers, self.tokenizer.pad_token_id).to(rollout.input_ids.device)
         scores = torch.zeros(len(rollout), device=rollout.input_ids.device)
-        for rows in batch.attention_mask.sum(1).argsort(stable=True).split(self.batch_size):
+        for rows in reading_passes(batch.attention_mask.sum(1), self.batch_size):
             width = max(int(batch.attention_mask[rows].sum(1).max()), 2)
             ids, mask = batch.input_ids[rows, :width], batch.attention_mask[rows, :width]
             scores[rows] = last_token(self.model(ids, mask), mask)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import GenerationArgs, UsageError
-from lightrlhf.common.batch import Batch, Rollout, Row, decode, response_batch
+from lightrlhf.common.batch import Batch, Rollout, Row, decode, reading_passes, response_batch, rows_at_once
 from lightrlhf.common.model import Policy, is_quantised, policy_inputs, position_inputs
 from lightrlhf.common.ops import position_ids
 from lightrlhf.common.prefix_cache import Read, make_cache, past_of, read_of
@@ -205,7 +205,8 @@ class Slots:
         """Read the next prompts, all samples of one together, until there is one for each of `num_rows`."""
         prompts: list[tuple[int, ...]] = []
         rows_of: list[list[int]] = []
-        while self.groups and sum(map(len, rows_of)) < num_rows:
+        most = num_rows if self.reads else rows_at_once(len(self.groups[0][0]), num_rows, self.device)
+        while self.groups and len(prompts) < most and sum(map(len, rows_of)) < num_rows:
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)
             rows_of.append(rows)
@@ -443,12 +444,12 @@ def restrict(probs: Tensor, args: GenerationArgs) -> Tensor:
 
 
 @torch.no_grad()
-def score_logprobs(module: nn.Module, batch: Batch, temperature: float, micro_batch_size: int) -> Tensor:
-    """Log-probabilities of a batch's actions, dropout off, in passes of rows of like length: -> (B, T-1)."""
+def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_size: int) -> Tensor:
+    """Log-probabilities of a batch's actions, dropout off, in passes of at most `batch_size` rows: -> (B, T-1)."""
     was_training = module.training
     module.eval()
     out = torch.zeros(batch.action_mask.shape, device=batch.input_ids.device)
-    for rows in batch.attention_mask.sum(1).argsort(stable=True).split(micro_batch_size):
+    for rows in reading_passes(batch.attention_mask.sum(1), batch_size):
         part = batch.select(rows)
         out[rows, : part.action_mask.shape[1]] = module(**policy_inputs(part), temperature=temperature).logprobs
     module.train(was_training)

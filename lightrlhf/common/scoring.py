@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, RunFailure, UsageError, first_line
-from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, response_batch
+from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, reading_passes, response_batch
 from lightrlhf.common.loading import holds_reward_model, load_scalar, load_tokenizer, quiet_libraries, resolve
 from lightrlhf.common.model import ScalarModel, last_token
 from lightrlhf.common.rewards import reward_statistics
@@ -127,7 +127,7 @@ class ModelScorer:
             return score_batch(self.model, laid.input_ids, laid.attention_mask)
 
         lengths = [len(prompt) + len(response) for prompt, response in rows]
-        return in_batches(rows, lengths, self.encoding, self.batch_size, score)
+        return in_batches(rows, lengths, self.encoding, self.model.device, self.batch_size, score)
 
     def _score_texts(self, samples: list[Sample]) -> list[float]:
         """Encoders read prompt and response as the two texts of a pair."""
@@ -141,7 +141,7 @@ class ModelScorer:
             return self.model(**inputs.to(self.model.device)).logits[:, 0].float()
 
         lengths = [len(tokenizer(*text)["input_ids"]) for text in texts]
-        return in_batches(texts, lengths, self.encoding, self.batch_size, score)
+        return in_batches(texts, lengths, self.encoding, self.model.device, self.batch_size, score)
 
 
 @dataclass
@@ -172,7 +172,8 @@ class PairScorer:
             laid = laid.to(self.model.device)
             return score_batch(self.model, laid.input_ids, laid.attention_mask)
 
-        logits = in_batches(rows, [len(row) for row in rows], self.encoding, self.batch_size, score)
+        lengths = [len(row) for row in rows]
+        logits = in_batches(rows, lengths, self.encoding, self.model.device, self.batch_size, score)
         chances: list[list[list[float]]] = [[[] for _ in group] for group in groups]
         for (g, a, b), logit in zip(places, logits):
             chance = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
@@ -304,14 +305,15 @@ def in_batches(
     rows: Sequence[Any],
     lengths: Sequence[int],
     encoding: Encoding,
+    device: torch.device,
     batch_size: int,
     score: Callable[[list[Any]], Tensor],
 ) -> list[float]:
     """`score` of rows of like length together; NaN for rows that do not fit the model."""
     values = [math.nan] * len(rows)
-    order = sorted((i for i in range(len(rows)) if encoding.fits(lengths[i])), key=lambda i: lengths[i])
-    for start in range(0, len(order), batch_size):
-        index = order[start : start + batch_size]
+    fitting = [i for i, length in enumerate(lengths) if encoding.fits(length)]
+    for part in reading_passes(torch.tensor([lengths[i] for i in fitting], device=device), batch_size):
+        index = [fitting[i] for i in part.tolist()]
         for i, value in zip(index, score([rows[i] for i in index]).tolist()):
             values[i] = value
     return values
