@@ -10,7 +10,7 @@ way of reflecting the median steps per second over the turns and the median rati
 Greedy comments are kept by observation here, and made anew each time there: `greedy` forgets them before each turn, as
 in the first rollout of a training, `greedy, kept` does not, as in all later ones, since the reflector does not learn.
 `sampled` keeps nothing and shows the engine alone. `with history` shows both models all that was done so far: comments
-are new each time, and both models here go on reading where they stopped.
+are new each time, and both models here go on reading where they stopped; give it models fine-tuned on such prompts.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--env", default="dangerous_taxi")
     parser.add_argument("--env_options", nargs="*", default=[], help="options of the environment, as name=value")
     parser.add_argument("--num_envs", type=int, default=64)
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="rows of the table")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(argv)
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(None, resolve(args.policy))
     policy, reflector = (load_policy(name, ModelArgs(), tokenizer).eval() for name in (args.policy, args.reflector))
     ratios = {}
-    for way, options in WAYS.items():
-        acting = ActingArgs(**options)
+    for way in args.ways:
+        acting = ActingArgs(**WAYS[way])
         labels = num_choices(envs[0], acting)
         speeds: dict[str, list[float]] = {"here": [], "generate": []}
         comments = Reflector(reflector, tokenizer, prompts, acting, args.num_envs)
