@@ -308,7 +308,8 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
     prompts = max(scale.prompts // (2 if lengths == "equal" else samples), 1)
     models = bench.models(scale, None if lengths == "equal" else scale.max_new_tokens)
     data = bench.subset(scale, prompts)
-    rows = sorted({min(scale.slots, prompts * samples), prompts * samples})  # at a time: as many, and all
+    everyone = prompts * samples
+    rows = sorted({min(scale.slots, everyone), everyone})  # at a time
     sides = [bench.engine(scale, models, data, bf16, samples, slots) for slots in rows]
     mean = scale.max_new_tokens if lengths == "equal" else round(MEAN_SHARE * scale.max_new_tokens)
     words = {
@@ -340,6 +341,7 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         "sft_experiment_dir": models / "policy",
         "rm_experiment_dir": models / "reward",
         "rollout_size": rows,
+        "rollout_mini_batch_size": rows,
         "mini_batch_size": rows // 2,
         "max_new_tokens": longest,
         "actor_learning_rate": LEARNING_RATE,
@@ -372,18 +374,8 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
         goal=5 if bench.cuda else goal,
         limit_goal=0.5 if bench.cuda else None,
         ours=[
-            bench.program(
-                "lightrlhf.ppo",
-                f"passes of {cut} rows, {at_a_time} generated at a time",
-                flags,
-                bf16,
-                1,
-                data,
-                micro_batch_size=cut,
-                rollout_mini_batch_size=at_a_time,
-            )
+            bench.program("lightrlhf.ppo", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
             for cut in sorted({max(small // 2, 1), small, rows // 2})
-            for at_a_time in sorted({slots, rows})
         ],
         peers=peers,
         unavailable=unavailable,

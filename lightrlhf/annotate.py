@@ -58,7 +58,7 @@ class AnnotateArgs:
     trust_remote_code: bool = False
     """Let a reward model run the code of its own folder."""
     mini_batch_size: int = 64
-    """Rows per pass of the reward model."""
+    """At most so many rows per pass of the reward model."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] | None = None
     """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
     length_penalty: float = 0.0
@@ -142,7 +142,7 @@ def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list
 
 
 def make_scorer(args: Any, batch_size: int) -> GroupScorer:
-    """The reward model or function that a program's flags name; batch_size: rows per pass of the model."""
+    """The reward model or function that a program's flags name; batch_size: of a pass, at most."""
     if args.reward_function:
         function = load_function(args.reward_function, "--reward_function")
         return FunctionGroupScorer(function, f"--reward_function {args.reward_function}")

@@ -87,7 +87,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
     rollout_engine: Literal["local", "openai"] = "local"
     """Who samples: this process, or the servers at `base_url`."""
     mini_batch_size: int = 64
-    """Slots of the generation engine, and rows per pass of the reward model."""
+    """Slots of the generation engine, and at most so many rows per pass of the reward model."""
     seed: int = 42
     """Seed of the sampling noise."""
     accelerator: str = "auto"

@@ -79,7 +79,7 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
     rollout_size: int = 128
     """Prompts per rollout and device."""
     rollout_mini_batch_size: int = 32
-    """Rows decoded or scored at a time."""
+    """Rows decoded at a time, and at most so many scored in one pass."""
     ppo_epochs: int = 1
     """Passes over each rollout."""
     mini_batch_size: int = 32

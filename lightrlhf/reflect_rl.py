@@ -87,7 +87,7 @@ class ReflectRLArgs(TrainArgs, ModelArgs, ActingArgs):
     num_envs: int = 64
     """Environments that are played at once."""
     rollout_mini_batch_size: int = 64
-    """Prompts per forward pass while playing, and slots of the reflector's generation engine."""
+    """At most so many prompts per forward pass while playing, and slots of the reflector's generation engine."""
     group_size: int = 1
     """Episodes from the same start; above 1 their mean and deviation make the advantages, and none of those below."""
     use_critic: bool = False

@@ -150,7 +150,7 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
     reward_function: str | None = None
     """Python function by `package.module:function` instead: f(prompts, completions, **columns) -> list of floats."""
     rollout_mini_batch_size: int = 64
-    """Slots of the generation engine, and rows per pass of the reward model."""
+    """Slots of the generation engine, and at most so many rows per pass of the reward model."""
     eval_dialogues: int = 100
     """Dialogues of the validation split that an iteration is evaluated on, the first ones; 0 switches it off."""
     print_sample_output_freq: int = 0

@@ -15,10 +15,10 @@ from helpers import CPU, last_checkpoint, rows_of, save_model, tiny_policy
 from datasets_prep.common import complete
 from datasets_prep.summarization.prepare_data import from_feedback
 from lightrlhf.common import chat
-from lightrlhf.common.args import GenerationArgs, UsageError
+from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
 from lightrlhf.common.batch import encode_prompt, load_prompts, messages_of, summary_fields, summary_prompt
 from lightrlhf.common.experiments import choices, located
-from lightrlhf.common.loading import ModelArgs, load_policy, load_tokenizer
+from lightrlhf.common.loading import load_policy, load_tokenizer
 from lightrlhf.common.rollout import generate, generate_steps
 
 DEVICE = torch.device("cpu")

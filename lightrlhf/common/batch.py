@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.common.args import UsageError, first_line
 
 IGNORE_INDEX = -100
 SPLITS = ("train", "validation", "test")
-READ_AT_ONCE = {"cpu": 1024}  # tokens of a pass without gradients: more of them leave a processor's caches
+READ_AT_ONCE = {"cpu": 1024}  # tokens of a pass without gradients; larger ones were slower, see howto/speed.md
 COLUMNS = {
     "finetune": {"prompt_len", "input_ids", "targets"},
     "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
@@ -184,7 +184,7 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
         raise UsageError(f"{path} holds objects other than plain data and was not opened; prepare it again") from None
     except Exception as problem:
         raise UsageError(
-            f"{path} is damaged ({type(problem).__name__}: {str(problem).partition(chr(10))[0]}); prepare it again"
+            f"{path} is damaged ({type(problem).__name__}: {first_line(problem)}); prepare it again"
         ) from None
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
@@ -208,7 +208,7 @@ def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]
         torch.save(laid, path.with_name(path.name + ".partial"))
         path.with_name(path.name + ".partial").replace(path)
     except (OSError, RuntimeError) as problem:  # torch tells of a full disk by the latter
-        raise UsageError(f"{path} cannot be written: {str(problem).partition(chr(10))[0]}") from None
+        raise UsageError(f"{path} cannot be written: {first_line(problem)}") from None
     return path
 
 
@@ -363,17 +363,20 @@ def row_length(row: Row) -> int:
 
 
 def rows_at_once(length: int, most_rows: int, device: torch.device) -> int:
-    """How many rows of up to `length` tokens to read in one pass without gradients."""
+    """How many rows of up to `length` tokens one pass without gradients reads.
+
+    At most `most_rows`; on a processor at most `READ_AT_ONCE` tokens, but one row in any case.
+    """
     tokens = READ_AT_ONCE.get(device.type)
     return most_rows if tokens is None else max(1, min(most_rows, tokens // max(length, 1)))
 
 
 def reading_passes(lengths: Tensor, most_rows: int) -> Iterator[Tensor]:
     """Numbers (b,) of rows of like length, the longest first, for passes without gradients; lengths: (B,)."""
-    lengths, order = lengths.sort(descending=True, stable=True)
-    start = 0
+    longest, order = lengths.sort(descending=True, stable=True)
+    longest, start = longest.tolist(), 0
     while start < len(order):
-        stop = start + rows_at_once(int(lengths[start]), most_rows, lengths.device)
+        stop = start + rows_at_once(longest[start], most_rows, order.device)
         yield order[start:stop]
         start = stop
 

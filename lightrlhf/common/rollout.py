@@ -202,10 +202,12 @@ class Slots:
                 setattr(self, name, state[:count])
 
     def _prefill(self, num_rows: int) -> Prefilled:
-        """Read the next prompts, all samples of one together, until there is one for each of `num_rows`."""
+        """Read the next prompts, all samples of one together: one for each of `num_rows`, or fewer on a processor."""
         prompts: list[tuple[int, ...]] = []
         rows_of: list[list[int]] = []
-        most = num_rows if self.reads else rows_at_once(len(self.groups[0][0]), num_rows, self.device)
+        most = num_rows  # where part of the prompts has been read, what is left is short
+        if not self.reads:
+            most = rows_at_once(len(self.groups[0][0]), num_rows, self.device)
         while self.groups and len(prompts) < most and sum(map(len, rows_of)) < num_rows:
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)
