@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightrlhf.common.batch import Batch
+from lightrlhf.common.batch import Batch, response_batch
 from lightrlhf.common.model import Policy, ScalarModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,3 +192,8 @@ def last_checkpoint(experiment_dir: str | Path) -> Path:
 def weights(folder: str | Path) -> bytes:
     """What a checkpoint holds: a whole model, or an adapter."""
     return next(Path(folder).glob("*model.safetensors")).read_bytes()
+
+
+def mixed_batch() -> Batch:
+    """Three rows of mixed lengths, prompts of several tokens, pad = eos = 1."""
+    return response_batch(rows_of(3, 9, 1), [[*row, 1] for row in rows_of(6, 2, 4)], 1)

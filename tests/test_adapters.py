@@ -7,8 +7,18 @@ import shutil
 
 import pytest
 import torch
-from helpers import CPU, assert_same_gradients, gradients, last_checkpoint, metrics, rows_of, save_model, weights
-from test_model import logits_of, mixed_batch, train_a_little
+from helpers import (
+    CPU,
+    assert_same_gradients,
+    gradients,
+    last_checkpoint,
+    metrics,
+    mixed_batch,
+    rows_of,
+    save_model,
+    weights,
+)
+from test_loading import logits_of, train_a_little
 
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.batch import response_batch

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import os
 import re
 import runpy
 import shutil
@@ -106,7 +107,9 @@ def test_the_commands_of_a_page(page, working_dir):
 def follow(command, variables: dict[str, str], folder: Path) -> None:
     """Run one command of a page, or parse it only, or check that what it calls is there."""
     if assigned := re.fullmatch(r"([A-Z]+)=(.*)", command.line):
-        done = subprocess.run(["bash", "-c", f"printf %s {assigned[2]}"], cwd=folder, capture_output=True, text=True)
+        here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in an activated one
+        line = ["bash", "-c", f"printf %s {assigned[2]}"]
+        done = subprocess.run(line, cwd=folder, env=here, capture_output=True, text=True)
         variables[assigned[1]] = done.stdout or "logs/not/there/yet"
         assert command.parse_only or done.stdout, f"{assigned[2]} names nothing"
         return

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, rows_of, save_model, weights
+from helpers import CPU, last_checkpoint, metrics, mixed_batch, rows_of, save_model, weights
 from test_adapters import config_of, plain
-from test_model import logits_of, mixed_batch, train_a_little
+from test_loading import logits_of, train_a_little
 
 from lightrlhf.common.args import ModelArgs, UsageError
 from lightrlhf.common.loading import export, load_policy, load_scalar, merged_model, separate_pad_token
