@@ -45,7 +45,7 @@ class BenchmarkArgs:
     suite: Literal["cpu", "gpu"]
     """Models of 4M and 30M parameters in float32, or of 1B in bf16."""
     only: list[str] = field(default_factory=list)
-    """Names of cases; all when not given."""
+    """Names of cases, to measure them anew beside what this machine's results hold; all when not given."""
     quick: bool = False
     """Tiny models and one turn: tries the machinery and measures nothing."""
     repetitions: int | None = None
@@ -445,8 +445,13 @@ def main(argv: list[str] | None = None) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
         bench = Bench(Path(work), args.suite, args.quick)
+        cases = list(all_cases(bench, without_bf16(cuda)))
+        names = [case.name for case in cases]
+        if unknown := [name for name in args.only if name not in names]:
+            raise UsageError(f"--only {unknown[0]} is none of: {', '.join(names)}")
+        kept = earlier(folder / f"{args.suite}.json", results) if args.only else {}
         limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
-        for case in all_cases(bench, without_bf16(cuda)):
+        for case in cases:
             if args.only and case.name not in args.only:
                 continue
             began = time.perf_counter()
@@ -454,11 +459,21 @@ def main(argv: list[str] | None = None) -> None:
             if "ours" in result and case.floor:
                 result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
             facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
-            results["cases"][case.name] = {name: getattr(case, name) for name in facts} | result
+            kept[case.name] = {name: getattr(case, name) for name in facts} | {"date": results["date"]} | result
+            results["cases"] = {name: kept[name] for name in names if name in kept}
             write(folder / f"{args.suite}.json", json.dumps(results, indent=1))
             write(folder / f"{args.suite}.md", table(results))
             print(f"[{time.perf_counter() - began:4.0f} s] {row(results['cases'][case.name])}", flush=True)
     print(f"written to {folder / args.suite}.json and .md")
+
+
+def earlier(file: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """The cases that a file holds of the same machine and kind of run."""
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    same = all(found[name] == results[name] for name in ("suite", "quick", "machine"))
+    return found["cases"] if same else {}
 
 
 if __name__ == "__main__":

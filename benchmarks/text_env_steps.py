@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.common.args import ModelArgs
+from lightrlhf.common.args import ModelArgs, one_line_errors
 from lightrlhf.common.batch import decode, encode_prompt
 from lightrlhf.common.episodes import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
 from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
@@ -70,6 +70,7 @@ class PlainAgent:
         return out[:, padded["input_ids"].shape[1] :].tolist()
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the comparison; returns the median ratio by way of reflecting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,10 +82,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="rows of the table")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(argv)
+    sources = [resolve(args.policy, "--policy"), resolve(args.reflector, "--reflector")]
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
     starts = (envs[0].starts("train") * args.num_envs)[: args.num_envs]
-    tokenizer = load_tokenizer(None, resolve(args.policy))
-    policy, reflector = (load_policy(name, ModelArgs(), tokenizer).eval() for name in (args.policy, args.reflector))
+    tokenizer = load_tokenizer(None, sources[0])
+    policy, reflector = (load_policy(source, ModelArgs(), tokenizer).eval() for source in sources)
     ratios = {}
     for way in args.ways:
         acting = ActingArgs(**WAYS[way])

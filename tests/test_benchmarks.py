@@ -196,6 +196,32 @@ def test_every_case_can_be_made_and_names_are_unique(tmp_path):
     }  # fmt: skip
 
 
+def test_a_case_that_is_measured_anew_leaves_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "all_cases", lambda *_: [case([], []), replace(case([], []), name="other")])
+    monkeypatch.setattr(benchmark, "measure", lambda *_: {"not_measured": next(reasons)})
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    reasons = iter(["first", "second", "third", "fourth", "fifth"])
+    quick = ["--suite", "cpu", "--quick", "True", "--output_dir", str(tmp_path)]
+
+    def held() -> dict[str, str]:
+        cases = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+        return {name: found["not_measured"] for name, found in cases.items()}
+
+    first = case([], []).name
+    benchmark.main(quick)
+    assert held() == {first: "first", "other": "second"}
+    benchmark.main([*quick, "--only", first])
+    assert list(held().items()) == [(first, "third"), ("other", "second")]
+    with pytest.raises(SystemExit) as stop:
+        benchmark.main([*quick, "--only", "another"])
+    assert stop.value.code == 2 and f"--only another is none of: {first}, other" in capsys.readouterr().err
+    assert held() == {first: "third", "other": "second"}
+    benchmark.main([*quick, "--only", "other", "--threads", "77"])  # another machine, as far as numbers go
+    assert held() == {"other": "fourth"}
+    benchmark.main([*quick, "--only", first, "--threads", "77"])
+    assert list(held().items()) == [(first, "fifth"), ("other", "fourth")]
+
+
 def test_the_gpu_suite_says_when_there_is_none(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
