@@ -337,10 +337,12 @@ def table(results: dict[str, Any]) -> str:
         {c["versions"]["peer"]["trl"] for c in cases.values() if "trl" in c.get("versions", {}).get("peer", {})}
     )
     versions = {**versions, **({"trl": " and ".join(trl)} if trl else {})}
+    days = sorted(case["date"] for case in cases.values())
+    when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     lines = [
         f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {results['date']}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest).",
+        + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest).",
         "",
         "| work | ours, fastest setting | the peer's fastest setting | ratio | goal | | of the limit | memory, both |",
         "|---|---|---|---|---|---|---|---|",
@@ -435,9 +437,9 @@ def main(argv: list[str] | None = None) -> None:
         raise RunFailure("--suite gpu: not measured (no GPU)")
     threads = args.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
+    today = datetime.date.today().isoformat()
     results: dict[str, Any] = {
         "suite": args.suite,
-        "date": datetime.date.today().isoformat(),
         "repetitions": repetitions,
         "quick": args.quick,
         "machine": machine(threads, cuda),
@@ -459,7 +461,7 @@ def main(argv: list[str] | None = None) -> None:
             if "ours" in result and case.floor:
                 result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
             facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
-            kept[case.name] = {name: getattr(case, name) for name in facts} | {"date": results["date"]} | result
+            kept[case.name] = {name: getattr(case, name) for name in facts} | {"date": today} | result
             results["cases"] = {name: kept[name] for name in names if name in kept}
             write(folder / f"{args.suite}.json", json.dumps(results, indent=1))
             write(folder / f"{args.suite}.md", table(results))

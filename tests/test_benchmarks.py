@@ -163,10 +163,12 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     ]
     assert [benchmark.verdict(row(ratio, True)) for ratio in (1.9, 2.1)] == ["met", "missed"]
 
-    results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "date": "d", "repetitions": 3}
+    results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "repetitions": 3}
     start = row(0, True) | {"what": "Start", "value": {"median": 1.9, "min": 1.8, "max": 2.0}}
     del start["ratio"]
     cases = {"a": row(2.1), "b": row(0.5), "start": start}
+    for case, day in zip(cases.values(), ("2026-01-03", "2026-01-01", "2026-01-02")):
+        case["date"] = day
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
     page = tmp_path / "page.md"
     places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
@@ -175,6 +177,7 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     benchmark.insert("cpu", tmp_path)
     benchmark.insert("cpu", tmp_path)
     text = page.read_text()
+    assert "2026-01-01 to 2026-01-03. Ratios" in text
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert [part.count("**2.10**") for part in text.split("between")] == [1, 1] and "the peer is faster" in text
     assert [part.count("**1.90** u (1.80 to 2.00)") for part in text.split("between")] == [1, 1]

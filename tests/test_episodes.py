@@ -15,7 +15,7 @@ from helpers import ARCHITECTURES, tiny_policy
 
 from lightrlhf.common import episodes as module
 from lightrlhf.common.args import ModelArgs, RunFailure
-from lightrlhf.common.batch import response_batch
+from lightrlhf.common.batch import READ_AT_ONCE, response_batch
 from lightrlhf.common.episodes import (
     ActingArgs,
     Episode,
@@ -174,6 +174,18 @@ def test_what_an_episode_has_grown_by_is_all_that_is_read(folders, way):
         assert one == pytest.approx(other, abs=1e-5)
     bare = agent_of(folders)
     assert not bare.keeps and not bare.reflector.keeps
+
+
+def test_a_processor_reads_few_prompts_at_once_and_chooses_the_same(folders, monkeypatch):
+    def episodes() -> tuple[list[Episode], int]:
+        agent, widest = agent_of(folders), [0]
+        count = lambda _, given: widest.append(len(given[0]))
+        agent.policy.model.get_input_embeddings().register_forward_pre_hook(count)
+        return play([Corridor() for _ in range(4)], STARTS[:9], agent, "0"), max(widest)
+
+    (together, several), _ = episodes(), monkeypatch.setitem(READ_AT_ONCE, "cpu", 1)
+    alone, one = episodes()
+    assert said(together) == said(alone) and several > one == 1
 
 
 def test_prompts_that_do_not_fit_and_too_many_commands_are_one_line(tmp_path, folders):

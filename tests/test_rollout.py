@@ -398,10 +398,19 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
 def test_prompts_read_in_many_passes_say_the_same(monkeypatch):
     policy, prompts = tiny_policy("llama"), [p for p in PROMPTS for _ in range(2)]
     args = GenerationArgs(max_new_tokens=6)
+    batch = response_batch(PROMPTS, PROMPTS, 1)
+    shapes = []  # of what is read at once
+    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
     found = []
     for tokens in (10_000, 8):
         monkeypatch.setitem(READ_AT_ONCE, "cpu", tokens)
+        shapes.clear()
         found.append(generate(policy, prompts, args, [1], noise(len(prompts), 6), num_slots=5))
+        read = [(rows, width) for rows, width in shapes if width > 1]  # no decoding steps
+        assert any(rows > 1 and rows * width > 8 for rows, width in read) == (tokens > 8)
+        shapes.clear()
+        score_logprobs(policy, batch, 1.0, batch_size=5)
+        assert any(rows > 1 and rows * width > 8 for rows, width in shapes) == (tokens > 8)
     assert found[0].responses == found[1].responses
     for one, other in zip(found[0].logprobs, found[1].logprobs):
         assert one == pytest.approx(other, abs=1e-5)
