@@ -168,8 +168,8 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go_on(sft_dir, tmp_path):
 
 
 def test_weights_in_four_bits_talk_with_their_adapters_beside_them(lora_dir, cafe_data):
-    pytest.importorskip("bitsandbytes", reason="needs pip install 'lightrlhf[quantisation]'")
-    models = ModelArgs(load_in_4bit=True, finetune_mode="lora", lora_rank=1)
+    pytest.importorskip("bitsandbytes", reason="needs pip install -e '.[quantisation]'")
+    models = ModelArgs(load_in_4bit=True)
     shelf = chat.Shelf([lora_dir], DEVICE, models=models)
     label = shelf.labels()[-1]
     answer = answer_of(shelf.speaker(label), TALK)

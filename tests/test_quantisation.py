@@ -6,7 +6,17 @@ import shutil
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, mixed_batch, rows_of, save_model, weights
+from helpers import (
+    CPU,
+    assert_same_gradients,
+    gradients,
+    last_checkpoint,
+    metrics,
+    mixed_batch,
+    rows_of,
+    save_model,
+    weights,
+)
 from test_adapters import config_of, plain
 from test_loading import logits_of, train_a_little
 
@@ -43,6 +53,115 @@ def test_an_architecture_whose_layers_stay_as_they_are_is_refused(tmp_path, toke
     base = save_model("falcon", tmp_path, tokenizer)
     with pytest.raises(UsageError, match=r"\(falcon\) has no layer that bitsandbytes can quantise"):
         load_policy(str(base), lora(load_in_4bit=True), tokenizer)
+
+
+@pytest.fixture(params=[True, False], ids=["avx512_bf16", "without"])
+def processor(request, monkeypatch):
+    """bitsandbytes believes to run on a processor with or without AVX512-bf16, for which it repacks 4-bit weights."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+
+
+def quantised_matrix(policy) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = next(m for m in policy.modules() if type(m).__name__ == "Linear4bit").weight
+    return dequantize_4bit(weight.data, weight.quant_state)
+
+
+@pytest.mark.parametrize("widths", [(32, 48), (64, 96), (48, 80), (128, 256)], ids=str)
+def test_passes_and_saving_leave_four_bit_weights_as_they_were_quantised(widths, processor, tmp_path, tokenizer):
+    """Also where widths are no multiples of bitsandbytes' blocks: (32, 48) of 64 and 32."""
+    sizes = dict(zip(("hidden_size", "intermediate_size"), widths))
+    base = save_model("llama", tmp_path / "base", tokenizer, **sizes)
+    fresh, used = (load_policy(str(base), lora(load_in_4bit=True), tokenizer) for _ in range(2))
+    used.load_state_dict({n: p for n, p in fresh.named_parameters() if "lora_" in n}, strict=False)
+    matrix = quantised_matrix(fresh)
+    with torch.no_grad():
+        logits = used.eval().model(IDS).logits
+    used.state_dict()
+    assert torch.equal(quantised_matrix(used), matrix)
+    assert torch.equal(logits_of(used.model, IDS), logits)
+    found = []
+    for policy in (fresh, used.train()):
+        policy(**policy_inputs(mixed_batch())).logprobs.sum().backward()
+        found.append(gradients(policy))
+    assert_same_gradients(*found, atol=0)
+
+
+def test_a_release_that_repacks_all_the_same_is_refused(monkeypatch, tmp_path, tokenizer):
+    from bitsandbytes.nn import Linear4bit
+
+    always = property(lambda layer: True, lambda layer, value: None)
+    monkeypatch.setattr(Linear4bit, "support_avx512bf16_for_cpu", always, raising=False)
+    base = save_model("llama", tmp_path / "base", tokenizer, hidden_size=64, intermediate_size=128)
+    with pytest.raises(UsageError, match="repacks 4-bit weights on this processor"):
+        load_policy(str(base), lora(load_in_4bit=True), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def saved_in_four_bits(tmp_path_factory, tokenizer):
+    """A folder whose weights bitsandbytes had quantised before they were saved."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    folder = tmp_path_factory.mktemp("models")
+    base = save_model("llama", folder / "base", tokenizer)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(folder / "saved")
+    return str(folder / "saved")
+
+
+CANNOT = [
+    (["--finetune_mode=all"], "quantised weights cannot learn; use --finetune_mode lora"),
+    (["--finetune_mode=last_layer"], "quantised weights cannot learn; use --finetune_mode lora"),
+    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, into which no adapter can be merged"),
+    (["--finetune_mode=lora", "--load_in_8bit=True"], "saved in 4 bits; leave out --load_in_8bit"),
+]
+
+
+@pytest.mark.parametrize("flags, said", CANNOT, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_what_saved_quantised_weights_cannot_do_is_said_before_training(
+    flags, said, saved_in_four_bits, cafe_data, tmp_path, capsys
+):
+    from lightrlhf import sft
+
+    with pytest.raises(SystemExit) as stopped:
+        sft.main(
+            ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", saved_in_four_bits, *flags]
+        )
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_adapters_learn_beside_saved_quantised_weights_and_are_used_unmerged(
+    saved_in_four_bits, cafe_data, tmp_path, tokenizer
+):
+    from lightrlhf import sft
+
+    flags = ["--model_name", saved_in_four_bits, "--finetune_mode=lora", "--max_steps=2", "--learning_rate=1e-2"]
+    folder = sft.main(["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, *flags])
+    trained = load_policy(folder, ModelArgs(), tokenizer)
+    going_on = load_policy(folder, lora(), tokenizer)  # a new adapter, which changes nothing yet, on top
+    assert torch.equal(logits_of(trained.model, IDS), logits_of(going_on.model, IDS))
+    started = load_policy(saved_in_four_bits, ModelArgs(), tokenizer)
+    assert not torch.allclose(logits_of(trained.model, IDS), logits_of(started.model, IDS), atol=1e-4)
+    with pytest.raises(UsageError, match="saved in 4 bits, which take no scalar head"):
+        load_scalar(saved_in_four_bits, ModelArgs(), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_data, base_model, tmp_path):
+    from lightrlhf import ppo
+
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", str(base_model)]
+    flags += ["--finetune_mode=lora", f"--{bits}=True", "--reward_function=test_ppo:reward_by_length"]
+    flags += ["--rollout_size=8", "--mini_batch_size=8", "--micro_batch_size=4", "--max_new_tokens=6"]
+    flags += ["--actor_learning_rate=1e-2", "--log_interval=1", "--eval_interval=1", "--eval_iters=1"]
+    whole = ppo.main([*flags, "--save_interval=2", "--max_steps=4"])
+    expected, rows = weights(last_checkpoint(whole)), metrics(whole)
+    shutil.rmtree(f"{whole}/checkpoint-000004")
+    ppo.main(["--resume_from", whole])
+    assert weights(last_checkpoint(whole)) == expected and metrics(whole) == rows
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -48,13 +48,10 @@ class Desk:
     @classmethod
     def open(cls, args: Any) -> Desk:
         """Raises: UsageError when an experiment dir holds nothing to talk to."""
-        quantised = args.load_in_8bit or args.load_in_4bit  # adapters then stay beside the weights, not merged
         models = ModelArgs(
             trust_remote_code=args.trust_remote_code,
             load_in_8bit=args.load_in_8bit,
             load_in_4bit=args.load_in_4bit,
-            finetune_mode="lora" if quantised else "all",
-            lora_rank=1,
         )
         device = find_device(args.accelerator)
         shelf = Shelf(args.experiment_dir, device, args.max_models, models, args.data_dir, args.reference_dir)

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from lightrlhf.common import adapters as lora
 from lightrlhf.common.args import ModelArgs, UsageError, first_line
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, verify_checkpoint, write_folder
-from lightrlhf.common.model import Policy, Role, ScalarModel, is_quantised, transformer_layers, vocabulary_size
+from lightrlhf.common.model import (
+    Policy,
+    Role,
+    ScalarModel,
+    check_can_learn,
+    is_quantised,
+    transformer_layers,
+    vocabulary_size,
+)
 
 TINY = {
     "hidden_size": 128,
@@ -226,16 +234,14 @@ def _load(
         base, config = base_name(source, flag), lora.adapter_config(source, flag)
         if config is not None and (Path(base) / MANIFEST).is_file():
             verify_checkpoint(Path(base))
+        quantisation = {} if _is_stored_quantised(base, flag, args, "num_labels" in options) else _quantisation(args)
         with torch.random.fork_rng(devices=[]):  # transformers draws a head that we draw again
-            options |= {"trust_remote_code": args.trust_remote_code, **_quantisation(args)}
+            options |= {"trust_remote_code": args.trust_remote_code, **quantisation}
             model = _from_pretrained(auto_class, base, flag, **options)
-    if not is_quantised(model):
+    if is_quantised(model):
+        _check_quantised(model, f"{flag} {source}")
+    else:
         model.float()
-    elif not any(type(module).__name__ in ("Linear8bitLt", "Linear4bit") for module in model.modules()):
-        raise UsageError(
-            f"{flag} {source} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
-            "train without --load_in_8bit and --load_in_4bit"
-        )
     if args.disable_dropout:
         _switch_off_dropout(model)
     if source == "tiny":
@@ -262,6 +268,63 @@ def _quantisation(args: ModelArgs) -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32,
     )
     return {"quantization_config": config}
+
+
+def _is_stored_quantised(base: str, flag: str, args: ModelArgs, is_scalar: bool) -> bool:
+    """Whether bitsandbytes quantised the weights before they were saved.
+
+    Raises: UsageError for what such weights cannot do: be merged into, get a scalar head, come in other bits.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        stored = PretrainedConfig.get_config_dict(base)[0].get("quantization_config") or {}
+    except (OSError, ValueError):
+        return False  # loading it says what is wrong with it
+    if stored.get("quant_method") != "bitsandbytes":
+        return False
+    bits = 4 if stored.get("load_in_4bit") else 8
+    which = f"{flag} {base} holds weights that were saved in {bits} bits"
+    if args.merge:
+        raise UsageError(
+            f"{which}, into which no adapter can be merged; leave out --merge, or give the model as it was before"
+        )
+    if is_scalar:
+        raise UsageError(f"{which}, which take no scalar head; give the model as it was before")
+    if args.load_in_8bit and bits == 4 or args.load_in_4bit and bits == 8:
+        raise UsageError(f"{which}; leave out --load_in_{12 - bits}bit")
+    return True
+
+
+@torch.no_grad()
+def _check_quantised(model: nn.Module, which: str) -> None:
+    """Keep 4-bit weights as they were quantised, whatever this processor could do with them.
+
+    On CPUs with AVX512-bf16 instructions bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first pass in
+    eval mode. From then on no gradient flows back through the layer, its products are rounded to bfloat16,
+    `dequantize_4bit` (and so merging) returns another matrix, `state_dict` damages the scales, and layers whose input
+    width is no multiple of 64 or whose output width is none of 32 fail.
+
+    Raises: UsageError when no layer is quantised, or a release of bitsandbytes repacks all the same.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in ("Linear8bitLt", "Linear4bit")]
+    if not layers:
+        raise UsageError(
+            f"{which} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
+            "train without --load_in_8bit and --load_in_4bit"
+        )
+    for layer in layers:
+        if type(layer).__name__ == "Linear4bit":
+            layer.support_avx512bf16_for_cpu = False
+    layer = layers[0]
+    if type(layer).__name__ == "Linear4bit" and layer.weight.device.type == "cpu":
+        stored = layer.weight.data_ptr()
+        layer(torch.zeros(1, layer.in_features))
+        if layer.weight.data_ptr() != stored:
+            raise UsageError(
+                f"{which}: this release of bitsandbytes repacks 4-bit weights on this processor, after which they "
+                "cannot be trained or merged; install the tested one: pip install -c constraints.txt bitsandbytes"
+            )
 
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> nn.Module:
@@ -344,8 +407,13 @@ def saved_config(source: str) -> dict[str, Any]:
 def _choose_what_learns(
     model: nn.Module, args: ModelArgs, loaded: dict[str, tuple[str, Tensor | None]], new: str
 ) -> tuple[str, ...]:
-    """Freeze what does not learn; returns the adapters. Without LoRA those it came with are merged into the weights."""
+    """Freeze what does not learn; returns the adapters.
+
+    Without LoRA the adapters it came with are merged into the weights; beside quantised weights they stay, active.
+    """
     adapters = tuple(name for name, _ in loaded.values())
+    if args.finetune_mode == "last_layer":
+        check_can_learn(model)
     if args.finetune_mode == "lora":
         quiet_libraries()
         lora.add_adapter(model, new, args)
@@ -353,6 +421,8 @@ def _choose_what_learns(
         lora.set_up(model, active=adapters, learning=(new,))
         if hasattr(model, "score"):
             model.score.requires_grad_(True)
+    elif adapters and is_quantised(model):
+        lora.set_up(model, active=adapters, learning=())
     elif adapters:
         lora.merge(model, adapters).requires_grad_(True)
         loaded.clear()
@@ -449,7 +519,7 @@ def _merged_from(folder: str) -> nn.Module:
     scalar = holds_reward_model(folder)
     auto_class = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     options = {"num_labels": 1} if scalar else {}
-    model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(), None, **options)
+    model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
     _choose_what_learns(model, ModelArgs(), loaded, "")
     return model
 
