@@ -11,17 +11,28 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import processes
 import pytest
 import torch
 from helpers import CAFE_SIZES, CPU, environment, save_model
 
 torch.set_num_threads(1)
+processes.open_session()
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test():
+    before = processes.running()
+    yield
+    left = processes.left_by_a_test(before)
+    processes.end(list(left))
+    assert not left, f"still running, killed now: {[*left.values()]}"
 
 
 @pytest.fixture(scope="session")
@@ -73,8 +84,8 @@ def rm_dir(cafe_data, sft_dir, logs):
 @pytest.fixture(scope="session")
 def transformers_serve(tmp_path_factory, tokenizer):
     """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
-    pytest.importorskip("uvicorn", reason="needs pip install 'lightrlhf[serve]'")
-    pytest.importorskip("fastapi", reason="needs pip install 'lightrlhf[serve]'")
+    pytest.importorskip("uvicorn", reason="needs pip install -e '.[serve]'")
+    pytest.importorskip("fastapi", reason="needs pip install -e '.[serve]'")
     folder = save_model("llama", tmp_path_factory.mktemp("served") / "tiny", tokenizer)
     tokenizer.save_pretrained(folder)
     with socket.socket() as free:
@@ -82,7 +93,5 @@ def transformers_serve(tmp_path_factory, tokenizer):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    yield f"http://127.0.0.1:{port}/v1", str(folder)
-    process.terminate()
-    process.wait(10)
+    with processes.started(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        yield f"http://127.0.0.1:{port}/v1", str(folder)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from processes import PATIENCE, started
 
 from lightrlhf.common.batch import Batch, response_batch
 from lightrlhf.common.model import Policy, ScalarModel
@@ -160,15 +162,21 @@ def environment() -> dict[str, str]:
 def run_program(module: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
     """`python -m module flags…` in a process of its own."""
     command = [sys.executable, "-m", module, *map(str, flags)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def start_program(module: str, *flags: str) -> subprocess.Popen:
-    """The same, left running; its output is thrown away."""
-    command = [sys.executable, "-m", module, *map(str, flags)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, delay: float = 0.0) -> None:
+    """The same, killed `delay` seconds after the files of `pattern` in `folder` have more than `rows` lines.
+
+    -1 rows: as soon as there is such a file.
+    """
+    script = [str(ROOT / "tests" / "killed.py"), str(folder), pattern, str(rows), str(delay)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with started([sys.executable, *script, module, *map(str, flags)], cwd=ROOT, env=environment(), **quiet) as process:
+        status = process.wait(PATIENCE)
+    assert status == -signal.SIGKILL, f"ended by itself with {status}"
 
 
 def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 from helpers import ROOT, environment
+from processes import PATIENCE
 
 try:
     from lightrlhf.envs import alfworld, household
 except ModuleNotFoundError as missing:
-    pytest.skip(f"needs pip install 'lightrlhf[alfworld]' (there is no {missing.name})", allow_module_level=True)
+    pytest.skip(f"needs pip install -e '.[alfworld]' (there is no {missing.name})", allow_module_level=True)
 
 import fast_downward
 import gymnasium
@@ -190,7 +191,7 @@ env.close()
 def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(capsys):
     other = subprocess.run(
         [sys.executable, "-c", EPISODES], env=environment() | {"PYTHONHASHSEED": "1"}, cwd=ROOT,
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True, text=True, check=True, timeout=PATIENCE,
     ).stdout  # fmt: skip
     capsys.readouterr()
     exec(EPISODES, {})

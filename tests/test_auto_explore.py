@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment
+from processes import PATIENCE
 from test_remote import Handler
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from datasets_prep.text_envs import make_tasks  # noqa: E402
 from lightrlhf.common.args import UsageError  # noqa: E402
@@ -569,7 +570,7 @@ def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(explored, ca
     code = EPISODES.format(explored[1])
     other = subprocess.run(
         [sys.executable, "-c", code], env=environment() | {"PYTHONHASHSEED": "1"}, cwd=ROOT,
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True, text=True, check=True, timeout=PATIENCE,
     ).stdout  # fmt: skip
     capsys.readouterr()
     exec(code, {})

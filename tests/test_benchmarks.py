@@ -66,7 +66,7 @@ def case(ours: Side, peers: list[Side], **more) -> Case:
 
 # --------------------------------------------------------------------------------------------------------- turns
 def test_both_sides_take_turns_and_the_fastest_setting_of_each_counts(tmp_path):
-    names = {"a": 0.3, "b": 0.0, "s": 0.6, "f": 0.1}
+    names = {"a": 1.0, "b": 0.0, "s": 2.0, "f": 0.5}
     poor, good, slow, fast = (side(tmp_path, name, seconds) for name, seconds in names.items())
     compared = replace(case(poor, [slow, fast]), ours=[poor, good])
     result = benchmark.compare(compared, tmp_path, threads=1, repetitions=3)
@@ -74,13 +74,13 @@ def test_both_sides_take_turns_and_the_fastest_setting_of_each_counts(tmp_path):
     assert result["turns"] == 3
     assert (result["ours"]["label"], result["peer"]["label"]) == ("b", "f") and set(result["tried"]) == set(names)
     ratio = result["ratio"]
-    assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
+    assert ratio["min"] <= ratio["median"] <= ratio["max"] and ratio["median"] > 1
     assert result["ours"]["units"] == 6 and result["ours"]["peak_bytes"] > 2**20
     assert result["versions"]["peer"] == {"torch": "1"}
 
 
 def test_a_device_that_cannot_hold_all_settings_tries_them_one_by_one(tmp_path):
-    ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 0.3), ("f", 0.0)))
+    ours, slow, fast = (side(tmp_path, name, s) for name, s in (("o", 0.0), ("s", 1.0), ("f", 0.0)))
     broken = side(tmp_path, "x", dies=1)
     compared = case(ours, [slow, fast, broken], together=False)
     result = benchmark.compare(compared, tmp_path, threads=1, repetitions=1)

@@ -271,7 +271,7 @@ def test_honest_solutions_get_all_of_theirs():
 def test_scale():
     tests = json.dumps({"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "3", "4"]})
     programs = ["print(", "1/0", "print(0)", "x = input()\nprint(x if x < '3' else 0)", "print(input())"]
-    scores = [score_program(program, tests, QUICK) for program in programs]
+    scores = [score_program(program, tests) for program in programs]
     assert scores == pytest.approx([-1.0, -0.6, -0.3, 0.35, 1.0])
 
 
@@ -305,7 +305,7 @@ def f(x):
     return False
 """
     tests = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[True], [False]]})
-    assert score_program(program, tests, QUICK) == -0.3
+    assert score_program(program, tests) == -0.3
 
 
 def _no_process(*args, **kwargs):
@@ -323,7 +323,7 @@ def test_without_kernel_isolation_a_flag_is_needed(monkeypatch, tmp_path):
     assert "\n" not in str(refusal.value) and "landlock and seccomp" in str(refusal.value)
     monkeypatch.setenv("LIGHTRLHF_RUN_UNISOLATED_CODE", "1")
     monkeypatch.setattr(sandbox, "_hide_memory", lambda: None)  # it would outlive the test
-    assert run_program("print(1)", limits=QUICK).output == "1\n"
+    assert run_program("print(1)").output == "1\n"
 
 
 def test_answers_are_compared_by_exact_types():

@@ -11,9 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from data_helpers import arguments, collected, every, gpt2_like, write_lines
+from helpers import environment
+from processes import PATIENCE, started
 
 from datasets_prep import common
 from datasets_prep.common import PrepareArgs, prepare
@@ -327,25 +330,16 @@ def test_a_killed_parent_leaves_no_worker(tmp_path, tokenizer_dir):
     file = write_lines(tmp_path / "long.jsonl", ({"prompt": f"prompt {n}"} for n in range(200_000)))
     flags = {"destination_dir": tmp_path / "out", "dataset_name": file, "tokenizer_name": tokenizer_dir, "num_proc": 2}
     command = [sys.executable, "-m", "datasets_prep.generic.prepare_data"]
-    parent = subprocess.Popen([*command, *(f"--{name}={value}" for name, value in flags.items())], cwd=ROOT)
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    wait_until(lambda: len(children.read_text().split()) == 2)
-    workers = [Path("/proc", pid, "stat") for pid in children.read_text().split()]
-    time.sleep(0.2)  # until they have started
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not any(alive(worker) for worker in workers), seconds=20)
-
-
-def alive(stat: Path) -> bool:
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_until(holds, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    with started(command, cwd=ROOT, env=environment()) as parent:
+        program = psutil.Process(parent.pid)
+        while len(workers := program.children()) < 2 and parent.poll() is None:
+            time.sleep(0.001)
+        assert len(workers) == 2
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+    assert not alive
 
 
 def test_destination_that_is_a_file(write, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, tiny_model
+from processes import PATIENCE, kept, started
 
 from lightrlhf.common import desk as desks
 from lightrlhf.common.args import UsageError, parse
@@ -23,7 +25,7 @@ from lightrlhf.common.scoring import as_text
 from lightrlhf.common.votes import read_votes
 from lightrlhf.demo import DemoArgs, build, serve, told
 
-pytest.importorskip("gradio", reason="needs pip install 'lightrlhf[demo]'")
+pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 
 SFT, PPO = "rlhf-supervised-finetuning step 2", "rlhf-ppo step 1"
 SLIDERS = (16, True, 1.0, 0, 1.0)
@@ -217,15 +219,15 @@ def server(world):
         if not world["servers"] or world["servers"][-1].poll() is not None:
             world["port"] = free_port()
             command = [sys.executable, "-m", "lightrlhf.demo", "--port", str(world["port"]), *world["flags"]]
-            process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+            options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "text": True}
+            process = opened.enter_context(started(command, **options))
+            kept.add(process.pid)
             world["servers"].append(process)
             assert "the page is at http://127.0.0.1" in process.stdout.readline()
         return f"http://127.0.0.1:{world['port']}"
 
-    yield running
-    for process in world["servers"]:
-        process.kill()
-        process.wait(20)
+    with contextlib.ExitStack() as opened:
+        yield running
 
 
 def free_port() -> int:
@@ -253,7 +255,7 @@ def test_eight_people_at_once_each_have_their_own_dialogue(server, desk):
     for visitor in visitors:
         visitor.start()
     for visitor in visitors:
-        visitor.join(90)
+        visitor.join(PATIENCE)
     for number, order in enumerate(orders):
         alone = say(desk, f"And {number} scones.", say(desk, order))
         assert heard[number] == [turn["content"] for turn in alone]
@@ -268,7 +270,7 @@ def test_a_password_keeps_others_out(desk, tmp_path):
     page = build(desk)
     serve(page, args)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=20) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=PATIENCE) as client:
             assert client.get("/config").status_code == 401
             for password, status in (("sesame", 400), ("", 422), ("sésame", 200)):
                 said = client.post("/login", data={"username": "ada", "password": password})
@@ -290,7 +292,7 @@ def test_a_port_that_is_taken_is_named(desk):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'lightrlhf[test]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[test]'")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no browser is installed; on Debian: apt-get install chromium")
@@ -309,7 +311,7 @@ def page(browser, server):
     asked_for, failures = [], []
     opened.on("request", lambda request: asked_for.append(request.url))
     opened.on("pageerror", lambda problem: failures.append(str(problem)))
-    opened.set_default_timeout(30_000)
+    opened.set_default_timeout(PATIENCE * 1000)
     opened.goto(server())
     opened.get_by_role("tab", name="Chat").wait_for()
     yield opened
@@ -337,8 +339,8 @@ def answers(page) -> list[str]:
     return page.locator(".bot.message").all_inner_texts()
 
 
-def wait_for(condition, seconds: float = 30) -> None:
-    until = time.monotonic() + seconds
+def wait_for(condition) -> None:
+    until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until, "it did not come"
         time.sleep(0.05)
@@ -370,7 +372,7 @@ def test_chat_in_a_browser(page):
 def test_a_stream_is_seen_growing_and_stops(page):
     choose(page, "Model", "endless")
     page.get_by_text("Generation settings").first.click()
-    page.get_by_label("number input for max_new_tokens").first.fill("1000")
+    page.get_by_label("number input for max_new_tokens").first.fill("4000")
     page.get_by_label("number input for max_new_tokens").first.press("Enter")
     message_of(page).fill("Say something long.")
     press(page, "Send")
@@ -381,7 +383,7 @@ def test_a_stream_is_seen_growing_and_stops(page):
     page.get_by_text("tokens, cut").wait_for()
     stopped = answers(page)[0]
     time.sleep(0.5)
-    assert answers(page)[0] == stopped and int(stopped.rpartition(" tokens")[0].split()[-1].strip("[")) < 1000
+    assert answers(page)[0] == stopped and int(stopped.rpartition(" tokens")[0].split()[-1].strip("[")) < 4000
 
 
 def test_a_bad_checkpoint_is_a_message_and_the_page_goes_on(page):
@@ -424,7 +426,7 @@ def test_two_raters_vote_a_double_click_counts_once_and_all_is_there_after_a_kil
     wait_for(lambda: len(read_votes(world["votes"])) == 2)
     wait_for(lambda: other.get_by_label("Answer A").input_value())
     world["servers"][-1].kill()
-    world["servers"][-1].wait(20)
+    world["servers"][-1].wait(PATIENCE)
     with world["votes"].open("a") as file:
         file.write('{"pair": "half a li')
     page.goto(server())

@@ -7,7 +7,6 @@ Two ranks on gloo and the CPU. What needs many pairs of processes is forked off 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,14 +14,18 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, run_program
+from processes import PATIENCE, started
 
 from lightrlhf.common.args import TrainArgs, UsageError
 from lightrlhf.common.checkpoint import newest_checkpoint
 from lightrlhf.common.ranks import processes
 from lightrlhf.common.run import allocation, memory_flags
+
+LATE = 20  # seconds after which ranks stop waiting for one that hangs; any that works comes earlier
 
 PROGRAMS = {  # what is run, and the flags beside those of all
     "sft": ["sft"],
@@ -163,7 +166,9 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
         flags = flags_of("ppo", odd_data, base_model, 14, 2)
         flags[flags.index("rewards_of_ranks:steady")] = f"rewards_of_ranks:{function}"
         flags += ["--strategy", strategy, "--epochs", "99", "--eval_interval", "0", "--save_interval", "1"]
-        flags += ["--log_dir", str(logs / name), "--ddp_timeout", "5"]
+        flags += ["--log_dir", str(logs / name)]
+        if name == "hangs":
+            flags += ["--ddp_timeout", str(LATE)]
         job = {"name": name, "calls": [["lightrlhf.ppo", flags]], "log_dir": str(logs / name)}
         jobs.append(job | ({"kill": 0} if name == "killed" else {}))
 
@@ -184,7 +189,9 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
 
     env = environment() | {"PYTHONPATH": f"{ROOT}:{functions}"}
     command = [sys.executable, str(ROOT / "tests" / "two_ranks.py")]
-    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(
+        command, input=json.dumps(jobs), capture_output=True, text=True, env=env, timeout=2 * PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), logs
 
@@ -282,7 +289,7 @@ def test_torchrun_and_slurm_say_how_many_processes_there_are(environment, flags,
 def test_a_rank_that_fails_ends_the_other_which_says_so(together):
     ending, logs = together
     first, second = ending["fails"]["text"]
-    assert ending["fails"]["status"] == [1, 1] and ending["fails"]["apart"] < 60
+    assert ending["fails"]["status"] == [1, 1]
     (line,) = said(second)
     assert "the reward function failed with ValueError: no more" in line
     (line,) = said(first)
@@ -294,12 +301,12 @@ def test_a_rank_that_does_not_come_is_named(together):
     ending, _ = together
     assert ending["hangs"]["status"] == [1, 1]
     (line,) = said("".join(ending["hangs"]["text"]))
-    assert "rank 1 (at score of step 3) did not arrive where the others wait within --ddp_timeout 5 s" in line
+    assert f"rank 1 (at score of step 3) did not arrive where the others wait within --ddp_timeout {LATE} s" in line
 
 
 def test_the_other_rank_ends_when_the_first_is_killed(together):
     ending, logs = together
-    assert ending["killed"]["status"] == [-signal.SIGKILL, 1] and ending["killed"]["apart"] < 60
+    assert ending["killed"]["status"] == [-signal.SIGKILL, 1]
     (line,) = said("".join(ending["killed"]["text"]))
     assert line.startswith("error: rank 0 is gone; the last good checkpoint is")
     newest_checkpoint(experiment(logs / "killed"), "--resume_from")
@@ -308,7 +315,7 @@ def test_the_other_rank_ends_when_the_first_is_killed(together):
 def test_a_rank_lost_between_two_phases_is_told(together):
     """Where the other waits for it while it writes a row of metrics."""
     ending, _ = together
-    assert ending["leaves"]["status"] == [1, -signal.SIGKILL] and ending["leaves"]["apart"] < 60
+    assert ending["leaves"]["status"] == [1, -signal.SIGKILL]
     text = "".join(ending["leaves"]["text"])
     (line,) = said(text)
     assert line.startswith("error: rank 1 is gone") and "Traceback" not in text
@@ -318,18 +325,12 @@ def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model,
     """Fabric starts the second rank; it is killed, and the first ends by itself, non-zero, with the line."""
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "999", "--save_interval", "1"]
     command = [sys.executable, "-m", "lightrlhf.sft", *flags, "--log_dir", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 120
-        while not list(tmp_path.glob("*/*/*/*/checkpoint-*")) and process.poll() is None and time.monotonic() < until:
+    with started(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("*/*/*/*/checkpoint-*")) and process.poll() is None:
             time.sleep(0.05)
-        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(child), signal.SIGKILL)
-        killed = time.monotonic()
-        _, text = process.communicate(timeout=60)
-        assert time.monotonic() - killed < 60
-    finally:
-        process.kill()
+        (child,) = psutil.Process(process.pid).children()
+        child.kill()
+        _, text = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, text
     assert len(said(text)) == 1, text
     (line,) = said(text)

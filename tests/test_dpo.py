@@ -7,8 +7,6 @@ import math
 import random
 import re
 import shutil
-import signal
-import time
 import typing
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,9 +22,9 @@ from helpers import (
     left_padded,
     listing,
     metrics,
+    run_killed,
     run_program,
     save_model,
-    start_program,
     tiny_policy,
     weights,
 )
@@ -630,16 +628,8 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_dat
     flags += ["--max_steps", "60", "--save_interval", "4", "--eval_interval", "30"]
     whole = main([*flags, "--log_dir", str(tmp_path / "whole")])
     chosen = random.SystemRandom().randint(6, 30)
-    process = start_program("lightrlhf.dpo", *flags, "--log_dir", str(tmp_path / "killed"))
-    try:
-        started, rows = time.time(), 0
-        while rows <= chosen and time.time() - started < 120 and process.poll() is None:
-            time.sleep(0.005)
-            rows = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/*/*/*/*/metrics.jsonl"))
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, f"ended by itself with {process.returncode}"
+    logs = tmp_path / "killed"
+    run_killed(logs, "*/*/*/*/metrics.jsonl", chosen, "lightrlhf.dpo", *flags, "--log_dir", str(logs))
     (args,) = tmp_path.glob("killed/**/args.json")
     assert main(["--resume_from", str(args.parent)]) == str(args.parent)
     assert weights(last_checkpoint(args.parent)) == weights(last_checkpoint(whole)), chosen

@@ -11,8 +11,9 @@ from collections import deque
 import numpy as np
 import pytest
 from helpers import ROOT, environment
+from processes import PATIENCE
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from lightrlhf.common.args import RunFailure, UsageError  # noqa: E402
 from lightrlhf.envs import MEMBERS, information, make_env, prompts, read_options  # noqa: E402
@@ -63,7 +64,7 @@ for seed in range(3):
     said = [
         subprocess.run(
             [sys.executable, "-c", code], env=environment() | {"PYTHONHASHSEED": hashed}, cwd=ROOT,
-            capture_output=True, text=True, check=True, timeout=120,
+            capture_output=True, text=True, check=True, timeout=PATIENCE,
         ).stdout
         for hashed in ("1", "2")
     ]  # fmt: skip
@@ -165,11 +166,11 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gymnasium", None)
         patch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi")
-        with pytest.raises(UsageError, match=r"needs gymnasium: pip install 'lightrlhf\[envs\]'"):
+        with pytest.raises(UsageError, match=r"needs the package gymnasium; .* pip install -e '.\[envs\]'"):
             make_env("dangerous_taxi")
     monkeypatch.delitem(sys.modules, "lightrlhf.envs.alfworld", raising=False)
     monkeypatch.setitem(sys.modules, "fast_downward", None)
-    with pytest.raises(UsageError, match=r"needs fast_downward: pip install 'lightrlhf\[alfworld\]'"):
+    with pytest.raises(UsageError, match=r"needs the package fast_downward; .* pip install -e '.\[alfworld\]'"):
         make_env("alfworld")
 
 

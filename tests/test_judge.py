@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import subprocess
 import sys
 import threading
+import time
 from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
 from helpers import ROOT, environment
+from processes import PATIENCE, started
 from test_remote import Handler, half_closed, status
 
 from lightrlhf import judge
@@ -205,26 +208,35 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 
 
 def test_a_person_judges_at_a_terminal(files, tmp_path):
-    """Key by key at a pseudo-terminal; Ctrl-C, which a terminal turns into an interrupt, loses nothing."""
+    """Key by key at a pseudo-terminal; Ctrl-C, which a terminal turns into an interrupt, loses nothing.
+
+    One that comes between the question and the read that waits for its answer is seen only after that read, by Python:
+    so it is pressed until it is heard.
+    """
     out = tmp_path / "out.jsonl"
     program = [sys.executable, "-m", "lightrlhf.judge", "--responses_file", *files, "--judge", "human"]
     for keys, judged in ((["1\n", "2\n", "\x03"], 2), (["3\n"] * 8, 10)):
-        process = subprocess.Popen(
+        with started(
             [sys.executable, "-c", AT_A_TERMINAL, *program, "--output_file", str(out)],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-        )
-        for key in keys:
-            shown = b""
-            while not shown.endswith(b"/ q: "):
-                letter = process.stdout.read(1)
-                assert letter, shown
-                shown += letter
-            process.stdin.write(key.encode())
-        rest, _ = process.communicate(timeout=60)
+        ) as process:
+            for key in keys:
+                shown = b""
+                while not shown.endswith(b"/ q: "):
+                    letter = process.stdout.read(1)
+                    assert letter, shown
+                    shown += letter
+                process.stdin.write(key.encode())
+            until = time.monotonic() + PATIENCE
+            while keys[-1] == "\x03" and process.poll() is None and time.monotonic() < until:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(b"\x03")
+                time.sleep(1)
+            rest, _ = process.communicate(timeout=PATIENCE)
         assert len(read_jsonl(out)) == judged, rest
     assert process.returncode == 0 and b"win rate" in rest
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import time
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import CPU, ROOT, last_checkpoint, listing, weights
+from processes import die_when
 from safetensors.torch import load_file
 
 from lightrlhf.common.batch import load_prompts, load_split
@@ -93,10 +94,13 @@ STOPS = [  # each start is killed when this is there
 ]
 
 
-def run_quietly(flags):
+def run_until(flags, folder, stop):
+    """As a process of its own: killed as soon as the run in `folder` has a file `stop`."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    if stop is not None:
+        die_when(lambda: any(any(path.parent.glob(stop)) for path in folder.glob("*/*/*/*/args.json")))
     main(flags)
 
 
@@ -109,23 +113,14 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightrlhf.online_dpo"])
     flags = [*flags, "--log_dir", str(tmp_path), "--save_interval", "1"]
-    run, killed = None, 0
+    run = None
     for stop in [*STOPS, None]:
         resume = ["--resume_from", str(run)] if run else []
-        child = context.Process(target=run_quietly, args=([*flags, *resume],), daemon=True)
+        child = context.Process(target=run_until, args=([*flags, *resume], tmp_path, stop), daemon=True)
         child.start()
-        while stop is not None and child.is_alive():
-            run = run or next((path.parent for path in tmp_path.rglob("args.json")), None)
-            if run and any(run.glob(stop)):
-                child.kill()
-                child.join()
-                killed += 1
-                break
-            time.sleep(0.001)
-        if stop is None:
-            child.join()
-            assert child.exitcode == 0
-    assert killed >= 4
+        child.join()
+        assert child.exitcode == (0 if stop is None else -signal.SIGKILL), stop
+        run = next(path.parent for path in tmp_path.glob("*/*/*/*/args.json"))
     for t in (1, 2):
         for name in ("responses.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json"):
             assert (run / f"iteration-0{t}" / name).read_bytes() == (finished / f"iteration-0{t}" / name).read_bytes()

@@ -13,8 +13,9 @@ import helpers
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, weights
+from processes import PATIENCE
 
-pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from corridor import Corridor, corridor_tokenizer, save_corridor_model
 from test_episodes import STARTS, WAYS
@@ -334,7 +335,7 @@ def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path):
     environment = helpers.environment() | {"NOTES": str(tmp_path)}
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the environment
     command += ["--log_dir", str(tmp_path / "logs")]
-    subprocess.run(command, env=environment, timeout=200, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment, timeout=PATIENCE, check=True, stdout=subprocess.DEVNULL)
     one, two = (path.read_text().splitlines() for path in tmp_path.iterdir() if path.is_file())
     for step in (slice(0, 4), slice(4, 8)):
         assert one[step][::2] == one[step][1::2] and len({*one[step], *two[step]}) == 4

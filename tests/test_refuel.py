@@ -6,9 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import helpers
@@ -20,6 +17,7 @@ from helpers import (
     RunOfOneStep,
     assert_same_gradients,
     last_checkpoint,
+    run_killed,
     tiny_policy,
     weights,
 )
@@ -290,19 +288,11 @@ def assert_same_run(run: Path, other: Path) -> None:
 
 
 def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
-    environment = helpers.environment()
-    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the user and the reward
-    run, quiet = tmp_path / "run", subprocess.DEVNULL
-    command = [sys.executable, "-m", "lightrlhf.refuel", *flags, "--output_dir", str(run), "--save_interval", "1"]
-    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
-    end = time.monotonic() + 120
-    while process.poll() is None and not any(run.glob("iteration-01/training/**/checkpoint-000001")):
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    process.kill()
-    process.wait(20)
+    run = tmp_path / "run"
+    flags = [*flags, "--output_dir", str(run), "--save_interval", "1"]
+    run_killed(run, "iteration-01/training/**/checkpoint-000001", -1, "lightrlhf.refuel", *flags)
     assert not (run / "iteration-02").exists()
-    subprocess.run(command, env=environment, stdout=quiet, stderr=quiet, timeout=200, check=True)
+    main(flags)
     assert_same_run(run, finished)
 
 

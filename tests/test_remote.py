@@ -11,6 +11,7 @@ from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from processes import PATIENCE
 
 from lightrlhf.common.args import RunFailure
 from lightrlhf.common.remote import RemoteArgs, Reply, Servers
@@ -88,7 +89,7 @@ def half_closed(handler: Handler) -> None:
 
 
 def silent(handler: Handler) -> None:
-    time.sleep(1.0)
+    time.sleep(3.0)
     handler.close_connection = True
 
 
@@ -109,7 +110,9 @@ def serve():
 
 
 def client(*servers: Scripted, **options) -> Servers:
-    args = RemoteArgs(base_url=[s.url for s in servers], **{"request_timeout": 5.0, "health_timeout": 5.0, **options})
+    args = RemoteArgs(
+        base_url=[s.url for s in servers], **{"request_timeout": PATIENCE, "health_timeout": PATIENCE, **options}
+    )
     return Servers(args, "tiny", first_wait=0.01)
 
 
@@ -151,7 +154,7 @@ def test_chat_and_plain_completions_and_what_stopped_them(serve):
 )
 def test_what_may_pass_is_tried_again(serve, failure):
     server = serve({"a": [failure, failure]})
-    with client(server, request_timeout=0.3 if failure is silent else 5.0) as servers:
+    with client(server, request_timeout=2.0 if failure is silent else PATIENCE) as servers:
         assert list(servers.replies(prompts("a", "b"))) == [Reply("a!"), Reply("b!")]
     assert server.asked["a"] == 3 and server.asked["b"] == 1
 
@@ -235,7 +238,7 @@ def test_an_address_that_is_none_or_holds_a_password_is_refused(url):
 # ------------------------------------------------------------------------------------------------------ a real server
 def test_transformers_serve_answers(transformers_serve):
     url, model = transformers_serve
-    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=180.0)
+    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=PATIENCE)
     conversation = [{"role": "user", "content": "Two coffees, please."}]
     options = {"max_tokens": 5, "temperature": 0.0}
     with Servers(args, model) as servers:

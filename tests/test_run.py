@@ -6,13 +6,12 @@ import json
 import math
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, save_model, start_program, weights
+from helpers import CPU, last_checkpoint, metrics, run_killed, save_model, weights
 
 from lightrlhf import sft
 from lightrlhf.common.args import RunFailure, TrainArgs
@@ -50,18 +49,9 @@ def long_run(program: str, cafe_data, model, rm_dir) -> list[str]:
 def kill_at_some_step(program: str, flags: list[str], log_dir: Path, first: int, last: int) -> tuple[Path, int]:
     """Start the program, kill -9 it somewhere behind a random step; returns its experiment dir and the last step."""
     chosen = random.SystemRandom().randint(first, last)
-    process = start_program(MAINS[program], *flags, "--log_dir", str(log_dir))
-    try:
-        started, rows = time.time(), 0
-        while rows <= chosen and time.time() - started < 120 and process.poll() is None:
-            time.sleep(0.005)
-            logs = log_dir.glob("*/*/*/*/metrics.jsonl")  # not rglob: it would trip over checkpoints being pruned
-            rows = sum(path.read_bytes().count(b"\n") for path in logs)
-        time.sleep(random.SystemRandom().random() * 0.03)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, f"ended by itself with {process.returncode}"
+    delay = random.SystemRandom().random() * 0.03
+    # no `**`: it would trip over checkpoints being pruned
+    run_killed(log_dir, "*/*/*/*/metrics.jsonl", chosen, MAINS[program], *flags, "--log_dir", str(log_dir), delay=delay)
     (args,) = log_dir.rglob("args.json")
     return args.parent, json.loads((args.parent / "metrics.jsonl").read_text().splitlines()[-2])["step"]
 

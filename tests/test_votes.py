@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import ROOT, environment
+from processes import PATIENCE, started
 
 from lightrlhf.common.args import UsageError
 from lightrlhf.common.desk import next_index
@@ -54,12 +55,12 @@ print("ready", flush=True)
 for number in range(30):
     append_vote({str(file)!r}, vote(number, rater="both", comment="x" * 3000))
 """
-    child = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE)
-    child.stdout.readline()
-    with ThreadPoolExecutor(8) as pool:
-        votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # each eight times at once
-        written = list(pool.map(lambda row: append_vote(file, row), votes))
-    assert child.wait(60) == 0
+    with started([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        with ThreadPoolExecutor(8) as pool:
+            votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # each eight times at once
+            written = list(pool.map(lambda row: append_vote(file, row), votes))
+        assert child.wait(PATIENCE) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len({(row["rater"], row["prompt"]) for row in rows}) == len(rows) == 45
     assert 15 <= sum(written) <= 30 and {row["rater"] for row in rows} == {"both", "here"}

@@ -1,0 +1,28 @@
+"""`python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`: a program that is killed when its files are so far.
+
+It runs `MODULE`'s main and ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` below `FOLDER` have more than
+`ROWS` lines together (-1: as soon as one is there).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from processes import die_when
+
+
+def main() -> None:
+    folder, pattern, rows, delay, module, *flags = sys.argv[1:]
+
+    def far_enough() -> bool:
+        files = list(Path(folder).glob(pattern))
+        return bool(files) and (int(rows) < 0 or sum(file.read_bytes().count(b"\n") for file in files) > int(rows))
+
+    die_when(far_enough, float(delay))
+    importlib.import_module(module).main(flags)
+
+
+if __name__ == "__main__":
+    main()

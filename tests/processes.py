@@ -1,0 +1,108 @@
+"""Processes that tests start: nothing of them outlives its test, or a test session that is killed.
+
+Every process inherits the environment variable `MARK` from the session, which finds it again however it was started. As
+a program this file is the session's guard: `python processes.py PID` waits for that process to be gone and then kills
+what bears its mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+MARK = "LIGHTRLHF_TEST_SESSION"
+PATIENCE = 300  # seconds to wait for another process; for a busy machine, for one that hangs pytest's own limit is next
+GRACE = 20  # seconds for a process to end that was asked to
+PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the session
+kept: set[int] = set()  # started within a test for all tests of a module
+
+
+def open_session() -> None:
+    """Mark what this process starts from now on, and start its guard."""
+    os.environ[MARK] = str(os.getpid())
+    command = [sys.executable, __file__, str(os.getpid())]
+    kept.add(subprocess.Popen(command, start_new_session=True).pid)
+
+
+def running() -> list[psutil.Process]:
+    """The processes alive that bear this session's mark."""
+    mark, found = os.environ[MARK], []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
+    """What runs now and did not before, with its command; not what a program of before started since."""
+    known = kept | {process.pid for process in before}
+
+    def found() -> dict[psutil.Process, str]:
+        left = {}
+        for process in running():
+            with contextlib.suppress(psutil.Error):
+                line = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
+                command = " ".join(process.cmdline())
+                if not line & known and not any(word in command for word in PYTHONS_OWN):
+                    left[process] = command
+        return left
+
+    if left := found():
+        psutil.wait_procs(list(left), timeout=GRACE)  # some are just ending
+        left = found()
+    return left
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Kill them and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=PATIENCE)
+
+
+@contextlib.contextmanager
+def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen]:
+    """A process with a session of its own, killed with all in it when the block is left, however it is left."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+
+
+def die_when(holds: Callable[[], bool], delay: float = 0.0) -> None:
+    """End this process by SIGKILL as soon as `holds`, `delay` seconds later; looked at from a thread of its own.
+
+    From within, because another process may get its turn only when this one is done.
+    """
+
+    def watch() -> None:
+        while not holds():
+            time.sleep(0.001)
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def guard(session: int) -> None:
+    while os.getppid() == session:
+        time.sleep(1.0)
+    end(running())
+
+
+if __name__ == "__main__":
+    guard(int(sys.argv[1]))
