@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf.common.args import (
+    PAIRS,
     GenerationArgs,
     ModelArgs,
     UsageError,
@@ -108,7 +109,7 @@ class EvaluateArgs(GenerationArgs, UserArgs):
     """cpu, cuda, mps or auto."""
     env: str | None = None
     """Text environment to act in instead: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list)
+    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
     """Options of the environment as name=value."""
     levels: list[str] = field(default_factory=list)
     """Names of the environment's levels to start from; all when not given."""
@@ -118,7 +119,7 @@ class EvaluateArgs(GenerationArgs, UserArgs):
     """Environments that are played at once."""
     reflect_experiment_dir: list[str] = field(default_factory=list)
     """Reflector of each experiment in turn, `none` for one without; those of their training when not given."""
-    acting: list[str] = field(default_factory=list)
+    acting: list[str] = field(default_factory=list, metadata=PAIRS)
     """Flags of acting as name=value, such as with_history=True, instead of those an experiment was trained with."""
     agent_model: str | None = None
     """Name of a language model at `base_url` that acts, too."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common.args import (
+    PAIRS,
     ModelArgs,
     RunFailure,
     TrainArgs,
@@ -70,7 +71,7 @@ class ReflectRLArgs(TrainArgs, ModelArgs, ActingArgs):
     """Names the experiment dir by its last two parts; the environment does when not given. No split is read."""
     env: str = "dangerous_taxi"
     """Environment: dangerous_taxi, auto_explore, alfworld, or your own `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list)
+    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
     """Options of the environment as name=value, such as pickup_bonus=1."""
     horizon: int | None = None
     """Steps until an episode is cut; the environment's own number when not given."""

@@ -12,6 +12,8 @@ import yaml
 from helpers import ROOT, run_program
 
 from lightrlhf.common.args import (
+    PAIRS,
+    TEXTS,
     GenerationArgs,
     ModelArgs,
     RunFailure,
@@ -98,6 +100,55 @@ def test_booleans_and_none_are_written_as_words(cafe_data):
 def test_the_alias_of_model_name_is_accepted(cafe_data):
     for words in (["--model_name_or_path", "tiny"], ["--model_name_or_path=tiny"]):
         assert parse(SFTArgs, ["--data_dir", str(cafe_data), *words]).model_name == "tiny"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListArgs:
+    """Lists of each kind."""
+
+    seeds: list[int] | None = None
+    """Whole numbers."""
+    only: list[str] = dataclasses.field(default_factory=list)
+    """Names."""
+    options: list[str] = dataclasses.field(default_factory=list, metadata=PAIRS)
+    """name=value."""
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=TEXTS)
+    """Texts."""
+
+
+LISTS = [  # flag, its words, its items
+    ("only", ["a", "b"], ["a", "b"]),
+    ("only", ["a,b"], ["a", "b"]),
+    ("only", ["a,", "b"], ["a", "b"]),
+    ("only", ["a, b,"], ["a", "b"]),
+    ("only", ["[a,b]"], ["a", "b"]),
+    ("only", ["[a,", "'b']"], ["a", "b"]),
+    ("only", ['["a, b", "c"]'], ["a, b", "c"]),
+    ("only", ["[]"], []),
+    ("only", [""], [""]),
+    ("seeds", ["1", "2"], [1, 2]),
+    ("seeds", ["1,2"], [1, 2]),
+    ("seeds", ["[1, 2]"], [1, 2]),
+    ("options", ["a=1,b=(2,3)", "c=x,y"], ["a=1", "b=(2,3)", "c=x,y"]),
+    ("options", ["[a=1, b=[2,3]]"], ["a=1", "b=[2,3]"]),
+    ("texts", ["Yes, sir.", "[END]"], ["Yes, sir.", "[END]"]),
+    ("texts", ["[1]"], ["[1]"]),
+    ("texts", ['["Yes, sir.", "]"]'], ["Yes, sir.", "]"]),
+]
+
+
+@pytest.mark.parametrize("flag, words, items", LISTS, ids=lambda value: " ".join(map(str, value)))
+def test_items_of_a_list_come_as_words_with_commas_or_in_brackets(flag, words, items):
+    assert getattr(parse(ListArgs, [f"--{flag}", *words]), flag) == items
+    if len(words) == 1:
+        assert getattr(parse(ListArgs, [f"--{flag}={words[0]}"]), flag) == items
+
+
+def test_an_item_of_another_type_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(ListArgs, ["--seeds", "1,x"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and "--seeds" in error and "x" in error
 
 
 def test_args_cannot_be_changed(cafe_data):

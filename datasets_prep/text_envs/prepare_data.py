@@ -37,7 +37,7 @@ from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
 from datasets_prep.encoding import Dropped, Row
 from datasets_prep.text_envs.reflections import key_of, request, written_by_a_model
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
-from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import PAIRS, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import SPLITS
 from lightrlhf.common.jsonl import JsonlWriter
 from lightrlhf.common.loading import quiet_libraries
@@ -56,7 +56,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
 
     env: str = "dangerous_taxi"
     """Text environment: dangerous_taxi, auto_explore, alfworld, or an import path `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list)
+    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
     """Options of the environment, as name=value."""
     dataset_name: str = "text_envs"
     """Name in the report; the data is generated, not read."""

@@ -9,6 +9,7 @@ Left out: nested flags (``--train.seed``), registries of programs, and environme
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -25,6 +26,9 @@ from typing import Any, Literal, TypeVar
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
 ALIASES = {"--model_name_or_path": "--model_name"}
+# Metadata of list fields: what separates the items within one word, where it is not any comma.
+PAIRS = {"separator": r",(?=\s*[A-Za-z_]\w*=)"}  # of name=value: the comma before the next name
+TEXTS = {"separator": None}  # nothing: a text may hold commas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +215,8 @@ class GenerationArgs:
     """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
     eos_ids: list[int] = field(default_factory=list)
     """Token ids that end a response beside the tokenizer's end token."""
-    stop_strings: list[str] = field(default_factory=list)
-    """Texts that end a response as soon as it contains one; its tokens stay as sampled."""
+    stop_strings: list[str] = field(default_factory=list, metadata=TEXTS)
+    """Texts that end a response as soon as it contains one, each a word of its own; its tokens stay as sampled."""
 
     def check_generation(self) -> None:
         """Raises: ValueError, one line, when a sampling option is out of range."""
@@ -305,9 +309,8 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
             self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
 
     words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
-    words = _join_lists(
-        words, {f"--{f.name}" for f in dataclasses.fields(args_class) if str(f.type).startswith("list")}
-    )
+    lists = [f for f in dataclasses.fields(args_class) if str(f.type).startswith("list")]
+    words = _join_lists(words, {f"--{f.name}": f.metadata.get("separator", ",") for f in lists})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
@@ -341,8 +344,11 @@ def _expand_alias(word: str) -> str:
     return ALIASES.get(flag, flag) + equals + value
 
 
-def _join_lists(words: list[str], list_flags: set[str]) -> list[str]:
-    """`--experiment_dir A B` as the one word jsonargparse takes for a list."""
+def _join_lists(words: list[str], separators: dict[str, str | None]) -> list[str]:
+    """`--seeds 1 2`, `--seeds 1,2` and `--seeds [1,2]` as the one word that jsonargparse takes for a list.
+
+    separators: by list flag, the pattern between items within one word; None where a word is one item.
+    """
     joined: list[str] = []
     values: list[str] | None = None
     for word in [*words, "--"]:
@@ -350,13 +356,30 @@ def _join_lists(words: list[str], list_flags: set[str]) -> list[str]:
             values.append(word)
             continue
         if values is not None:
-            joined[-1] += "=" + json.dumps(values)
+            joined[-1] += "=" + json.dumps(_items(values, separators[joined[-1]]))
             values = None
         flag, equals, value = word.partition("=")
-        joined.append(flag if flag in list_flags else word)
-        if flag in list_flags:
+        joined.append(flag if flag in separators else word)
+        if flag in separators:
             values = [value] if equals else []
     return joined[:-1]
+
+
+def _items(words: list[str], separator: str | None) -> list[str]:
+    """The items of a list flag; a JSON list of texts (`["a, b", "c"]`) keeps commas that are part of an item."""
+    text = " ".join(words).strip()
+    in_brackets = text.startswith("[") and text.endswith("]")
+    if in_brackets:
+        with contextlib.suppress(ValueError):
+            listed = json.loads(text)
+            if all(isinstance(item, str) for item in listed):
+                return listed
+    if separator is None:
+        return words
+    if in_brackets:
+        words = [text[1:-1]]
+    items = [item.strip("'\" " if in_brackets else " ") for word in words for item in re.split(separator, word)]
+    return [item for item in items if item] or words
 
 
 def _flag_value(words: list[str], flag: str) -> str | None:
