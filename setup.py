@@ -7,11 +7,12 @@ PROGRAMS += ["generate", "annotate", "evaluate", "judge", "demo", "estimate", "p
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
-    "demo": ["gradio>=6.7"],
+    "demo": ["gradio>=6.7", "pandas>=2.0"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "playwright>=1.50", "ruff>=0.8"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "playwright>=1.50", "ruff>=0.8"]
+    + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9", "pyyaml>=6.0"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
@@ -33,6 +34,10 @@ setup(
         "torchmetrics>=1.5",
         "transformers>=5.0",
         "datasets>=3.0",
+        "huggingface_hub>=1.0",
+        "jinja2>=3.1",
+        "numpy>=1.26",
+        "pyarrow>=15.0",
         "tokenizers>=0.20",
         "safetensors>=0.4",
         "sentencepiece>=0.2",

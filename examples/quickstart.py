@@ -10,8 +10,10 @@ of the training has seen.
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     minutes = (time.perf_counter() - started) / 60
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\n{minutes:.1f} minutes, {memory:.1f} GiB of memory at most. Curves: {picture}")
-    print(NEXT.format(ppo_dir=ppo_dir, sft_dir=sft_dir, rm_dir=rm_dir))
+    print(NEXT.format(activate=activation(), ppo_dir=ppo_dir, sft_dir=sft_dir, rm_dir=rm_dir))
     if not beaten and not args.smoke:
         print("PPO did not beat SFT by the gold judge", file=sys.stderr)
         sys.exit(1)
@@ -91,12 +93,21 @@ PPO = [
 ]
 NEXT = """
 Next:
-  make demo                                             talk to these models on a page, compare them blind
+{activate}  make demo                                             talk to these models on a page, compare them blind
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
   python -m lightrlhf.evaluate --experiment_dir {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise
   howto/add_a_dataset.md                                your own data
 """
+
+
+def activation() -> str:
+    """The line that activates this virtual environment; empty where it is active or there is none."""
+    active = Path(shutil.which("python") or "/").parent == Path(sys.prefix, "bin")
+    if active or sys.prefix == sys.base_prefix:
+        return ""
+    script = os.path.relpath(Path(sys.prefix, "bin", "activate"))
+    return f"  {'source ' + script:53} once in each terminal: the commands below want it\n"
 
 
 def call(name: str, *argv: str) -> Any:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.common.args import GenerationArgs, UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import GenerationArgs, UsageError, check_at_least, needs_package, one_line_errors, parse
 from lightrlhf.common.desk import AS_TRAINED, FORMS, MOST, Desk, Turn, asked, bubbles, filled, prompt_of
 from lightrlhf.common.scoring import Messages, as_text, find_device
 
@@ -91,9 +91,11 @@ class DemoArgs(GenerationArgs):
             raise ValueError(f"--password_file {self.password_file} is no file with a password in its first line")
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("--load_in_8bit True and --load_in_4bit True exclude each other; give one of them")
-        needs = {"gradio": True, "bitsandbytes": self.load_in_8bit or self.load_in_4bit}
-        for package in (name for name, needed in needs.items() if needed and find_spec(name) is None):
-            raise ValueError(f"the page needs the package {package}; install it with: pip install 'lightrlhf[demo]'")
+        if find_spec("gradio") is None:
+            raise ValueError(needs_package("the page", "gradio", "demo"))
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if getattr(self, name) and find_spec("bitsandbytes") is None:
+                raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
         find_device(self.accelerator)
 
 

@@ -156,7 +156,11 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8 must not exceed --rollout_size 4"),
     ("ppo", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
     ("ppo", [*PARSING, "--parser", "bert"], "--parser bert is none of textblob, benepar, stanza, python"),
-    ("ppo", [*PARSING, "--parser", "benepar"], "--parser benepar needs the package benepar; install it with: pip"),
+    (
+        "ppo",
+        [*PARSING, "--parser", "benepar"],
+        "--parser benepar needs the package benepar; install it from the clone with: pip install -e '.[benepar]'",
+    ),
     ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m is of no use to --parser textblob"),
     ("ppo", [*PARSING, "--parser", "nowhere:f"], "--parser nowhere:f cannot be imported"),
     ("ppo", [*PARSING, "--parsing_cutoff", "0"], "--parsing_cutoff 0"),

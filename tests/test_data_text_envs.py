@@ -11,7 +11,7 @@ import threading
 import pytest
 from test_remote import Scripted
 
-pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from datasets_prep.text_envs import prepare_data
 from datasets_prep.text_envs.prepare_data import SETS, TextEnvArgs, rows_of, take

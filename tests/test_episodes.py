@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from corridor import Corridor, corridor_tokenizer, save_corridor_model
 from helpers import ARCHITECTURES, tiny_policy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from corridor import ACTIONS, Corridor, save_corridor_model
 from helpers import CPU

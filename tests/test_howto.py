@@ -45,7 +45,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
     "rloo": [*LEARN, "--max_new_tokens", "6"],
 }
-SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir"}  # not ours to test
+SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
 
 
@@ -238,6 +238,30 @@ def test_links_inside_the_project_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_extras_are_installed_from_the_clone():
+    """There is no distribution to name yet, and each extra that a page or an error names exists."""
+    extras = re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.M)
+    for path in [*PAGES, *(ROOT / "lightrlhf").rglob("*.py")]:
+        for named in re.findall(r"pip install (?:-e )?'([^']+)'", path.read_text(encoding="utf-8")):
+            assert named.startswith(".["), (path, named)
+            assert "{" in named or named[2:-1] in [*extras, "all", "benepar", "stanza", "alfworld"], (path, named)
+
+
+def test_what_the_quickstart_prints_last_says_how_to_activate_where_that_was_not_done(monkeypatch, tmp_path):
+    from examples import quickstart
+
+    script = tmp_path / "bin" / "python"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path.parent)
+    printed = quickstart.NEXT.format(activate=quickstart.activation(), ppo_dir="p", sft_dir="s", rm_dir="r")
+    assert printed.splitlines()[2].split()[:2] == ["source", f"{tmp_path.name}/bin/activate"]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert quickstart.activation() == ""
 
 
 def test_no_flag_of_a_page_is_given_twice():

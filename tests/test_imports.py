@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 
 import pytest
 from helpers import ROOT, environment
@@ -121,6 +123,29 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 def test_an_environment_imports_arguments_batches_and_its_neighbours(path):
     allowed = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.common.jsonl", "lightrlhf.common.remote"}
     assert {name for name in imported(path) if not name.startswith("lightrlhf.envs")} <= allowed
+
+
+ELSEWHERE = {"alfworld": "alfworld", "textworld": "textworld", "fast_downward": "alfworld"}  # and stanza, benepar
+
+
+@pytest.mark.parametrize("folder", ["lightrlhf", "datasets_prep", "examples", "tests"])
+def test_what_is_imported_is_declared(folder):
+    """Each package that a file of the folder imports is a requirement of setup.py, not only one of another package."""
+    named = re.findall(r'"([A-Za-z][\w.-]*)(?:\[[\w,]+\])?>=', (ROOT / "setup.py").read_text())
+    declared = {name.lower().replace("_", "-") for name in named}
+    distributions = packages_distributions()
+    ours = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    ours |= {"lightrlhf", "datasets_prep", "examples", "benchmarks", "tests"}
+    missing = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        for name in {name.partition(".")[0] for name in names} - ours - set(sys.stdlib_module_names):
+            found = distributions.get(name) or [ELSEWHERE.get(name, name)]
+            if not {package.lower().replace("_", "-") for package in found} & declared:
+                missing[name] = str(path)
+    assert not missing
 
 
 def test_importing_the_programs_loads_no_heavy_library_and_prints_nothing():

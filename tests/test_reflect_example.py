@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytest.importorskip("gymnasium", reason="needs pip install 'lightrlhf[envs]'")
+pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from examples import reflect_rl
 

@@ -113,13 +113,13 @@ class TrainArgs:
             check_at_least(self, name, 1)
         for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
-        needs = {("logger", "wandb"): "wandb", ("strategy", "deepspeed"): "deepspeed"}
-        needs |= {("optimizer", name): "bitsandbytes" for name in ("AdamW8bit", "PagedAdamW32bit")}
-        for (flag, value), package in needs.items():
-            if getattr(self, flag) == value and find_spec(package) is None:
+        for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
+            if getattr(self, flag) == package and find_spec(package) is None:
                 raise ValueError(
-                    f"--{flag} {value} needs the package {package}; install it with: pip install {package}"
+                    f"--{flag} {package} needs the package {package}; install it with: pip install {package}"
                 )
+        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and find_spec("bitsandbytes") is None:
+            raise ValueError(needs_package(f"--optimizer {self.optimizer}", "bitsandbytes", "quantisation"))
         if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
             raise ValueError(
                 f"--optimizer {self.optimizer} cannot be split by --strategy {self.strategy}; use --optimizer AdamW"
@@ -192,7 +192,7 @@ class ModelArgs:
         if getattr(self, "strategy", "auto") in ("fsdp", "deepspeed"):
             raise ValueError(f"--{name} True cannot be split by --strategy {self.strategy}; use --strategy ddp")
         if find_spec("bitsandbytes") is None:
-            raise ValueError(f"--{name} True needs the package bitsandbytes; install it with: pip install bitsandbytes")
+            raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +248,11 @@ def check_positive(args: Any, *names: str) -> None:
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"--{name} {value} must be a finite number above 0")
+
+
+def needs_package(what: str, package: str, extra: str) -> str:
+    """The line for a package that is not installed and the extra of `setup.py` that brings it."""
+    return f"{what} needs the package {package}; install it from the clone with: pip install -e '.[{extra}]'"
 
 
 def check_data_dir(args: Any) -> None:

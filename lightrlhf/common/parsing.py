@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightrlhf.common import segments
-from lightrlhf.common.args import RunFailure, UsageError
+from lightrlhf.common.args import RunFailure, UsageError, needs_package
 from lightrlhf.common.batch import Rollout, decode
 
 SENTENCE = re.compile(r"[^\n]+?(?:(?<=[.!?])(?= )|(?=\n)|\Z)")
@@ -38,7 +38,7 @@ GRAMMAR = r"""
     VP: {<MD>?<RB.*>*<VB.*>+<RB.*|RP|TO|VB|NP|PP|CLAUSE>*}
     CLAUSE: {<NP><PP>*<VP>}
 """
-PACKAGES = {"textblob": "lightrlhf[parse]", "benepar": "lightrlhf[benepar]", "stanza": "lightrlhf[stanza]"}
+PACKAGES = {"textblob": "parse", "benepar": "benepar", "stanza": "stanza"}  # and the extra that brings each
 NEED_MODEL = ("benepar", "stanza")
 
 
@@ -164,7 +164,7 @@ def check_parser(name: str, model: str | None) -> None:
         known = ", ".join((*PACKAGES, "python"))
         raise ValueError(f"--parser {name} is none of {known}, nor of the form package.module:function")
     if name in PACKAGES and importlib.util.find_spec(name) is None:
-        raise ValueError(f"--parser {name} needs the package {name}; install it with: pip install '{PACKAGES[name]}'")
+        raise ValueError(needs_package(f"--parser {name}", name, PACKAGES[name]))
     if name in NEED_MODEL and model is None:
         raise ValueError(f"--parser {name} needs --parser_model, the local folder of a downloaded model")
     if name not in NEED_MODEL and model is not None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.common.args import UsageError, needs_package
 
 ENVIRONMENTS = {
     "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
@@ -167,7 +167,7 @@ def _class_of(name: str) -> Any:
         missing = (problem.name or "").partition(".")[0]
         if name in ENVIRONMENTS:
             extra = "alfworld" if name == "alfworld" else "envs"
-            raise UsageError(f"--env {name} needs {missing}: pip install 'lightrlhf[{extra}]'") from None
+            raise UsageError(needs_package(f"--env {name}", missing, extra)) from None
         raise UsageError(f"--env {name} cannot be imported: {problem}") from None
     except (ImportError, AttributeError) as problem:
         raise UsageError(f"--env {name} cannot be imported: {problem}") from None
