@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from datasets_prep.apps.reward import adaptive_score
-from lightrlhf.common.args import one_line_errors, parse
+from lightrlhf.common.args import PATHS, one_line_errors, parse
 from lightrlhf.common.jsonl import read_jsonl
 from lightrlhf.common.ops import wilson_interval
 
@@ -14,7 +14,7 @@ from lightrlhf.common.ops import wilson_interval
 class PassAt1Args:
     """Run generated programs against their tests."""
 
-    responses_file: list[str]
+    responses_file: list[str] = field(metadata=PATHS)
     """JSONL files of `lightrlhf.generate` whose rows have the column `tests`."""
 
 

@@ -19,12 +19,20 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.common.args import GenerationArgs, UsageError, check_at_least, needs_package, one_line_errors, parse
+from lightrlhf.common.args import (
+    PATHS,
+    GenerationArgs,
+    UsageError,
+    check_at_least,
+    needs_package,
+    one_line_errors,
+    parse,
+)
 from lightrlhf.common.desk import AS_TRAINED, FORMS, MOST, Desk, Turn, asked, bubbles, filled, prompt_of
 from lightrlhf.common.scoring import Messages, as_text, find_device
 
@@ -37,7 +45,7 @@ CSS = ".tokens {line-height: 1.9; font-size: 1.05em} .token {border-radius: 3px}
 class DemoArgs(GenerationArgs):
     """Open a page on some experiments."""
 
-    experiment_dir: list[str]
+    experiment_dir: list[str] = field(metadata=PATHS)
     """Experiment dirs, checkpoints or model folders to talk to; what they started from can be chosen too."""
     rm_experiment_dir: str | None = None
     """Reward model that scores answers; the one an experiment was trained with when not given."""

@@ -30,6 +30,7 @@ import torch
 
 from lightrlhf.common.args import (
     PAIRS,
+    PATHS,
     GenerationArgs,
     ModelArgs,
     UsageError,
@@ -83,7 +84,7 @@ from lightrlhf.envs import make_env, prompts, read_options
 class EvaluateArgs(GenerationArgs, UserArgs):
     """Evaluate experiments on a held-out split, or in a text environment."""
 
-    experiment_dir: list[str] = field(default_factory=list)
+    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
     """Experiment dirs or checkpoints; the others' win rates are against the first."""
     data_dir: str | None = None
     """Folder of the `.pt` splits; the one the first experiment was trained on when not given."""
@@ -117,7 +118,7 @@ class EvaluateArgs(GenerationArgs, UserArgs):
     """Sampled episodes from each start."""
     num_envs: int = 64
     """Environments that are played at once."""
-    reflect_experiment_dir: list[str] = field(default_factory=list)
+    reflect_experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
     """Reflector of each experiment in turn, `none` for one without; those of their training when not given."""
     acting: list[str] = field(default_factory=list, metadata=PAIRS)
     """Flags of acting as name=value, such as with_history=True, instead of those an experiment was trained with."""

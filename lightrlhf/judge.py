@@ -22,14 +22,14 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import PATHS, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.checkpoint import write_text
 from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.common.remote import RemoteArgs, Reply, Servers
@@ -85,7 +85,7 @@ Row = dict[str, Any]
 class JudgeArgs(RemoteArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
 
-    responses_file: list[str]
+    responses_file: list[str] = field(metadata=PATHS)
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""
     judge: str = "openai"
     """Who judges: openai, reward, human, or a Python function `package.module:name` that scores responses."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.common.args import PATHS, UsageError, check_at_least, one_line_errors, parse
 from lightrlhf.common.experiments import labels, read_metrics, short_name, stored
 from lightrlhf.common.jsonl import read_jsonl
 
@@ -40,9 +40,9 @@ PREFERRED = (
 class PlotArgs:
     """Draw the curves of one or more runs."""
 
-    experiment_dir: list[str] = field(default_factory=list)
+    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
     """Experiment dirs."""
-    responses_file: list[str] = field(default_factory=list)
+    responses_file: list[str] = field(default_factory=list, metadata=PATHS)
     """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""
     metrics: list[str] | None = None
     """Metric names to draw; a choice of the usual ones when not given."""

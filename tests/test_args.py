@@ -13,6 +13,7 @@ from helpers import ROOT, run_program
 
 from lightrlhf.common.args import (
     PAIRS,
+    PATHS,
     TEXTS,
     GenerationArgs,
     ModelArgs,
@@ -112,6 +113,8 @@ class ListArgs:
     """Names."""
     options: list[str] = dataclasses.field(default_factory=list, metadata=PAIRS)
     """name=value."""
+    folders: list[str] = dataclasses.field(default_factory=list, metadata=PATHS)
+    """Paths."""
     texts: list[str] = dataclasses.field(default_factory=list, metadata=TEXTS)
     """Texts."""
 
@@ -131,6 +134,9 @@ LISTS = [  # flag, its words, its items
     ("seeds", ["[1, 2]"], [1, 2]),
     ("options", ["a=1,b=(2,3)", "c=x,y"], ["a=1", "b=(2,3)", "c=x,y"]),
     ("options", ["[a=1, b=[2,3]]"], ["a=1", "b=[2,3]"]),
+    ("folders", ["a,b", "c"], ["a", "b", "c"]),
+    ("folders", ["one, two", "[c]"], ["one, two", "[c]"]),
+    ("folders", ["[one, two]"], ["one, two"]),
     ("texts", ["Yes, sir.", "[END]"], ["Yes, sir.", "[END]"]),
     ("texts", ["[1]"], ["[1]"]),
     ("texts", ['["Yes, sir.", "]"]'], ["Yes, sir.", "]"]),
@@ -138,7 +144,9 @@ LISTS = [  # flag, its words, its items
 
 
 @pytest.mark.parametrize("flag, words, items", LISTS, ids=lambda value: " ".join(map(str, value)))
-def test_items_of_a_list_come_as_words_with_commas_or_in_brackets(flag, words, items):
+def test_items_of_a_list_come_as_words_with_commas_or_in_brackets(flag, words, items, tmp_path, monkeypatch):
+    (tmp_path / "one, two").mkdir()  # what exists is not split
+    monkeypatch.chdir(tmp_path)
     assert getattr(parse(ListArgs, [f"--{flag}", *words]), flag) == items
     if len(words) == 1:
         assert getattr(parse(ListArgs, [f"--{flag}={words[0]}"]), flag) == items
@@ -148,7 +156,19 @@ def test_an_item_of_another_type_is_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(ListArgs, ["--seeds", "1,x"])
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1 and "--seeds" in error and "x" in error
+    assert stopped.value.code == 2
+    assert (
+        error.endswith(": error: --seeds [1, 'x'] has an item that is not a whole number\n") and error.count("\n") == 1
+    )
+
+
+def test_a_text_where_a_config_file_needs_a_list_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "args.yaml").write_text("only: a,b\n")
+    with pytest.raises(SystemExit):
+        parse(ListArgs, ["--config", str(tmp_path / "args.yaml")])
+    assert capsys.readouterr().err.endswith(": error: --only a,b is not a list such as [a,b]\n")
+    (tmp_path / "args.yaml").write_text("only: [a, b]\n")
+    assert parse(ListArgs, ["--config", str(tmp_path / "args.yaml")]).only == ["a", "b"]
 
 
 def test_args_cannot_be_changed(cafe_data):

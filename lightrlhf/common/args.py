@@ -26,9 +26,11 @@ from typing import Any, Literal, TypeVar
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
 ALIASES = {"--model_name_or_path": "--model_name"}
-# Metadata of list fields: what separates the items within one word, where it is not any comma.
-PAIRS = {"separator": r",(?=\s*[A-Za-z_]\w*=)"}  # of name=value: the comma before the next name
-TEXTS = {"separator": None}  # nothing: a text may hold commas
+
+# Metadata of list fields whose items may hold commas: how one word of the command line is split.
+PATHS = {"split": lambda word: [word] if Path(word).exists() else word.split(",")}
+PAIRS = {"split": lambda word: re.split(r",(?=\s*[A-Za-z_]\w*=)", word)}  # name=value: before the next name
+TEXTS = {"split": lambda word: [word]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +317,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
 
     words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
     lists = [f for f in dataclasses.fields(args_class) if str(f.type).startswith("list")]
-    words = _join_lists(words, {f"--{f.name}": f.metadata.get("separator", ",") for f in lists})
+    words = _join_lists(words, {f"--{f.name}": f.metadata.get("split", lambda word: word.split(",")) for f in lists})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
@@ -349,10 +351,10 @@ def _expand_alias(word: str) -> str:
     return ALIASES.get(flag, flag) + equals + value
 
 
-def _join_lists(words: list[str], separators: dict[str, str | None]) -> list[str]:
+def _join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]]) -> list[str]:
     """`--seeds 1 2`, `--seeds 1,2` and `--seeds [1,2]` as the one word that jsonargparse takes for a list.
 
-    separators: by list flag, the pattern between items within one word; None where a word is one item.
+    splits: by list flag, what splits one word into items.
     """
     joined: list[str] = []
     values: list[str] | None = None
@@ -361,16 +363,16 @@ def _join_lists(words: list[str], separators: dict[str, str | None]) -> list[str
             values.append(word)
             continue
         if values is not None:
-            joined[-1] += "=" + json.dumps(_items(values, separators[joined[-1]]))
+            joined[-1] += "=" + json.dumps(_items(values, splits[joined[-1]]))
             values = None
         flag, equals, value = word.partition("=")
-        joined.append(flag if flag in separators else word)
-        if flag in separators:
+        joined.append(flag if flag in splits else word)
+        if flag in splits:
             values = [value] if equals else []
     return joined[:-1]
 
 
-def _items(words: list[str], separator: str | None) -> list[str]:
+def _items(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
     """The items of a list flag; a JSON list of texts (`["a, b", "c"]`) keeps commas that are part of an item."""
     text = " ".join(words).strip()
     in_brackets = text.startswith("[") and text.endswith("]")
@@ -379,11 +381,11 @@ def _items(words: list[str], separator: str | None) -> list[str]:
             listed = json.loads(text)
             if all(isinstance(item, str) for item in listed):
                 return listed
-    if separator is None:
+    if split is TEXTS["split"]:
         return words
     if in_brackets:
         words = [text[1:-1]]
-    items = [item.strip("'\" " if in_brackets else " ") for word in words for item in re.split(separator, word)]
+    items = [item.strip("'\" " if in_brackets else " ") for word in words for item in split(word)]
     return [item for item in items if item] or words
 
 
@@ -424,5 +426,9 @@ def _shorten(message: str, flags: set[str]) -> str:
         flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4]
         choices = re.search(r"Literal\[(.+?)\]", wanted)
         kind = next((words for name, words in KINDS.items() if name in wanted), wanted)
+        if "list" in wanted.lower():
+            if not value.startswith("["):
+                return f"--{flag} {value} is not a list such as [{value}]"
+            return f"--{flag} {value} has an item that is not {kind}"
         return f"--{flag} {value} is not " + ("one of " + choices[1].replace("'", "") if choices else kind)
     return line
