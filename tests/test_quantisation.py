@@ -21,7 +21,14 @@ from test_adapters import config_of, plain
 from test_loading import logits_of, train_a_little
 
 from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.loading import export, load_policy, load_scalar, merged_model, separate_pad_token
+from lightrlhf.common.loading import (
+    check_stored_quantisation,
+    export,
+    load_policy,
+    load_scalar,
+    merged_model,
+    separate_pad_token,
+)
 from lightrlhf.common.model import policy_inputs
 
 IDS = torch.tensor(rows_of(9))
@@ -57,7 +64,7 @@ def test_an_architecture_whose_layers_stay_as_they_are_is_refused(tmp_path, toke
 
 @pytest.fixture(params=[True, False], ids=["avx512_bf16", "without"])
 def processor(request, monkeypatch):
-    """bitsandbytes believes to run on a processor with or without AVX512-bf16, for which it repacks 4-bit weights."""
+    """bitsandbytes reports a processor with or without AVX512-bf16, for which it repacks 4-bit weights."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
 
 
@@ -88,13 +95,15 @@ def test_passes_and_saving_leave_four_bit_weights_as_they_were_quantised(widths,
     assert_same_gradients(*found, atol=0)
 
 
-def test_a_release_that_repacks_all_the_same_is_refused(monkeypatch, tmp_path, tokenizer):
+@pytest.mark.parametrize("widths", [(32, 48), (64, 128)], ids=str)
+def test_a_release_that_repacks_all_the_same_is_refused(widths, monkeypatch, tmp_path, tokenizer):
     from bitsandbytes.nn import Linear4bit
 
     always = property(lambda layer: True, lambda layer, value: None)
     monkeypatch.setattr(Linear4bit, "support_avx512bf16_for_cpu", always, raising=False)
-    base = save_model("llama", tmp_path / "base", tokenizer, hidden_size=64, intermediate_size=128)
-    with pytest.raises(UsageError, match="repacks 4-bit weights on this processor"):
+    sizes = dict(zip(("hidden_size", "intermediate_size"), widths))
+    base = save_model("llama", tmp_path / "base", tokenizer, **sizes)
+    with pytest.raises(UsageError, match=r"repacks the 4-bit weights of model.layers.0.self_attn.q_proj on this proc"):
         load_policy(str(base), lora(load_in_4bit=True), tokenizer)
 
 
@@ -112,9 +121,10 @@ def saved_in_four_bits(tmp_path_factory, tokenizer):
 
 
 CANNOT = [
-    (["--finetune_mode=all"], "quantised weights cannot learn; use --finetune_mode lora"),
-    (["--finetune_mode=last_layer"], "quantised weights cannot learn; use --finetune_mode lora"),
-    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, into which no adapter can be merged"),
+    (["--finetune_mode=all"], "saved in 4 bits and cannot learn; use --finetune_mode lora"),
+    (["--finetune_mode=last_layer"], "saved in 4 bits and cannot learn; use --finetune_mode lora"),
+    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, adapters cannot be merged into them"),
+    (["--finetune_mode=lora", "--push_to_hub=me/it"], "saved in 4 bits, so --push_to_hub cannot upload merged ones"),
     (["--finetune_mode=lora", "--load_in_8bit=True"], "saved in 4 bits; leave out --load_in_8bit"),
 ]
 
@@ -133,6 +143,14 @@ def test_what_saved_quantised_weights_cannot_do_is_said_before_training(
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
+def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, cafe_data):
+    from lightrlhf.sft import SFTArgs
+
+    args = SFTArgs(data_dir=str(cafe_data), model_name=saved_in_four_bits, finetune_mode="lora", strategy="fsdp")
+    with pytest.raises(UsageError, match="saved in 4 bits and cannot be split by --strategy fsdp"):
+        check_stored_quantisation(saved_in_four_bits, "--model_name", args)
+
+
 def test_adapters_learn_beside_saved_quantised_weights_and_are_used_unmerged(
     saved_in_four_bits, cafe_data, tmp_path, tokenizer
 ):
@@ -145,8 +163,24 @@ def test_adapters_learn_beside_saved_quantised_weights_and_are_used_unmerged(
     assert torch.equal(logits_of(trained.model, IDS), logits_of(going_on.model, IDS))
     started = load_policy(saved_in_four_bits, ModelArgs(), tokenizer)
     assert not torch.allclose(logits_of(trained.model, IDS), logits_of(started.model, IDS), atol=1e-4)
-    with pytest.raises(UsageError, match="saved in 4 bits, which take no scalar head"):
+    with pytest.raises(UsageError, match="saved in 4 bits and take no scalar head"):
         load_scalar(saved_in_four_bits, ModelArgs(), tokenizer, seed=0)
+
+
+def test_a_reward_model_that_was_saved_quantised_scores(tmp_path, tokenizer):
+    """As it was saved: with a head in full precision."""
+    from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
+
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    whole = load_scalar(str(base), ModelArgs(), tokenizer, seed=0)
+    whole.model.save_pretrained(tmp_path / "whole")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["score"])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = load_scalar(str(tmp_path / "saved"), ModelArgs(), tokenizer, seed=0, needs_head=True).eval()
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    expected, found = whole.eval()(IDS, mask), loaded(IDS, mask)
+    assert found.isfinite().all() and 0 < float((found - expected).abs().max()) < float(expected.abs().max())
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrlhf.common.args import UsageError, to_dict
 from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.loading import resolve, starting_model
+from lightrlhf.common.loading import base_name, check_stored_quantisation, resolve, starting_model
 
 FREE = ("resume_from", "iterations", "stage")  # may be others when a run goes on
 
@@ -41,6 +41,7 @@ def open_directory(args: Any, program: str) -> tuple[Path, str]:
     initial = resolve(source, flag)  # of an experiment dir its newest checkpoint now, whatever comes later
     if not Path(initial).is_dir():
         raise UsageError(f"{flag} {source} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
+    check_stored_quantisation(base_name(initial, flag), flag, args)  # before an iteration is generated
     data = Path(args.data_dir).resolve()
     parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
     directory = Path(output_dir) if output_dir else parent / time.strftime("%Y-%m-%d_%H-%M-%S")

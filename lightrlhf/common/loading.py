@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.common import adapters as lora
-from lightrlhf.common.args import ModelArgs, UsageError, first_line
+from lightrlhf.common.args import ModelArgs, TrainArgs, UsageError, first_line
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, verify_checkpoint, write_folder
 from lightrlhf.common.model import (
     Policy,
     Role,
     ScalarModel,
-    check_can_learn,
     is_quantised,
     transformer_layers,
     vocabulary_size,
@@ -43,6 +42,7 @@ TINY = {
     "initializer_range": 0.1,  # about hidden_size ** -0.5, as for a wide model 0.02 is
 }
 MAX_TINY_POSITIONS = 2048
+QUANTISED = ("Linear8bitLt", "Linear4bit")  # the layers of bitsandbytes
 MAX_ADDED_TOKENS = 256
 
 
@@ -198,7 +198,7 @@ def _add_rows(model: nn.Module, size: int) -> None:
     if is_quantised(model):
         raise UsageError(
             f"the tokenizer has {size} tokens, the model fewer, and a quantised one cannot grow; "
-            "train without --load_in_8bit and --load_in_4bit"
+            "give unquantised weights, and neither --load_in_8bit nor --load_in_4bit"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     model.resize_token_embeddings(size, mean_resizing=False)
@@ -234,12 +234,12 @@ def _load(
         base, config = base_name(source, flag), lora.adapter_config(source, flag)
         if config is not None and (Path(base) / MANIFEST).is_file():
             verify_checkpoint(Path(base))
-        quantisation = {} if _is_stored_quantised(base, flag, args, "num_labels" in options) else _quantisation(args)
+        is_stored = check_stored_quantisation(base, flag, args, "num_labels" in options)
         with torch.random.fork_rng(devices=[]):  # transformers draws a head that we draw again
-            options |= {"trust_remote_code": args.trust_remote_code, **quantisation}
+            options |= {"trust_remote_code": args.trust_remote_code, **({} if is_stored else _quantisation(args))}
             model = _from_pretrained(auto_class, base, flag, **options)
     if is_quantised(model):
-        _check_quantised(model, f"{flag} {source}")
+        keep_unpacked(model, f"{flag} {source}", _compute_dtype(args))
     else:
         model.float()
     if args.disable_dropout:
@@ -255,7 +255,10 @@ def _load(
 
 
 def _quantisation(args: ModelArgs) -> dict[str, Any]:
-    """What transformers is told about `--load_in_8bit` and `--load_in_4bit`; heads stay as they are."""
+    """The `BitsAndBytesConfig` of `--load_in_8bit` or `--load_in_4bit`, as an option of `from_pretrained`.
+
+    Heads are not quantised.
+    """
     if not (args.load_in_8bit or args.load_in_4bit):
         return {}
     from transformers import BitsAndBytesConfig
@@ -265,15 +268,20 @@ def _quantisation(args: ModelArgs) -> dict[str, Any]:
         load_in_4bit=args.load_in_4bit,
         llm_int8_skip_modules=["lm_head", "embed_out", "score"],
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32,
+        bnb_4bit_compute_dtype=_compute_dtype(args),
     )
     return {"quantization_config": config}
 
 
-def _is_stored_quantised(base: str, flag: str, args: ModelArgs, is_scalar: bool) -> bool:
-    """Whether bitsandbytes quantised the weights before they were saved.
+def _compute_dtype(args: ModelArgs) -> torch.dtype:
+    return torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32
 
-    Raises: UsageError for what such weights cannot do: be merged into, get a scalar head, come in other bits.
+
+def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: bool = False) -> bool:
+    """Whether bitsandbytes had quantised the weights of `base` before they were saved.
+
+    is_scalar: whether they are loaded to be a reward model or a critic.
+    Raises: UsageError for what such weights cannot do: learn by themselves, be merged into, get a new head, be sharded.
     """
     from transformers import PretrainedConfig
 
@@ -281,50 +289,63 @@ def _is_stored_quantised(base: str, flag: str, args: ModelArgs, is_scalar: bool)
         stored = PretrainedConfig.get_config_dict(base)[0].get("quantization_config") or {}
     except (OSError, ValueError):
         return False  # loading it says what is wrong with it
-    if stored.get("quant_method") != "bitsandbytes":
+    if not (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
         return False
-    bits = 4 if stored.get("load_in_4bit") else 8
-    which = f"{flag} {base} holds weights that were saved in {bits} bits"
+    bits, other = ("4", "8") if stored.get("load_in_4bit") else ("8", "4")
+    which = f"{flag}: the weights in {base} were saved in {bits} bits"
+    if isinstance(args, TrainArgs) and args.finetune_mode != "lora":
+        raise UsageError(f"{which} and cannot learn; use --finetune_mode lora")
     if args.merge:
-        raise UsageError(
-            f"{which}, into which no adapter can be merged; leave out --merge, or give the model as it was before"
-        )
-    if is_scalar:
-        raise UsageError(f"{which}, which take no scalar head; give the model as it was before")
-    if args.load_in_8bit and bits == 4 or args.load_in_4bit and bits == 8:
-        raise UsageError(f"{which}; leave out --load_in_{12 - bits}bit")
+        raise UsageError(f"{which}, adapters cannot be merged into them; leave out --merge, or give unquantised ones")
+    if isinstance(args, TrainArgs) and args.push_to_hub and Path(base).is_dir():
+        raise UsageError(f"{which}, so --push_to_hub cannot upload merged ones; give a base on the hub")
+    if isinstance(args, TrainArgs) and args.strategy in ("fsdp", "deepspeed"):
+        raise UsageError(f"{which} and cannot be split by --strategy {args.strategy}; use --strategy ddp")
+    if is_scalar and not holds_reward_model(base):
+        raise UsageError(f"{which} and take no scalar head; give unquantised ones, which --load_in_{bits}bit quantises")
+    if getattr(args, f"load_in_{other}bit"):
+        raise UsageError(f"{which}; leave out --load_in_{other}bit")
     return True
 
 
 @torch.no_grad()
-def _check_quantised(model: nn.Module, which: str) -> None:
-    """Keep 4-bit weights as they were quantised, whatever this processor could do with them.
+def keep_unpacked(model: nn.Module, which: str, compute_dtype: torch.dtype) -> None:
+    """Keep 4-bit weights in the layout in which they were quantised, and compute with them in `compute_dtype`.
 
     On CPUs with AVX512-bf16 instructions bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first pass in
     eval mode. From then on no gradient flows back through the layer, its products are rounded to bfloat16,
-    `dequantize_4bit` (and so merging) returns another matrix, `state_dict` damages the scales, and layers whose input
-    width is no multiple of 64 or whose output width is none of 32 fail.
+    `dequantize_4bit` (and so merging) returns another matrix, and `state_dict` damages the scales. Layers whose input
+    width is not a multiple of 64, or whose output width is not a multiple of 32, fail.
 
+    which: the model, for errors.
     Raises: UsageError when no layer is quantised, or a release of bitsandbytes repacks all the same.
     """
-    layers = [module for module in model.modules() if type(module).__name__ in ("Linear8bitLt", "Linear4bit")]
+    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ in QUANTISED}
     if not layers:
         raise UsageError(
             f"{which} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
             "train without --load_in_8bit and --load_in_4bit"
         )
-    for layer in layers:
-        if type(layer).__name__ == "Linear4bit":
-            layer.support_avx512bf16_for_cpu = False
-    layer = layers[0]
-    if type(layer).__name__ == "Linear4bit" and layer.weight.device.type == "cpu":
-        stored = layer.weight.data_ptr()
-        layer(torch.zeros(1, layer.in_features))
-        if layer.weight.data_ptr() != stored:
+    layers = {name: layer for name, layer in layers.items() if type(layer).__name__ == "Linear4bit"}
+    for layer in layers.values():
+        layer.support_avx512bf16_for_cpu = False
+        layer.compute_dtype, layer.compute_type_is_set = compute_dtype, True
+    for name, layer in list(layers.items())[:1]:
+        if layer.weight.device.type == "cpu" and _repacks(layer):
             raise UsageError(
-                f"{which}: this release of bitsandbytes repacks 4-bit weights on this processor, after which they "
-                "cannot be trained or merged; install the tested one: pip install -c constraints.txt bitsandbytes"
+                f"{which}: this release of bitsandbytes repacks the 4-bit weights of {name} on this processor, which "
+                "then cannot be trained or merged; install the tested one: pip install -c constraints.txt bitsandbytes"
             )
+
+
+def _repacks(layer: Any) -> bool:
+    """Whether a pass of a `Linear4bit` in eval mode changes how its weights are stored, or fails in that."""
+    stored = layer.weight.data_ptr()
+    try:
+        layer(torch.zeros(1, layer.in_features))
+    except (RuntimeError, AssertionError):
+        return True
+    return layer.weight.data_ptr() != stored
 
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> nn.Module:
@@ -412,8 +433,6 @@ def _choose_what_learns(
     Without LoRA the adapters it came with are merged into the weights; beside quantised weights they stay, active.
     """
     adapters = tuple(name for name, _ in loaded.values())
-    if args.finetune_mode == "last_layer":
-        check_can_learn(model)
     if args.finetune_mode == "lora":
         quiet_libraries()
         lora.add_adapter(model, new, args)

@@ -343,12 +343,6 @@ def is_quantised(model: nn.Module) -> bool:
     return getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
 
 
-def check_can_learn(model: nn.Module) -> None:
-    """Raises: UsageError for quantised weights, which only adapters can change."""
-    if is_quantised(model):
-        raise UsageError(f"{model.config.name_or_path}: quantised weights cannot learn; use --finetune_mode lora")
-
-
 def transformer_layers(module: nn.Module) -> nn.ModuleList:
     """The list of modules that holds most of a model's parameters."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]

@@ -32,7 +32,7 @@ from lightrlhf.common.args import RunFailure, TrainArgs, UsageError, first_line,
 from lightrlhf.common.batch import Row, epoch_order, row_length
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
 from lightrlhf.common.loading import export, self_contained
-from lightrlhf.common.model import Policy, Role, ScalarModel, check_can_learn
+from lightrlhf.common.model import Policy, ScalarModel
 from lightrlhf.common.ranks import (
     Watch,
     check_same,
@@ -163,8 +163,6 @@ class Run:
         from transformers import get_scheduler
 
         args = self.args
-        if isinstance(module, Role) and args.finetune_mode != "lora":
-            check_can_learn(module.model)
         if self.resumed:
             self._load_learned(name, module)
         with self.phase("setup"):

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from lightrlhf.common.args import ModelArgs, RunFailure, UsageError, first_line
 from lightrlhf.common.batch import decode, encode_prompt, encode_response, pair_prompt, reading_passes, response_batch
-from lightrlhf.common.loading import holds_reward_model, load_scalar, load_tokenizer, quiet_libraries, resolve
-from lightrlhf.common.model import ScalarModel, last_token
+from lightrlhf.common.loading import (
+    holds_reward_model,
+    keep_unpacked,
+    load_scalar,
+    load_tokenizer,
+    quiet_libraries,
+    resolve,
+)
+from lightrlhf.common.model import ScalarModel, is_quantised, last_token
 from lightrlhf.common.rewards import reward_statistics
 
 Messages = list[dict[str, str]]
@@ -285,6 +292,8 @@ def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
         model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
     except Exception as problem:  # the folder's code may raise anything
         raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
+    if is_quantised(model):
+        keep_unpacked(model, f"{flag} {source}", torch.float32)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
