@@ -9,14 +9,17 @@ which its largest resident size is read, less what it was when the libraries had
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from lightrlhf.common.args import one_line_errors, parse
 
 CASES = {
     "`all`": [],
@@ -28,11 +31,24 @@ SHAPE = ["--micro_batch_size", "2", "--rollout_mini_batch_size", "8", "--max_new
 SEQUENCE_LENGTH = 64  # the café's prompts are about 20 tokens long
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["30M", "50M", "100M"], help="parameters, such as 30M")
-    parser.add_argument("--output", type=Path, help="Markdown file to write; printed anyway")
-    args = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class MemoryArgs:
+    """Peak memory of PPO by fine-tuning mode, measured and estimated."""
+
+    sizes: list[str] = field(default_factory=lambda: ["30M", "50M", "100M"])
+    """Parameters of the models, such as 30M."""
+    output: str | None = None
+    """Markdown file to write; printed anyway."""
+
+    def __post_init__(self) -> None:
+        if wrong := [size for size in self.sizes if not re.fullmatch(r"\d+(\.\d+)?[KMB]", size)]:
+            raise ValueError(f"--sizes {wrong[0]} is no size such as 30M or 1.5B")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = parse(MemoryArgs, argv)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         call("datasets_prep.cafe.prepare_data", ["--destination_dir", f"{folder}/data", "--num_proc", "1"])
@@ -50,7 +66,7 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.output:
-        args.output.write_text(text, encoding="utf-8")
+        Path(args.output).write_text(text, encoding="utf-8")
 
 
 def table(rows: list[tuple[str, str, float, float]]) -> str:

@@ -15,15 +15,15 @@ are new each time, and both models here go on reading where they stopped; give i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lightrlhf.common.args import ModelArgs, one_line_errors
+from lightrlhf.common.args import PAIRS, TEXTS, ModelArgs, check_at_least, one_line_errors, parse
 from lightrlhf.common.batch import decode, encode_prompt
 from lightrlhf.common.episodes import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
 from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
@@ -35,6 +35,33 @@ WAYS = {
     "sampled": {"reflect_do_sample": True},
     "with history": {"with_history": True},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsArgs:
+    """Steps per second in a text environment beside a plain loop on `generate`."""
+
+    policy: str
+    """Experiment dir or checkpoint of the policy."""
+    reflector: str
+    """Experiment dir or checkpoint of the reflector."""
+    env: str = "dangerous_taxi"
+    """Environment."""
+    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    """Options of the environment, as name=value."""
+    num_envs: int = 64
+    """Environments at once."""
+    ways: list[str] = field(default_factory=lambda: list(WAYS), metadata=TEXTS)
+    """Rows of the table, each a word of its own."""
+    turns: int = 5
+    """Turns of each side."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_envs", "turns"):
+            check_at_least(self, name, 1)
+        if unknown := [way for way in self.ways if way not in WAYS]:
+            raise ValueError(f"--ways {unknown[0]!r} is none of: {', '.join(map(repr, WAYS))}")
+        read_options(self.env_options)
 
 
 class PlainAgent:
@@ -73,15 +100,7 @@ class PlainAgent:
 @one_line_errors
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the comparison; returns the median ratio by way of reflecting."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", required=True, help="experiment dir or checkpoint of the policy")
-    parser.add_argument("--reflector", required=True, help="experiment dir or checkpoint of the reflector")
-    parser.add_argument("--env", default="dangerous_taxi")
-    parser.add_argument("--env_options", nargs="*", default=[], help="options of the environment, as name=value")
-    parser.add_argument("--num_envs", type=int, default=64)
-    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="rows of the table")
-    parser.add_argument("--turns", type=int, default=5)
-    args = parser.parse_args(argv)
+    args = parse(StepsArgs, argv)
     sources = [resolve(args.policy, "--policy"), resolve(args.reflector, "--reflector")]
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
     starts = (envs[0].starts("train") * args.num_envs)[: args.num_envs]

@@ -103,11 +103,12 @@ Next:
 
 def activation() -> str:
     """The line that activates this virtual environment; empty where it is active or there is none."""
-    active = Path(shutil.which("python") or "/").parent == Path(sys.prefix, "bin")
+    found = shutil.which("python")
+    active = found is not None and os.path.samefile(Path(found).parent, Path(sys.prefix, "bin"))
     if active or sys.prefix == sys.base_prefix:
         return ""
     script = os.path.relpath(Path(sys.prefix, "bin", "activate"))
-    return f"  {'source ' + script:53} once in each terminal: the commands below want it\n"
+    return f"  {'source ' + script:53} once in each terminal: what begins with python needs it\n"
 
 
 def call(name: str, *argv: str) -> Any:

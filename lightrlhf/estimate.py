@@ -89,8 +89,8 @@ def shape_of(args: EstimateArgs) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = linear_layers(model)
-    if args.lora_targets != "all-linear":
-        wanted = tuple(args.lora_targets.split(","))
+    wanted = args.lora_target_names()
+    if wanted != ["all-linear"]:
         names = [name for name in names if name.rpartition(".")[2] in wanted]
     linear = [out_and_in(model.get_submodule(name)) for name in linear_layers(model)]
     adapted = [out_and_in(model.get_submodule(name)) for name in names]

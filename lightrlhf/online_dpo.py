@@ -237,8 +237,8 @@ def run_stage(name: str, args: OnlineDPOArgs, values: dict[str, Any]) -> None:
     """Run a program with these flags: in this process, or with several devices in processes of its own."""
     flags: list[str] = []
     for flag, value in values.items():
-        words = value if isinstance(value, list) else [value]
-        flags += [f"--{flag}", *map(str, words)] if words and value is not None else []
+        if value is not None and value != []:
+            flags += [f"--{flag}", json.dumps([str(item) for item in value]) if isinstance(value, list) else str(value)]
     if args.devices == 1 and args.num_nodes == 1:
         STAGES[name].main(flags)
         return

@@ -134,6 +134,7 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("sft", ["--optimizer=AdamW8bit", "--strategy=fsdp"], "--optimizer AdamW8bit cannot be split by --strategy fsdp"),
     ("sft", ["--merge", "True"], "--merge True has no adapters to merge with --finetune_mode all"),
     ("sft", ["--finetune_mode", "lora", "--lora_targets", "nowhere"], "--lora_targets nowhere"),
+    ("sft", ["--finetune_mode", "lora", "--lora_targets", "q_proj,nowhere"], "--lora_targets nowhere names no layer"),
     ("sft", ["--config", "/nowhere.yaml"], "/nowhere.yaml"),
     ("sft", ["--model_name", "./nowhere"], "--model_name ./nowhere does not exist"),
     ("sft", ["--model_name", "no-such-organisation/no-such-model"], "no-such-organisation/no-such-model"),

@@ -75,9 +75,13 @@ def add_adapter(model: nn.Module, name: str, args: ModelArgs) -> None:
     """A new adapter that changes nothing yet, on the layers of `args.lora_targets`."""
     from peft import LoraConfig
 
-    targets = args.lora_targets.split(",")
-    if args.lora_targets == "all-linear":
+    targets = args.lora_target_names()
+    if targets == ["all-linear"]:
         targets = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
+    names = [f".{name}" for name, _ in model.named_modules()]
+    if unknown := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
+        layers = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers(model)}))
+        raise UsageError(f"--lora_targets {unknown[0]} names no layer of the model; its linear layers are {layers}")
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,

@@ -15,6 +15,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -27,10 +28,28 @@ Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
 ALIASES = {"--model_name_or_path": "--model_name"}
 
-# Metadata of list fields whose items may hold commas: how one word of the command line is split.
-PATHS = {"split": lambda word: [word] if Path(word).exists() else word.split(",")}
-PAIRS = {"split": lambda word: re.split(r",(?=\s*[A-Za-z_]\w*=)", word)}  # name=value: before the next name
-TEXTS = {"split": lambda word: [word]}
+
+def names(word: str) -> list[str]:
+    """The items in one word of a list flag: those between commas."""
+    return word.split(",")
+
+
+def paths(word: str) -> list[str]:
+    """Paths, which may hold commas: a word that exists is one path."""
+    return [word] if os.path.exists(word) else word.split(",")
+
+
+def pairs(word: str) -> list[str]:
+    """name=value pairs, whose values may hold commas: split before the next name."""
+    return re.split(r",(?=\s*[A-Za-z_]\w*=)", word)
+
+
+def texts(word: str) -> list[str]:
+    """Texts, which may hold anything: one in a word."""
+    return [word]
+
+
+PATHS, PAIRS, TEXTS = {"split": paths}, {"split": pairs}, {"split": texts}  # metadata of list fields; others are names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +185,10 @@ class ModelArgs:
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
     merge: bool = False
     """Write merged weights instead of adapters; by default a checkpoint of `lora` is a peft folder naming its base."""
+
+    def lora_target_names(self) -> list[str]:
+        """The items of `--lora_targets`, in brackets or not."""
+        return _items([self.lora_targets], names)
 
     def check_model(self) -> None:
         """Raises: ValueError, one line, when an adapter option is out of range."""
@@ -317,7 +340,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
 
     words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
     lists = [f for f in dataclasses.fields(args_class) if str(f.type).startswith("list")]
-    words = _join_lists(words, {f"--{f.name}": f.metadata.get("split", lambda word: word.split(",")) for f in lists})
+    words = _join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
@@ -375,18 +398,25 @@ def _join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]])
 def _items(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
     """The items of a list flag; a JSON list of texts (`["a, b", "c"]`) keeps commas that are part of an item."""
     text = " ".join(words).strip()
-    in_brackets = text.startswith("[") and text.endswith("]")
+    in_brackets = text.startswith("[") and text.endswith("]") and (split is not texts or len(words) == 1)
     if in_brackets:
         with contextlib.suppress(ValueError):
             listed = json.loads(text)
             if all(isinstance(item, str) for item in listed):
                 return listed
-    if split is TEXTS["split"]:
+    if split is texts:
         return words
     if in_brackets:
         words = [text[1:-1]]
-    items = [item.strip("'\" " if in_brackets else " ") for word in words for item in split(word)]
-    return [item for item in items if item] or words
+    items = []
+    for word in words:  # an empty one stays, to be refused
+        items += [_unquoted(item) for item in split(word) if item.strip()] or [word]
+    return items
+
+
+def _unquoted(item: str) -> str:
+    item = item.strip()
+    return item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item
 
 
 def _flag_value(words: list[str], flag: str) -> str | None:
