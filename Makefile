@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # torch goes first: asked for by itself its pinned release is taken, whatever newer one another package would allow.
 $(VENV)/.installed: setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Python 3.11 or newer is needed and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
-			"name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null || { \
+		echo "Python 3.11 or newer is needed. $(PYTHON) says: $$($(PYTHON) --version 2>&1)." \
+			"Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(BIN)/python -c '$(NEW_ENOUGH)' 2> /dev/null || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

@@ -362,7 +362,8 @@ def start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent leaves no worker behind
-        if not multiprocessing.parent_process().is_alive():  # killed before
+        parent, by_server = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
+        if not parent.is_alive() if by_server else os.getppid() != parent.pid:  # killed before
             os._exit(1)
     _encoder = encoder
 

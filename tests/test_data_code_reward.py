@@ -8,10 +8,14 @@ import math
 import os
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+from helpers import ROOT, environment
+from processes import PATIENCE, started
 
 from datasets_prep.apps import sandbox
 from datasets_prep.apps.reward import adaptive_score, code_of, same_answer, same_text, score_program
@@ -19,7 +23,7 @@ from datasets_prep.apps.sandbox import Limits, run_program
 from lightrlhf.common.args import RunFailure
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux only")
-QUICK = Limits(seconds=0.75, memory=2**29, output=2**16)
+QUICK = Limits(seconds=2, memory=2**29, output=2**16)
 SECRET = "4711-only-the-parent-knows"
 PRINT = json.dumps({"inputs": ["7\n", "8\n"], "outputs": [SECRET, SECRET]})
 CALL = json.dumps({"fn_name": "f", "inputs": [[7], [8]], "outputs": [[SECRET], [SECRET]]})
@@ -159,18 +163,18 @@ def scores(tmp_path_factory) -> dict[str, float]:
     canary, tests = folder / "canary", folder / "tests.json"
     canary.write_text("alive")
     tests.write_text(PRINT)
-    os.environ["CODE_REWARD_SECRET"] = SECRET
-    before = set(Path(tempfile.gettempdir()).glob("solution-*"))
+    (temporary := folder / "temporary").mkdir()
 
     def score(case: tuple[str, str]) -> float:
         return score_program(case[1].replace("CANARY", str(canary)).replace("TESTS", str(tests)), case[0], QUICK)
 
-    with ThreadPoolExecutor(8) as pool:  # most of them wait
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:  # most of them wait
+        patch.setenv("CODE_REWARD_SECRET", SECRET)
+        patch.setattr(tempfile, "tempdir", str(temporary))
         found = dict(zip(HOSTILE, pool.map(score, HOSTILE.values())))
-    del os.environ["CODE_REWARD_SECRET"]
     assert canary.read_text() == "alive" and canary.stat().st_mode & 0o600 == 0o600
-    assert list(folder.iterdir()) in ([canary, tests], [tests, canary])
-    assert set(Path(tempfile.gettempdir()).glob("solution-*")) == before, "temporary folders were left behind"
+    assert sorted(folder.iterdir()) == sorted([canary, tests, temporary])
+    assert list(temporary.iterdir()) == [], "temporary folders were left behind"
     return found
 
 
@@ -183,8 +187,22 @@ def test_hostile_programs_leave_no_process(scores):
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     programs = [pid for pid in children if b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert programs == []
-    ours = [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"sandbox_child" in _content(p)]
+    child = str(sandbox.CHILD).encode()
+    ours = [p for p in Path("/proc").glob("[0-9]*/cmdline") if child in _content(p)]
     assert ours == []
+
+
+def test_a_program_ends_with_the_process_that_runs_it():
+    code = "from datasets_prep.apps.sandbox import Limits, run_program; "
+    code += "run_program('while True: pass', limits=Limits(seconds=600))"
+    with started([sys.executable, "-c", code], cwd=ROOT, env=environment()) as parent:
+        while not (programs := psutil.Process(parent.pid).children()):
+            time.sleep(0.001)
+        while programs[0].cpu_times().user < 0.5:  # well inside the loop
+            time.sleep(0.01)
+        parent.kill()
+        _, alive = psutil.wait_procs(programs, timeout=PATIENCE)
+    assert not alive
 
 
 def _content(path: Path) -> bytes:

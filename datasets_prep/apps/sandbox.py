@@ -130,7 +130,8 @@ def _spawn(job: dict, given: Any, limits: Limits) -> tuple[list[str] | None, lis
         job_file.write(json.dumps(job).encode())
         job_file.seek(0)
         descriptors = (job_file.fileno(), status_write)
-        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD), *map(str, descriptors)]
+        numbers = map(str, (*descriptors, os.getpid()))
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD), *numbers]
         try:
             process = subprocess.Popen(
                 command,

@@ -1,9 +1,10 @@
 """What runs inside the sandbox: shuts itself in, then runs one program on one input.
 
-Started by `sandbox.py` as `python -I -S sandbox_child.py JOB_FD STATUS_FD` in an empty folder with a clean
-environment. The job holds the program and one input, never a test's expected value. To STATUS_FD go, one JSON a line:
-the layers of isolation that are in force, whether the program compiled, and for a called function its answer. A
-program that writes to it itself can only give answers, and one that does not know the right answer gains nothing.
+Started by `sandbox.py` as `python -I -S sandbox_child.py JOB_FD STATUS_FD PARENT_PID` in an empty folder with a clean
+environment; killed when that parent is. The job holds the program and one input, never a test's expected value. To
+STATUS_FD go, one JSON a line: the layers of isolation that are in force, whether the program compiled, and for a called
+function its answer. A program that writes to it itself can only give answers, and one that does not know the right
+answer gains nothing.
 
 Only the standard library, and no import of this package: the sandbox cannot read it.
 """
@@ -166,7 +167,10 @@ def plain(value):
 
 
 def main():
-    job_fd, status_fd = int(sys.argv[1]), int(sys.argv[2])
+    job_fd, status_fd, parent = map(int, sys.argv[1:])
+    libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != parent:  # killed before
+        os._exit(1)
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
     status = open(status_fd, "w", encoding="utf-8", buffering=1)
