@@ -15,15 +15,25 @@ import processes
 import pytest
 import torch
 from helpers import CAFE_SIZES, CPU, environment, save_model
+from hypothesis import settings
 
 torch.set_num_threads(1)
 processes.open_session()
+settings.register_profile("patient", parent=settings.default, deadline=None)  # no example fails for being slow
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ports_of_their_own():
+    """Fabric leaves the port that it found free in the environment; by the next test another program may have it."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

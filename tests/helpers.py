@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from subprocess import PIPE
 
 import torch
 from processes import PATIENCE, started
@@ -162,9 +163,10 @@ def environment() -> dict[str, str]:
 def run_program(module: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
     """`python -m module flags…` in a process of its own."""
     command = [sys.executable, "-m", module, *map(str, flags)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+    with started(command, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    assert not check or process.returncode == 0, out + err
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, delay: float = 0.0) -> None:

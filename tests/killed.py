@@ -1,7 +1,7 @@
-"""`python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`: a program that is killed when its files are so far.
+"""Run a program that kills itself: `python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`.
 
-It runs `MODULE`'s main and ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` below `FOLDER` have more than
-`ROWS` lines together (-1: as soon as one is there).
+`MODULE`'s main ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` below `FOLDER` have more than `ROWS` lines
+together (-1: after the first of them exists).
 """
 
 from __future__ import annotations

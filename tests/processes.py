@@ -1,8 +1,9 @@
 """Processes that tests start: nothing of them outlives its test, or a test session that is killed.
 
-Every process inherits the environment variable `MARK` from the session, which finds it again however it was started. As
-a program this file is the session's guard: `python processes.py PID` waits for that process to be gone and then kills
-what bears its mark.
+Every program started below the session inherits its environment variable `MARK`, by which it is found again. As a
+program this file is the session's guard: `python processes.py PID` waits until that process is gone and then kills what
+has its mark. Left out: programs with an environment of their own (the code sandbox ends its own) and forks of the
+session itself, whose environment is read as it was before the mark.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 
 MARK = "LIGHTRLHF_TEST_SESSION"
-PATIENCE = 300  # seconds to wait for another process; for a busy machine, for one that hangs pytest's own limit is next
+PATIENCE = 300  # seconds to wait for another process before a test fails; long, for machines that are busy
 GRACE = 20  # seconds for a process to end that was asked to
 PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the session
 kept: set[int] = set()  # started within a test for all tests of a module
@@ -30,11 +31,12 @@ def open_session() -> None:
     """Mark what this process starts from now on, and start its guard."""
     os.environ[MARK] = str(os.getpid())
     command = [sys.executable, __file__, str(os.getpid())]
-    kept.add(subprocess.Popen(command, start_new_session=True).pid)
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    kept.add(subprocess.Popen(command, start_new_session=True, **quiet).pid)
 
 
 def running() -> list[psutil.Process]:
-    """The processes alive that bear this session's mark."""
+    """The processes alive that have this session's mark."""
     mark, found = os.environ[MARK], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -53,7 +55,8 @@ def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
             with contextlib.suppress(psutil.Error):
                 line = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
                 command = " ".join(process.cmdline())
-                if not line & known and not any(word in command for word in PYTHONS_OWN):
+                is_pythons = process.ppid() == os.getpid() and any(word in command for word in PYTHONS_OWN)
+                if not line & known and not is_pythons:
                     left[process] = command
         return left
 
@@ -84,13 +87,16 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen]:
 
 
 def die_when(holds: Callable[[], bool], delay: float = 0.0) -> None:
-    """End this process by SIGKILL as soon as `holds`, `delay` seconds later; looked at from a thread of its own.
+    """Kill this process by SIGKILL `delay` seconds after `holds` first returns True in a thread that polls it.
 
-    From within, because another process may get its turn only when this one is done.
+    From within, because on a busy machine another process may be scheduled only when this one is done.
     """
 
     def watch() -> None:
-        while not holds():
+        while True:
+            with contextlib.suppress(OSError):  # a folder that is renamed while it is listed
+                if holds():
+                    break
             time.sleep(0.001)
         time.sleep(delay)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +107,10 @@ def die_when(holds: Callable[[], bool], delay: float = 0.0) -> None:
 def guard(session: int) -> None:
     while os.getppid() == session:
         time.sleep(1.0)
-    end(running())
+    for _ in range(100):  # what is being killed may have started more
+        if not (left := running()):
+            break
+        end(left)
 
 
 if __name__ == "__main__":

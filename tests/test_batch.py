@@ -181,7 +181,7 @@ def test_rows_of_one_token_still_make_a_batch():
     assert batch.input_ids.shape == (1, 2) and batch.num_actions == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=9), st.integers(0, 10))
 def test_packing_keeps_every_token_and_action_once_and_overfills_no_row(sizes, extra):
     prompts = [row[:n] for row, (n, _) in zip(rows_of(*(n for n, _ in sizes)), sizes)]

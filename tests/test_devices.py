@@ -189,11 +189,11 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
 
     env = environment() | {"PYTHONPATH": f"{ROOT}:{functions}"}
     command = [sys.executable, str(ROOT / "tests" / "two_ranks.py")]
-    done = subprocess.run(
-        command, input=json.dumps(jobs), capture_output=True, text=True, env=env, timeout=2 * PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), logs
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command, env=env, **pipes) as process:
+        out, err = process.communicate(json.dumps(jobs), timeout=3 * PATIENCE)
+    assert process.returncode == 0, err
+    return json.loads(out), logs
 
 
 def experiment(folder: Path) -> Path:
@@ -328,6 +328,7 @@ def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model,
     with started(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("*/*/*/*/checkpoint-*")) and process.poll() is None:
             time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[1]
         (child,) = psutil.Process(process.pid).children()
         child.kill()
         _, text = process.communicate(timeout=PATIENCE)

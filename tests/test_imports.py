@@ -125,14 +125,20 @@ def test_an_environment_imports_arguments_batches_and_its_neighbours(path):
     assert {name for name in imported(path) if not name.startswith("lightrlhf.envs")} <= allowed
 
 
-ELSEWHERE = {"alfworld": "alfworld", "textworld": "textworld", "fast_downward": "alfworld"}  # and stanza, benepar
+OPTIONAL = {"gymnasium", "gradio", "pandas", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
+OPTIONAL |= {"alfworld", "textworld"}
+OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 
 @pytest.mark.parametrize("folder", ["lightrlhf", "datasets_prep", "examples", "tests"])
 def test_what_is_imported_is_declared(folder):
     """Each package that a file of the folder imports is a requirement of setup.py, not only one of another package."""
-    named = re.findall(r'"([A-Za-z][\w.-]*)(?:\[[\w,]+\])?>=', (ROOT / "setup.py").read_text())
-    declared = {name.lower().replace("_", "-") for name in named}
+    extras, core = (
+        {name.lower().replace("_", "-") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[[\w,]+\])?>=', part)}
+        for part in (ROOT / "setup.py").read_text().split("install_requires")
+    )
+    assert OPTIONAL <= extras
+    allowed = core | (extras if folder == "tests" else OPTIONAL)
     distributions = packages_distributions()
     ours = {path.stem for path in (ROOT / "tests").glob("*.py")}
     ours |= {"lightrlhf", "datasets_prep", "examples", "benchmarks", "tests"}
@@ -142,8 +148,8 @@ def test_what_is_imported_is_declared(folder):
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         for name in {name.partition(".")[0] for name in names} - ours - set(sys.stdlib_module_names):
-            found = distributions.get(name) or [ELSEWHERE.get(name, name)]
-            if not {package.lower().replace("_", "-") for package in found} & declared:
+            found = distributions.get(name) or [OF_ALFWORLD.get(name, name)]
+            if not {package.lower().replace("_", "-") for package in found} & allowed:
                 missing[name] = str(path)
     assert not missing
 

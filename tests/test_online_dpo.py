@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, ROOT, last_checkpoint, listing, weights
-from processes import die_when
+from processes import PATIENCE, die_when
 from safetensors.torch import load_file
 
 from lightrlhf.common.batch import load_prompts, load_split
@@ -118,7 +118,8 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
         resume = ["--resume_from", str(run)] if run else []
         child = context.Process(target=run_until, args=([*flags, *resume], tmp_path, stop), daemon=True)
         child.start()
-        child.join()
+        child.join(PATIENCE)
+        child.kill()
         assert child.exitcode == (0 if stop is None else -signal.SIGKILL), stop
         run = next(path.parent for path in tmp_path.glob("*/*/*/*/args.json"))
     for t in (1, 2):

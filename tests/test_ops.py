@@ -54,7 +54,7 @@ def test_gae_with_lambda_one_is_the_return_less_the_value():
     assert torch.allclose(advantages, to_go - values, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(2, 8), st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**6))
 def test_gae_never_looks_at_positions_that_are_no_actions(rows, width, gamma, lambd, seed):
     torch.manual_seed(seed)
@@ -213,7 +213,7 @@ def test_explained_variance_is_one_when_perfect_and_zero_for_a_constant():
     assert float(ops.explained_variance(returns, returns, torch.zeros_like(mask))) == 0  # nothing counted, no NaN
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.data())
 def test_wilson_interval_holds_the_share_and_stays_in_the_unit_interval(trials, data):
     successes = data.draw(st.integers(0, trials))

@@ -65,7 +65,7 @@ def trees(draw, start=0, end=40, depth=3):
     return Span(start, end, parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees(), st.lists(st.integers(1, 40), min_size=1, max_size=30).map(sorted), st.integers(1, 6))
 def test_parsed_segments_tile_the_response_and_break_at_spans_only(tree, ends, cutoff):
     starts = cut_tokens(parsing.checked([tree], "x" * 40), ends, cutoff)

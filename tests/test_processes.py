@@ -45,9 +45,7 @@ def test_a_process_that_detached_itself_is_found_and_one_of_a_kept_program_is_no
 def test_a_killed_session_leaves_nothing():
     command = [sys.executable, "-c", SESSION]
     with started(command, env=environment(), stdout=subprocess.PIPE) as session:
-        while session.stdout.readline() != b"ready\n":  # once by the detached process, once by the session
-            pass
-        session.stdout.readline()
+        assert [session.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2  # of the detached one and its own
         marked = [process for process in psutil.process_iter() if mark_of(process) == str(session.pid)]
         session.kill()
         _, alive = psutil.wait_procs(marked, timeout=PATIENCE)

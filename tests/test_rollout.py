@@ -221,7 +221,7 @@ def test_long_runs_forget_old_columns_and_stay_right(architecture, monkeypatch):
         assert len(moves) > 1 and min(moves) > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 9), st.integers(1, 30))
 def test_whatever_the_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
     policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=longest)

@@ -32,7 +32,7 @@ def cuts(mask, seed):
     yield macro.perplexity(mask, torch.randn(mask.shape, generator=generator))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(masks(), st.integers(0, 1000))
 def test_segments_tile_the_response(mask, seed):
     for segments in cuts(mask, seed):
@@ -43,7 +43,7 @@ def test_segments_tile_the_response(mask, seed):
             assert sorted(set(numbers)) == list(range(len(set(numbers))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(masks(), st.integers(0, 1000))
 def test_reduce_and_broadcast_are_adjoint(mask, seed):
     for segments in cuts(mask, seed):

@@ -101,7 +101,7 @@ def ending(pids: list[int], outputs: list[Path]) -> dict:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     ends[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() - started > PATIENCE:
+                elif time.monotonic() - started > 2 * PATIENCE:  # all jobs run at once
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     texts = [output.read_text(errors="replace") for output in outputs]
