@@ -456,7 +456,7 @@ def _shorten(message: str, flags: set[str]) -> str:
         flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4]
         choices = re.search(r"Literal\[(.+?)\]", wanted)
         kind = next((words for name, words in KINDS.items() if name in wanted), wanted)
-        if "list" in wanted.lower():
+        if re.search(r"\blist\b", wanted, re.IGNORECASE):
             if not value.startswith("["):
                 return f"--{flag} {value} is not a list such as [{value}]"
             return f"--{flag} {value} has an item that is not {kind}"

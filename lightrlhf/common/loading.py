@@ -25,14 +25,7 @@ from torch import Tensor, nn
 from lightrlhf.common import adapters as lora
 from lightrlhf.common.args import ModelArgs, TrainArgs, UsageError, first_line
 from lightrlhf.common.checkpoint import MANIFEST, checkpoints, newest_checkpoint, verify_checkpoint, write_folder
-from lightrlhf.common.model import (
-    Policy,
-    Role,
-    ScalarModel,
-    is_quantised,
-    transformer_layers,
-    vocabulary_size,
-)
+from lightrlhf.common.model import Policy, Role, ScalarModel, is_quantised, transformer_layers, vocabulary_size
 
 TINY = {
     "hidden_size": 128,
