@@ -394,6 +394,7 @@ def base_name(source: str, flag: str) -> str | None:
     """Hub id or absolute folder of the weights below whatever adapter is in `source`; None for `tiny`."""
     if source == "tiny":
         return None
+    quiet_libraries()
     config = lora.adapter_config(source, flag)
     if config is not None:
         return lora.base_of(config, source, flag)
