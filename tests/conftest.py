@@ -31,7 +31,7 @@ def _one_thread_and_a_seed():
 
 @pytest.fixture(autouse=True)
 def _ports_of_their_own():
-    """Fabric leaves the port that it found free in the environment; by the next test another program may have it."""
+    """Remove the port that Fabric leaves in the environment; another program may have taken it since."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 

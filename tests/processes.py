@@ -46,17 +46,17 @@ def running() -> list[psutil.Process]:
 
 
 def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
-    """What runs now and did not before, with its command; not what a program of before started since."""
+    """Processes that were not running before, with their commands; without children of those that were."""
     known = kept | {process.pid for process in before}
 
     def found() -> dict[psutil.Process, str]:
         left = {}
         for process in running():
             with contextlib.suppress(psutil.Error):
-                line = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
+                ancestry = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
                 command = " ".join(process.cmdline())
                 is_pythons = process.ppid() == os.getpid() and any(word in command for word in PYTHONS_OWN)
-                if not line & known and not is_pythons:
+                if not ancestry & known and not is_pythons:
                     left[process] = command
         return left
 

@@ -209,8 +209,8 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 def test_a_person_judges_at_a_terminal(files, tmp_path):
     """Key by key at a pseudo-terminal; Ctrl-C, which a terminal turns into an interrupt, loses nothing.
 
-    One that comes between the question and the read that waits for its answer is seen only after that read, by Python:
-    so it is pressed until it is heard.
+    Python delivers an interrupt that arrives between the prompt and the read of its answer only after that read, so the
+    key is sent again until the program ends.
     """
     out = tmp_path / "out.jsonl"
     program = [sys.executable, "-m", "lightrlhf.judge", "--responses_file", *files, "--judge", "human"]
@@ -234,7 +234,8 @@ def test_a_person_judges_at_a_terminal(files, tmp_path):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
                     break
-                process.stdin.write(b"\x03")
+                with contextlib.suppress(BrokenPipeError):  # it has just ended
+                    process.stdin.write(b"\x03")
             rest, _ = process.communicate(timeout=PATIENCE)
         assert len(read_jsonl(out)) == judged, rest
         assert process.returncode == (130 if keys[-1] == "\x03" else 0), rest

@@ -119,7 +119,9 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
         child = context.Process(target=run_until, args=([*flags, *resume], tmp_path, stop), daemon=True)
         child.start()
         child.join(PATIENCE)
+        hangs = child.is_alive()
         child.kill()
+        assert not hangs, stop
         assert child.exitcode == (0 if stop is None else -signal.SIGKILL), stop
         run = next(path.parent for path in tmp_path.glob("*/*/*/*/args.json"))
     for t in (1, 2):

@@ -199,8 +199,12 @@ def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_da
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_an_adapter_trained_on_quantised_weights_goes_on_the_whole_ones(bits, base_model, tmp_path, tokenizer):
+def test_an_adapter_trained_on_quantised_weights_goes_on_the_whole_ones(
+    bits, processor, base_model, tmp_path, tokenizer
+):
     policy = load_policy(str(base_model), lora(**{bits: True}), tokenizer)
+    with torch.no_grad():
+        policy.eval().model(IDS)  # the pass at which weights would be repacked
     train_a_little(policy)
     (tmp_path / "out").mkdir()
     export(policy, tmp_path / "out", tmp_path / "base")
@@ -230,7 +234,7 @@ def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_toke
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_algorithm_runs_on_quantised_weights(bits, cafe_data, base_model, tmp_path):
+def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, base_model, tmp_path):
     from lightrlhf import dpo, ppo, rm, sft
 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode=lora", f"--{bits}=True"]

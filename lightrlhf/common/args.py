@@ -276,7 +276,7 @@ def check_positive(args: Any, *names: str) -> None:
 
 
 def needs_package(what: str, package: str, extra: str) -> str:
-    """The line for a package that is not installed and the extra of `setup.py` that brings it."""
+    """Error message for a package that is not installed; `extra` is the one of `setup.py` that brings it."""
     return f"{what} needs the package {package}; install it from the clone with: pip install -e '.[{extra}]'"
 
 
