@@ -3,7 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "reflect_rl"]
-PROGRAMS += ["generate", "annotate", "evaluate", "judge", "demo", "estimate", "plot"]
+PROGRAMS += ["generate", "annotate", "evaluate", "judge", "estimate", "plot"]
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
@@ -56,5 +56,6 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [f"lightrlhf-{name.replace('_', '-')}=lightrlhf.{name}:main" for name in PROGRAMS]
+        + ["lightrlhf-demo=lightrlhf.demo.page:main"]
     },
 )

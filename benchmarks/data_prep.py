@@ -25,7 +25,7 @@ import torch
 
 from datasets_prep.common import PLAIN_TEMPLATE, BadRow
 from datasets_prep.helpful_harmless.prepare_data import to_row
-from lightrlhf.common.batch import encode_prompt, encode_response
+from lightrlhf.data.tokens import encode_prompt, encode_response
 
 
 def main() -> None:

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.inputs import SIZES, write_models
-from lightrlhf.common.args import GenerationArgs, ModelArgs
-from lightrlhf.common.batch import encode_prompt
-from lightrlhf.common.dialogue import Dialogue, roll_out, user_turn_ids
-from lightrlhf.common.loading import load_policy, load_tokenizer
+from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.generation.dialogues import Dialogue, roll_out, user_turn_ids
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'w2 ' + m['content'] + ' ' }}"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrlhf.dpo import LOSSES, Pairs
+from lightrlhf.maths.preference import LOSSES, Pairs
 
 THEIRS = {  # our name: TRL's
     "sigmoid": "sigmoid",

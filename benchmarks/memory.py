@@ -19,7 +19,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrlhf.common.args import one_line_errors, parse
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
 
 CASES = {
     "`all`": [],
@@ -99,9 +100,11 @@ def make(folder: str, data: str, size: str) -> dict:
     """A random Llama, a whole reward model of its size, and an adapter of one on it."""
     from transformers import AutoModelForCausalLM
 
-    from lightrlhf.common.args import ModelArgs
-    from lightrlhf.common.loading import export, load_scalar, load_tokenizer
+    from lightrlhf.cli.args import ModelArgs
     from lightrlhf.estimate import UNITS, llama_of
+    from lightrlhf.models.loading import load_scalar
+    from lightrlhf.models.saving import export
+    from lightrlhf.models.tokenizer import load_tokenizer
 
     tokenizer, path = load_tokenizer(data), Path(folder)
     model = AutoModelForCausalLM.from_config(llama_of(float(size[:-1]) * UNITS[size[-1]]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.worker import Gate, job, versions
-from lightrlhf.common.run import Run
+from lightrlhf.training.run import Run
 
 PACKAGES = ("torch", "transformers", "lightning")
 PAGE = Path(__file__).resolve().parents[1] / "howto" / "add_an_algorithm.md"
@@ -55,10 +55,11 @@ def rloo() -> Any:
 
 def generate(work: dict[str, Any], gate: Gate) -> None:
     """The generation engine on all prompts; each of them `samples` times."""
-    from lightrlhf.common.args import GenerationArgs, ModelArgs
-    from lightrlhf.common.batch import load_prompts
-    from lightrlhf.common.loading import load_policy, load_tokenizer
-    from lightrlhf.common.rollout import generate
+    from lightrlhf.cli.args import GenerationArgs, ModelArgs
+    from lightrlhf.data.splits import load_prompts
+    from lightrlhf.generation.engine import generate
+    from lightrlhf.models.loading import load_policy
+    from lightrlhf.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(work["data"])
     policy = load_policy(work["model"], ModelArgs(), tokenizer).to(work["device"])

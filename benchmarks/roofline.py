@@ -1,7 +1,7 @@
 """The machine's limits, and how far the phases of a PPO iteration are from them: `python -m benchmarks.roofline`.
 
 Ceilings are measured: operations per second by matrix products, bytes per second by reading and copying a large block.
-The floor of a phase is counted work over these ceilings; the formulas are in `lightrlhf/common/roofline.py`. The times
+The floor of a phase is counted work over these ceilings; the formulas are in `lightrlhf/training/roofline.py`. The times
 are those of `lightrlhf.ppo` itself, run with `--profile` on random weights.
 """
 
@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
-from lightrlhf.common.args import one_line_errors, parse
-from lightrlhf.common.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, shared_lengths, supervised_floors
-from lightrlhf.common.roofline import generate as generate_work
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.training.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, shared_lengths, supervised_floors
+from lightrlhf.training.roofline import generate as generate_work
 
 
 class Limits:

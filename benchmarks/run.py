@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
-from lightrlhf.common.args import RunFailure, UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -23,11 +23,16 @@ from typing import Any
 
 import torch
 
-from lightrlhf.common.args import PAIRS, TEXTS, ModelArgs, check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import decode, encode_prompt
-from lightrlhf.common.episodes import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
-from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
+from lightrlhf.cli.args import ModelArgs, check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.lists import PAIRS, TEXTS
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs.agents import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.names import resolve
+from lightrlhf.models.tokenizer import load_tokenizer
 
 WAYS = {
     "greedy": {"reflect_do_sample": False},

@@ -42,8 +42,11 @@ from datasets_prep import encoding, report
 from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
-from lightrlhf.common.args import RunFailure, UsageError, check_at_least, first_line, parse, to_dict
-from lightrlhf.common.batch import SPLITS, adds_bos, encode_prompt
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.data.splits import SPLITS
+from lightrlhf.data.tokens import adds_bos, encode_prompt
 
 CHUNK = 1000  # rows that are tokenised together
 # How dialogues are written for a tokenizer without a template: as the helpful-harmless set was published, with an end

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from lightrlhf.common.batch import IGNORE_INDEX, adds_bos
+from lightrlhf.data.splits import IGNORE_INDEX
+from lightrlhf.data.tokens import adds_bos
 
 Row = dict[str, Any]
 Messages = list[dict[str, str]]

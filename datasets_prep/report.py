@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from datasets_prep.encoding import Dropped, Example
-from lightrlhf.common.args import to_dict
+from lightrlhf.cli.parser import to_dict
 
 Splits = dict[str, dict[str, list[Example]]]
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets_prep.reading import Source
-from lightrlhf.common.args import RunFailure, UsageError, check_at_least, one_line_errors, parse
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrlhf.common.args import RunFailure
+from lightrlhf.cli.errors import RunFailure
 
 
 @contextlib.contextmanager

@@ -29,10 +29,13 @@ from typing import Any
 import torch
 
 from lightrlhf import online_dpo, sft
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response, save_split
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import IGNORE_INDEX, save_split
+from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter
 
 TOKENS = "abcdefghijklmnopqrst"
 PROMPT, RESPONSE = 4, 12

@@ -31,9 +31,11 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from examples import output_to, quickstart
 from lightrlhf import evaluate, ppo, rm, sft
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
 from lightrlhf.plot import read_metrics
+from lightrlhf.storage.jsonl import JsonlWriter
 
 LETTERS = "abcdefgh"
 GROUPS = ("abcd", "efgh")

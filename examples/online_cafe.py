@@ -18,9 +18,10 @@ from datasets_prep.cafe.pretrain_base import BASE_DIR
 from examples import quickstart
 from examples.hidden_map import finish, interval, show
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
-from lightrlhf.common.args import one_line_errors, parse
-from lightrlhf.common.checkpoint import checkpoints
-from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.jsonl import JsonlWriter
 
 DPO = [
     *("--mini_batch_size=32", "--micro_batch_size=32", "--learning_rate=1e-3", "--lr_warmup_steps=5"),

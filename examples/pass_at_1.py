@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from datasets_prep.apps.reward import adaptive_score
-from lightrlhf.common.args import PATHS, one_line_errors, parse
-from lightrlhf.common.jsonl import read_jsonl
-from lightrlhf.common.ops import wilson_interval
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.storage.jsonl import read_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe.world import good_plan, orders
 from lightrlhf import evaluate, plot, ppo, rm, sft
-from lightrlhf.common.args import one_line_errors, parse
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
 
 PROGRAMS = {"prepare": prepare_data, "sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 PARTS = ("correct", "polite", "short")
@@ -135,7 +136,7 @@ def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
 
 def good_length(data_dir: str) -> float:
     """Mean length in tokens, end token included, of good answers to the test orders' kind of request."""
-    from lightrlhf.common.loading import load_tokenizer
+    from lightrlhf.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(data_dir)
     rng = random.Random(0)

@@ -47,9 +47,11 @@ from datasets_prep.text_envs import make_tasks, prepare_data
 from examples import output_to
 from examples.hidden_map import finish, interval
 from lightrlhf import evaluate, plot, reflect_rl, sft
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.jsonl import JsonlWriter
 
 
 class Arm(NamedTuple):

@@ -35,11 +35,14 @@ from datasets_prep.cafe_talk import prepare_data as cafe_talk
 from examples import output_to
 from examples.hidden_map import interval, new_model, show
 from lightrlhf import evaluate, refuel, sft
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response, save_split
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.dialogue import user_turn_ids
-from lightrlhf.common.jsonl import JsonlWriter
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import IGNORE_INDEX, save_split
+from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.generation.dialogues import user_turn_ids
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter
 
 VALUES = 4  # of each slot
 ASK, KNOWN = 0.2, 0.7  # how often the demonstrations ask, and how often they then say what they were told

@@ -10,8 +10,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightrlhf.common.args import one_line_errors, parse
-from lightrlhf.common.jsonl import write_jsonl
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.jsonl import write_jsonl
 
 ASKS = ("Read a number n and print {what}.", "Given n, print {what}.", "The input is a number n. Output {what}.")
 ONE = {

@@ -21,22 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.common.args import UsageError, check_at_least, one_line_errors, parse, to_dict
-from lightrlhf.common.batch import Row, save_split
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.jsonl import JsonlWriter, read_jsonl
-from lightrlhf.common.loading import load_tokenizer, resolve
-from lightrlhf.common.rewards import load_function
-from lightrlhf.common.scoring import (
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.data.splits import Row, save_split
+from lightrlhf.models.loading import find_device
+from lightrlhf.models.names import resolve
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import (
     ROW,
     Encoding,
     FunctionGroupScorer,
     GroupScorer,
     Sample,
-    find_device,
+    load_function,
     load_scorer,
     score_rows,
 )
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 
 CHUNK = 256  # prompts between two writes
 

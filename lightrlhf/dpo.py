@@ -18,46 +18,35 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrlhf.common.args import (
-    ModelArgs,
-    RunFailure,
-    TrainArgs,
-    UsageError,
-    check_at_least,
-    check_data_dir,
-    check_positive,
-    one_line_errors,
-    parse,
+from lightrlhf.cli.args import ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, micro_batches, preference_batch
+from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
+from lightrlhf.maths.preference import (
+    GAP_LOSSES,
+    LENGTH_LOSSES,
+    LOSSES,
+    RANKED_LOSSES,
+    RAPO,
+    SMOOTHED,
+    SOFT_LABEL_LOSSES,
+    Pairs,
+    chosen_nll,
 )
-from lightrlhf.common.batch import (
-    Batch,
-    Row,
-    check_vocabulary,
-    load_split,
-    longest_text,
-    micro_batches,
-    preference_batch,
-)
-from lightrlhf.common.loading import load_policy, load_tokenizer, starting_model
-from lightrlhf.common.model import (
-    Policy,
-    check_positions,
-    count_parameters,
-    policy_inputs,
-    share_prefixes,
-    vocabulary_size,
-)
-from lightrlhf.common.run import Run
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.roles import Policy, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.training.run import Run
 
-EXO_SMOOTHING = 1e-3  # EXO compares with smoothed labels; at 0 its loss would be infinite
 SCORING_TOLERANCE = 1e-2  # nats per token
 
 
@@ -145,200 +134,6 @@ class DPOArgs(TrainArgs, ModelArgs):
             raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
 
 
-# ---------------------------------------------------------------------------------------------------------- losses
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """B pairs of responses as a loss sees them. Tensors are (B,); log-probabilities are summed over a response."""
-
-    policy_chosen_logps: Tensor
-    policy_rejected_logps: Tensor
-    ref_chosen_logps: Tensor
-    ref_rejected_logps: Tensor
-    beta: float
-    chosen_lengths: Tensor | float = 1.0  # tokens of the responses
-    rejected_lengths: Tensor | float = 1.0
-    label_smoothing: float = 0.0
-    rejected_weight: Tensor | float = 1.0  # RAPO's lambda
-    length_alpha: float = 0.0
-    margins: Tensor | None = None  # annotated reward of the chosen response less that of the rejected one
-    baseline: float = 0.0  # BCO's delta
-
-    @property
-    def chosen_ratio(self) -> Tensor:
-        """a = log pi(y_w) - log pi_ref(y_w)."""
-        return self.policy_chosen_logps - self.ref_chosen_logps
-
-    @property
-    def rejected_ratio(self) -> Tensor:
-        """b = log pi(y_l) - log pi_ref(y_l)."""
-        return self.policy_rejected_logps - self.ref_rejected_logps
-
-    @property
-    def logits(self) -> Tensor:
-        """z = beta (a - lambda b) + alpha (|y_w| - |y_l|).
-
-        The length term is R-DPO's (Park et al. 2024, 2403.19159): maximising r(y) - alpha |y| - beta KL gives
-        r(y) = beta log(pi/pi_ref) + alpha |y| + c(x), and the difference of two such rewards is z. A chosen response
-        that is longer is thereby partly explained, and pulls less.
-        """
-        gap = self.chosen_ratio - self.rejected_weight * self.rejected_ratio
-        return self.beta * gap + self.length_alpha * (self.chosen_lengths - self.rejected_lengths)
-
-
-def sigmoid(pairs: Pairs) -> Tensor:
-    """DPO (Rafailov et al. 2023, eq. 7), -log s(z); with label smoothing e cDPO (Mitchell 2023), the mean of it and
-    its mirror image: -(1-e) log s(z) - e log s(-z)."""
-    return smoothed(pairs.logits, pairs.label_smoothing)
-
-
-def robust(pairs: Pairs) -> Tensor:
-    """Robust DPO (Chowdhury et al. 2024, 2403.00409): [-(1-e) log s(z) + e log s(-z)] / (1-2e), unbiased when a share
-    e of the labels is flipped."""
-    flipped = pairs.label_smoothing
-    right, wrong = -F.logsigmoid(pairs.logits), -F.logsigmoid(-pairs.logits)
-    return ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
-
-
-def ipo(pairs: Pairs) -> Tensor:
-    """IPO (Azar et al. 2023, 2310.12036, eq. 17): (u - 1/(2 beta))^2 with u of log-ratios averaged over each response's
-    tokens, as its authors advise for language models."""
-    chosen = pairs.chosen_ratio / pairs.chosen_lengths
-    rejected = pairs.rejected_ratio / pairs.rejected_lengths
-    return (chosen - pairs.rejected_weight * rejected - 1 / (2 * pairs.beta)).pow(2)
-
-
-def hinge(pairs: Pairs) -> Tensor:
-    """SLiC's hinge (Zhao et al. 2023, 2305.10425), normalised by the reference (Liu et al. 2023, 2309.06657):
-    max(0, 1 - z)."""
-    return F.relu(1 - pairs.logits)
-
-
-def nca_pair(pairs: Pairs) -> Tensor:
-    """NCA for pairs (Chen et al. 2024, 2402.05369): -log s(beta a) - 1/2 log s(-beta a) - 1/2 log s(-beta b); keeps the
-    chosen likelihood from falling."""
-    chosen, rejected = pairs.beta * pairs.chosen_ratio, pairs.beta * pairs.rejected_ratio
-    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
-
-
-def sppo_hard(pairs: Pairs) -> Tensor:
-    """SPPO (Wu et al. 2024, 2405.00675, eq. 4.7) with winning probabilities 1 and 0:
-    (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2."""
-    half = 1 / (2 * pairs.beta)
-    return (pairs.chosen_ratio - half).pow(2) + (pairs.rejected_ratio + half).pow(2)
-
-
-def exo_pair(pairs: Pairs) -> Tensor:
-    """EXO for pairs (Ji et al. 2024, 2402.00856, eq. 16), the KL from s(z) to smoothed labels:
-    s(z) [log s(z) - log(1-e)] + s(-z) [log s(-z) - log e]."""
-    e = pairs.label_smoothing or EXO_SMOOTHING
-    return binary_kl(pairs.logits, math.log(1 - e), math.log(e))
-
-
-def bco_pair(pairs: Pairs) -> Tensor:
-    """BCO for pairs (Jung et al. 2024, 2404.04656): -log s(beta a - d) - log s(d - beta b), where d is the mean
-    implicit reward of both sides over the steps so far."""
-    chosen, rejected = pairs.beta * pairs.chosen_ratio, pairs.beta * pairs.rejected_ratio
-    return -F.logsigmoid(chosen - pairs.baseline) - F.logsigmoid(pairs.baseline - rejected)
-
-
-def apo_zero(pairs: Pairs) -> Tensor:
-    """APO-zero (D'Oosterlinck et al. 2024, 2408.06266, eq. 7): 1 - s(beta a) + s(beta b); chosen up, rejected down."""
-    return 1 - torch.sigmoid(pairs.beta * pairs.chosen_ratio) + torch.sigmoid(pairs.beta * pairs.rejected_ratio)
-
-
-def apo_down(pairs: Pairs) -> Tensor:
-    """APO-down (same, eq. 8): s(beta a) + 1 - s(beta (a - b)); chosen down, rejected down by more."""
-    gap = pairs.chosen_ratio - pairs.rejected_ratio
-    return torch.sigmoid(pairs.beta * pairs.chosen_ratio) + 1 - torch.sigmoid(pairs.beta * gap)
-
-
-def aot(pairs: Pairs) -> Tensor:
-    """AOT for pairs (Melnyk et al. 2024, 2406.05882): the i-th smallest log-ratio chosen to rejected of the policy
-    against the i-th smallest of the reference, over all pairs of a step: -log s(beta (pi_(i) - ref_(i))), smoothed."""
-    policy = (pairs.policy_chosen_logps - pairs.policy_rejected_logps).sort().values
-    reference = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).sort().values
-    return smoothed(pairs.beta * (policy - reference), pairs.label_smoothing)
-
-
-def aot_pair(pairs: Pairs) -> Tensor:
-    """AOT (same), in the paper the one for unpaired data; TRL's code gave it this name. The i-th smallest a against the
-    i-th smallest b, over all pairs of a step: -log s(beta (a_(i) - b_(i))), smoothed."""
-    gap = pairs.chosen_ratio.sort().values - pairs.rejected_ratio.sort().values
-    return smoothed(pairs.beta * gap, pairs.label_smoothing)
-
-
-def rev_kl(pairs: Pairs) -> Tensor:
-    """Soft labels (Dong et al. 2024, 2405.07863, code): with p = s(margin) of the annotated rewards,
-    -p log s(z) - (1-p) log s(-z), the KL from p to s(z) and a constant."""
-    p = torch.sigmoid(pairs.margins)
-    return -p * F.logsigmoid(pairs.logits) - (1 - p) * F.logsigmoid(-pairs.logits)
-
-
-def kl(pairs: Pairs) -> Tensor:
-    """Soft labels (same), the KL from q = s(z) to p = s(margin): q log(q/p) + (1-q) log((1-q)/(1-p)), in logarithms
-    where that code clamps q at 0.999."""
-    return binary_kl(pairs.logits, F.logsigmoid(pairs.margins), F.logsigmoid(-pairs.margins))
-
-
-def tv(pairs: Pairs) -> Tensor:
-    """Soft labels (same), total variation: |s(z) - s(margin)|."""
-    return (torch.sigmoid(pairs.logits) - torch.sigmoid(pairs.margins)).abs()
-
-
-def hellinger(pairs: Pairs) -> Tensor:
-    """Soft labels (same), squared Hellinger distance with q = s(z), p = s(margin):
-    1/2 [(sqrt q - sqrt p)^2 + (sqrt(1-q) - sqrt(1-p))^2]."""
-
-    def root(logits: Tensor) -> Tensor:
-        return (0.5 * F.logsigmoid(logits)).exp()  # finite gradients where q is 0
-
-    differences = [root(side * pairs.logits) - root(side * pairs.margins) for side in (1, -1)]
-    return 0.5 * (differences[0].pow(2) + differences[1].pow(2))
-
-
-def raft(pairs: Pairs) -> Tensor:
-    """RAFT (Dong et al. 2023, 2304.06767): -log pi(y_w); supervised learning of the chosen response, no reference."""
-    return -pairs.policy_chosen_logps
-
-
-def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """-(1-e) log s(z) - e log s(-z)."""
-    return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
-
-
-def binary_kl(logits: Tensor, log_p: Tensor | float, log_not_p: Tensor | float) -> Tensor:
-    """KL from q = s(logits) to p."""
-    right = torch.sigmoid(logits) * (F.logsigmoid(logits) - log_p)
-    return right + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - log_not_p)
-
-
-Loss = Callable[[Pairs], Tensor]
-SOFT_LABEL_LOSSES: dict[str, Loss] = {f.__name__: f for f in (rev_kl, kl, tv, hellinger)}
-RANKED_LOSSES: dict[str, Loss] = {f.__name__: f for f in (aot, aot_pair)}  # these look at all pairs of a step together
-LOSSES: dict[str, Loss] = {
-    f.__name__: f
-    for f in (sigmoid, robust, ipo, hinge, nca_pair, sppo_hard, exo_pair, bco_pair, apo_zero, apo_down, raft)
-} | (SOFT_LABEL_LOSSES | RANKED_LOSSES)
-SMOOTHED = {"sigmoid", "robust", "exo_pair", *RANKED_LOSSES}
-LENGTH_LOSSES = {"sigmoid", "robust", "hinge", "exo_pair", *SOFT_LABEL_LOSSES}  # those of z
-GAP_LOSSES = {"ipo", *LENGTH_LOSSES}
-
-
-def chosen_nll(pairs: Pairs) -> Tensor:
-    """RPO's addition (Pang et al. 2024, 2404.19733, eq. 1): -log pi(y_w) / |y_w|."""
-    return -pairs.policy_chosen_logps / pairs.chosen_lengths
-
-
-# RAPO's weight lambda of the rejected side, a number or (B,), from beta, b, log pi_ref(y_l) and the annotated r_l. It
-# is a weight, so no gradient flows through the b of app_2.
-RAPO: dict[str, Callable[..., Tensor | float]] = {
-    "const": lambda constant, **_: constant,
-    "ra": lambda rejected_scores, **_: 1 / (1 + rejected_scores.clamp(min=0)),
-    "app_1": lambda beta, ref_rejected_logps, **_: 1 / (1 - 0.1 * beta * ref_rejected_logps),
-    "app_2": lambda beta, rejected_ratio, **_: 1 / (1 + (beta * rejected_ratio.detach()).clamp(min=0)),
-}
-
-
 # --------------------------------------------------------------------------------------------------------- program
 @one_line_errors
 def main(argv: list[str] | None = None) -> str:
@@ -354,8 +149,8 @@ def main(argv: list[str] | None = None) -> str:
     check_positions(train + validation, policy, args.data_dir)
     share_prefixes(policy, longest_text(train + validation))
     for note in notes:
-        run.say(note)
-    run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(train)))
+        run.print0(note)
+    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(train)))
     with run.phase("reference"):
         reference = reference_logps(run, policy, train + validation, tokenizer)
     rows = with_reference(train + validation, reference["logps"])
@@ -375,7 +170,7 @@ def main(argv: list[str] | None = None) -> str:
         baseline.update(metrics["rewards/chosen"] + metrics["rewards/rejected"], len(batch))
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
+            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.shard(batch), started)})
         if validation and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
@@ -480,7 +275,7 @@ def reference_logps(run: Run, policy: Policy, rows: list[Row], tokenizer: Any) -
     if stored and stored["fingerprint"] == digest:
         return stored
     if stored:
-        run.say("the reference or the data is not what this run began with: reference log-probabilities computed anew")
+        run.print0("the reference or the data has changed since this run began: computing log-probabilities again")
     logps = score_pairs(run, reference.to(run.device), rows, tokenizer.pad_token_id)
     return {"fingerprint": digest, "logps": logps.tolist()}
 
@@ -525,7 +320,7 @@ def score_pairs(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Ten
     model.eval()
     logps = torch.zeros(2, len(rows), device=run.device)
     numbered = [{**row, "index": index} for index, row in enumerate(rows)]
-    for micro in run.passes(micro_batches(run.share(numbered), run.args.micro_batch_size)):
+    for micro in run.pad_passes(micro_batches(run.shard(numbered), run.args.micro_batch_size)):
         with run.autocast():
             scores = sequence_logps(model, preference_batch(micro, pad_id).to(run.device))  # (2B,)
         logps[:, [row["index"] for row in micro]] = scores.float().reshape(2, -1)
@@ -573,7 +368,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baselin
     if args.loss_type in RANKED_LOSSES:
         rows = with_slopes(run, model, rows, pad_id)
     sums = torch.zeros(7, device=run.device)
-    micros = run.passes(micro_batches(run.share(rows), args.micro_batch_size))
+    micros = run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):

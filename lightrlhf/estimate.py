@@ -14,16 +14,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightrlhf.common.args import (
-    GenerationArgs,
-    ModelArgs,
-    UsageError,
-    check_at_least,
-    first_line,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.loading import base_name, holds_reward_model, quiet_libraries, resolve
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
 
 FLOAT = 4  # bytes; weights, gradients and optimiser state are float32 in every precision
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
@@ -73,7 +67,7 @@ def shape_of(args: EstimateArgs) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightrlhf.common.adapters import linear_layers
+    from lightrlhf.models.lora import linear_layers
 
     quiet_libraries()
     if size := re.fullmatch(r"([\d.]+)([MB])", args.model_name):

@@ -28,31 +28,15 @@ from typing import Any, Literal
 
 import torch
 
-from lightrlhf.common.args import (
-    PAIRS,
-    PATHS,
-    GenerationArgs,
-    ModelArgs,
-    UsageError,
-    check_at_least,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.batch import (
-    Rollout,
-    Row,
-    check_vocabulary,
-    decode,
-    finetune_batch,
-    load_prompts,
-    load_split,
-    micro_batches,
-    pair_rows,
-    preference_batch,
-)
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.dialogue import Dialogue, UserArgs, as_row, load_dialogues, load_user, roll_out, score_turns
-from lightrlhf.common.episodes import (
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PAIRS, PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, preference_batch
+from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
+from lightrlhf.data.tokens import decode, pair_rows
+from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs.agents import (
     ActingArgs,
     Agent,
     Decision,
@@ -67,17 +51,27 @@ from lightrlhf.common.episodes import (
     random_agent,
     rates,
 )
-from lightrlhf.common.experiments import located, pretrained, short_name, stored
-from lightrlhf.common.jsonl import write_jsonl
-from lightrlhf.common.loading import holds_reward_model, load_policy, load_scalar, load_tokenizer, resolve
-from lightrlhf.common.model import Policy, ScalarModel, last_token, policy_inputs, vocabulary_size
-from lightrlhf.common.ops import preference_loss, wilson_interval
-from lightrlhf.common.remote import Servers
-from lightrlhf.common.rewards import RewardModelScorer, Scorer, load_function, reward_statistics
-from lightrlhf.common.rollout import generate_rollout
-from lightrlhf.common.scoring import FunctionGroupScorer, GroupScorer, find_device
-from lightrlhf.common.scoring import load_scorer as load_group_scorer
-from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.generation.openai_client import Servers
+from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.generation.users import UserArgs, load_user
+from lightrlhf.maths.ops import preference_loss, wilson_interval
+from lightrlhf.models.loading import find_device, load_policy, load_scalar
+from lightrlhf.models.names import holds_reward_model, resolve
+from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import (
+    FunctionGroupScorer,
+    GroupScorer,
+    RewardModelScorer,
+    Scorer,
+    load_function,
+    reward_statistics,
+)
+from lightrlhf.rewards.scorers import load_scorer as load_group_scorer
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.run_dir import located, pretrained, short_name, stored
 
 
 @dataclass(frozen=True, kw_only=True)

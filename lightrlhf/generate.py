@@ -23,31 +23,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.common.args import (
-    GenerationArgs,
-    ModelArgs,
-    RunFailure,
-    UsageError,
-    check_at_least,
-    check_data_dir,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.batch import (
-    Row,
-    adds_bos,
-    check_vocabulary,
-    decode,
-    encode_prompt,
-    load_prompts,
-    load_split,
-)
-from lightrlhf.common.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
-from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
-from lightrlhf.common.model import Policy, vocabulary_size
-from lightrlhf.common.remote import RemoteArgs, Servers
-from lightrlhf.common.rollout import check_room, generate
-from lightrlhf.common.scoring import ROW, GroupScorer, Sample, find_device, load_scorer, score_rows
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least, check_data_dir
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
+from lightrlhf.data.tokens import adds_bos, decode, encode_prompt
+from lightrlhf.generation.engine import check_room, generate
+from lightrlhf.generation.openai_client import RemoteArgs, Servers
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.names import resolve
+from lightrlhf.models.roles import Policy, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, load_scorer, score_rows
+from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
 
 WITHOUT_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "local_index", "my_world_size", "temperatures"}
 WITHOUT_EFFECT |= {field.name for field in dataclasses.fields(RemoteArgs)}

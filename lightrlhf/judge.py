@@ -29,12 +29,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightrlhf.common.args import PATHS, UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
-from lightrlhf.common.remote import RemoteArgs, Reply, Servers
-from lightrlhf.common.rewards import load_function
-from lightrlhf.common.scoring import Sample, as_text, find_device, load_scorer
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
+from lightrlhf.models.loading import find_device
+from lightrlhf.rewards.scorers import Sample, as_text, load_function, load_scorer
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 
 CHUNK = 32  # pairs scored between two writes
 RESAMPLES = 1000

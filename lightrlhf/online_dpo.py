@@ -29,16 +29,21 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import IGNORE_INDEX, Row, check_vocabulary, decode, epoch_order, load_prompts, save_split
-from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
-from lightrlhf.common.jsonl import read_jsonl, write_jsonl
-from lightrlhf.common.loading import load_policy, load_tokenizer, resolve
-from lightrlhf.common.model import vocabulary_size
-from lightrlhf.common.rewards import load_function
-from lightrlhf.common.rollout import generate_rollout
-from lightrlhf.common.scoring import Encoding, Sample, find_device
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import epoch_order
+from lightrlhf.data.splits import IGNORE_INDEX, Row, check_vocabulary, load_prompts, save_split
+from lightrlhf.data.tokens import decode
+from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.names import resolve
+from lightrlhf.models.roles import vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import Encoding, Sample, load_function
+from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+from lightrlhf.training.iterate import keep_policy, link_checkpoint, mean, open_directory, run_begun
 
 STAGES = {"generate": generate, "annotate": annotate, "dpo": dpo, "sft": sft}
 
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> str:
     held_out = load_prompts(args.data_dir, "validation")[: args.eval_prompts]
     directory, initial = open_directory(args, "online_dpo")
     policy = initial
-    evaluated(args, directory / "iteration-00", initial, initial, held_out)
+    evaluate_iteration(args, directory / "iteration-00", initial, initial, held_out)
     for number, prompts in enumerate(shards, start=1):
         folder = directory / f"iteration-{number:02d}"
         if not (folder / "policy").is_dir():
@@ -129,7 +134,7 @@ def main(argv: list[str] | None = None) -> str:
             learn(args, folder, number, policy, initial)
         policy = str(checkpoints(folder / "policy")[-1])
         link_checkpoint(directory, number, policy)
-        evaluated(args, folder, policy, initial, held_out)
+        evaluate_iteration(args, folder, policy, initial, held_out)
         report(args, directory)
     print(f"finished: {directory}")
     return str(directory)
@@ -254,7 +259,7 @@ def values_of(args: OnlineDPOArgs, args_class: type) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
-def evaluated(args: OnlineDPOArgs, folder: Path, policy: str, initial: str, rows: Sequence[Row]) -> None:
+def evaluate_iteration(args: OnlineDPOArgs, folder: Path, policy: str, initial: str, rows: Sequence[Row]) -> None:
     """Write `evaluation.json` and a record a prompt to `evaluation.jsonl`, unless they are there.
 
     Responses are scored beside those of the initial policy to the same prompts, by the training's own scorer and by the

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.common.args import PATHS, UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.experiments import labels, read_metrics, short_name, stored
-from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.run_dir import labels, read_metrics, short_name, stored
 
 PREFERRED = (
     "train/loss",

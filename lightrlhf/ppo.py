@@ -28,36 +28,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common import segments as macro
-from lightrlhf.common.args import (
-    GenerationArgs,
-    ModelArgs,
-    RunFailure,
-    TrainArgs,
-    check_at_least,
-    check_data_dir,
-    check_positive,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.batch import Batch, Rollout, Row, check_vocabulary, decode, load_prompts, reading_passes
-from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, resolve, starting_model
-from lightrlhf.common.model import Policy, ScalarModel, TokenStats, count_parameters, policy_inputs, vocabulary_size
-from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
-from lightrlhf.common.parsing import Parser, check_parser, make_parser, parsed_segments
-from lightrlhf.common.ranks import whole
-from lightrlhf.common.rewards import (
-    AdaptiveKL,
-    FixedKL,
-    FunctionScorer,
-    RewardModelScorer,
-    Scorer,
-    load_function,
-    reward_statistics,
-    token_rewards,
-)
-from lightrlhf.common.rollout import check_room, generate_rollout
-from lightrlhf.common.run import Run
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, Rollout, inference_batches
+from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
+from lightrlhf.data.splits import Row, check_vocabulary, load_prompts
+from lightrlhf.data.tokens import decode
+from lightrlhf.generation.engine import check_room
+from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.maths import macro_actions as macro
+from lightrlhf.maths.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
+from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.names import resolve, starting_model
+from lightrlhf.models.roles import Policy, ScalarModel, TokenStats, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
+from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, Scorer, load_function, reward_statistics
+from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +195,11 @@ def main(argv: list[str] | None = None) -> str:
     policy = load_policy(source, args, tokenizer, flag, shares=shares)
     check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
     check_room(policy.model, [row["input_ids"] for row in prompts + held_out], args)
-    reference = run.place(policy.reference())
+    reference = run.freeze(policy.reference())
     scorer = make_scorer(run, tokenizer, policy)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, policy)
-    run.say(
+    run.print0(
         "actor: {:,} parameters, {:,} of them learning; {:,} prompts".format(*count_parameters(policy), len(prompts))
     )
 
@@ -228,14 +217,14 @@ def main(argv: list[str] | None = None) -> str:
         rows = run.global_batch(prompts, step, args.rollout_size)
         noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(step))  # (B of all ranks, length)
         with run.phase("rollout"):
-            rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
+            rollout = sample_rollout(run, actor, reference, run.shard(rows), run.shard(noise), tokenizer)
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
             scores = score(rollout, scorer, args)  # (B,)
             values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
             rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            segments, parse_failures = cut(run, rollout, len(rows), step, tokenizer, parser)  # (B, T-1)
+            segments, parse_failures = segment_responses(run, rollout, len(rows), step, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(run, rollout, rewards, values, segments)
         with run.phase("update"):
             metrics = update(run, actor, value_model, batch, step)
@@ -268,7 +257,7 @@ def make_scorer(run: Run, tokenizer: Any, policy: Policy) -> Scorer:
     source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
     model = load_scalar(source, frozen, tokenizer, args.seed, "--rm_experiment_dir", needs_head=True, backbone=policy)
-    scorer = RewardModelScorer(run.place(model), load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
+    scorer = RewardModelScorer(run.freeze(model), load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
     mean, std = reward_statistics(source) if args.normalize_rewards else (0.0, 1.0)
     return lambda rollout: (scorer(rollout) - mean) / std
 
@@ -325,18 +314,18 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     """Values of the states the actions were taken in, dropout off: (B, T-1), 0 off actions."""
     critic.eval()
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
-    with whole(critic):
-        for rows in reading_passes(rollout.attention_mask.sum(1), batch_size):
+    with unsharded(critic):
+        for rows in inference_batches(rollout.attention_mask.sum(1), batch_size):
             part = rollout.select(rows)
             values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
     critic.train()
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
-def cut(
+def segment_responses(
     run: Run, rollout: Rollout, num_rows: int, step: int, tokenizer: Any, parser: Parser | None
 ) -> tuple[Tensor, int]:
-    """The macro actions of each response, (B, T-1) as in `common/segments.py`, and how many could not be parsed.
+    """The macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
     num_rows counts those of all ranks.
     """
@@ -350,7 +339,7 @@ def cut(
         return macro.fixed(rollout.action_mask, args.ngram), 0
     width = args.repeat_times * len(macro.RANDOM_LENGTHS)
     noise = torch.rand(num_rows, width, generator=run.generator(step, -1))
-    return macro.randomized(rollout.action_mask, torch.stack(run.share(noise))), 0
+    return macro.randomized(rollout.action_mask, torch.stack(run.shard(noise))), 0
 
 
 def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor) -> PPOBatch:
@@ -432,7 +421,7 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
     policy_count = max(run.total(minibatch.num_segments), 1.0) if by_segment else count
     loss_of = macro_policy_loss if by_segment else policy_loss
     sums = torch.zeros(5, device=run.device)
-    micros = run.passes(minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size))
+    micros = run.pad_passes(minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows)
         more = i + 1 < len(micros)
@@ -502,7 +491,7 @@ def evaluate(
     args: PPOArgs = run.args
     rows = rows[: args.eval_iters * args.rollout_mini_batch_size * run.world_size if args.eval_iters else None]
     noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(-1))
-    rollout = sample_rollout(run, actor, reference, run.share(rows), run.share(noise), tokenizer)
+    rollout = sample_rollout(run, actor, reference, run.shard(rows), run.shard(noise), tokenizer)
     scores = score(rollout, scorer, args)
     kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,)
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()

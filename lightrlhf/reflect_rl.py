@@ -28,21 +28,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import (
-    PAIRS,
-    ModelArgs,
-    RunFailure,
-    TrainArgs,
-    UsageError,
-    check_at_least,
-    check_positive,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.batch import Batch, epoch_order, response_batch
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.episodes import (
-    MOST_STEPS,
+from lightrlhf.cli.args import ModelArgs, TrainArgs, check_at_least, check_positive
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.lists import PAIRS
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, response_batch
+from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs.agents import (
     ActingArgs,
     Decision,
     Episode,
@@ -54,11 +46,14 @@ from lightrlhf.common.episodes import (
     play,
     rates,
 )
-from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, new_head, resolve, starting_model
-from lightrlhf.common.model import Policy, TokenStats, count_parameters, model_inputs, policy_inputs
-from lightrlhf.common.ops import clipped_surrogate, explained_variance, gae, whiten
-from lightrlhf.common.run import Run
-from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs.curriculum import Stage, curriculum, starts_of
+from lightrlhf.maths.ops import clipped_surrogate, explained_variance, gae, whiten
+from lightrlhf.models.loading import load_policy, load_scalar, new_head
+from lightrlhf.models.names import resolve, starting_model
+from lightrlhf.models.roles import Policy, TokenStats, count_parameters, model_inputs, policy_inputs
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +213,9 @@ def main(argv: list[str] | None = None) -> str:
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent, critic, reference, tokenizer = load_models(run, num_choices(envs[0], args))
     policy = agent.policy
-    run.say("policy: {:,} parameters, {:,} of them learning; {:,} starts".format(*count_parameters(policy), num_starts))
+    run.print0(
+        "policy: {:,} parameters, {:,} of them learning; {:,} starts".format(*count_parameters(policy), num_starts)
+    )
     actor = run.setup("policy", policy, args.learning_rate, num_steps * (1 + (args.replay_buffer_size > 0)))
     value_model = critic and run.setup("critic", critic, args.critic_learning_rate, num_steps)
     replay = Replay(args.replay_buffer_size)
@@ -231,7 +228,7 @@ def main(argv: list[str] | None = None) -> str:
         starts = starts_of(stage, train, step, per_step, args)
         with run.phase("rollout"), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
-            episodes = play(envs, run.share(starts), agent, seed, stage.most_decisions)
+            episodes = play(envs, run.shard(starts), agent, seed, stage.most_decisions)
         with run.phase("update"):
             batch = make_batch(run, episodes, agent)
             if step == 0:
@@ -256,54 +253,10 @@ def main(argv: list[str] | None = None) -> str:
     return str(run.finish(results))
 
 
-# ---------------------------------------------------------------------------------------- environments and curriculum
-@dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum."""
-
-    levels: tuple[int, ...]
-    most_decisions: int = MOST_STEPS
-
-
 def make_envs(args: ReflectRLArgs) -> list[Any]:
     """As many environments as are played at once. Raises: UsageError when they cannot be made."""
     options = read_options(args.env_options) | ({"horizon": args.horizon} if args.horizon else {})
     return [make_env(args.env, **options) for _ in range(min(args.num_envs, args.rollout_size))]
-
-
-def curriculum(args: ReflectRLArgs, names: Sequence[str]) -> list[Stage]:
-    """The stages, each for an equal share of the iterations. Raises: UsageError when a level is unknown."""
-    unknown = [name for name in args.levels if name not in names]
-    if unknown:
-        raise UsageError(f"--levels {unknown[0]} is none of the environment's: {', '.join(names)}")
-    chosen = [number for number, name in enumerate(names) if not args.levels or name in args.levels]
-    if not args.depth_curriculum:
-        groups = [chosen]
-    else:
-        groups = [[level] for level in chosen]
-        if args.merge_first_two:
-            groups = [sum(groups[:2], []), *groups[2:]]
-        if args.merge_after_first_k:
-            first, rest = groups[: args.merge_after_first_k], groups[args.merge_after_first_k :]
-            groups = [*first, *([sum(rest, [])] if rest else [])]
-    stages = [Stage(tuple(group)) for group in groups]
-    return [Stage(stages[0].levels, most_decisions=1), *stages] if args.first_step else stages
-
-
-def starts_of(
-    stage: Stage, train: dict[int, list[dict[str, Any]]], step: int, number: int, args: ReflectRLArgs
-) -> list[dict[str, Any]]:
-    """The starts of an iteration, `number` ones `group_size` times: the stage's in an order that is new each pass."""
-    pool = [start for level in stage.levels for start in train[level]]
-    found = []
-    for place in range(step * number, (step + 1) * number):
-        turn, index = divmod(place, len(pool))
-        found.append(pool[epoch_order(len(pool), args.seed, turn)[index]])
-    if stage.most_decisions == 1:
-        found = [start | {"first_step": True} for start in found]  # for what an environment then takes for success
-    if args.leaveout_prob:
-        found = [start | {"leaveout_prob": args.leaveout_prob} for start in found]
-    return [start for start in found for _ in range(args.group_size)]
 
 
 # --------------------------------------------------------------------------------------------------------- the models
@@ -319,7 +272,7 @@ class ValueHead(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) ids and mask -> (B, T) values."""
-        with torch.no_grad(), self.policy.speaking():
+        with torch.no_grad(), self.policy.active():
             inputs = model_inputs(self.policy.model, input_ids, attention_mask)
             hidden = self.policy.model.base_model(**inputs).last_hidden_state
         return self.score(hidden.float())[..., 0]
@@ -331,7 +284,7 @@ def load_models(run: Run, labels: int) -> tuple[ModelAgent, nn.Module | None, Po
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(None, source)
     policy = load_policy(source, args, tokenizer, flag)
-    reference = run.place(policy.reference()) if args.init_kl_coeff else None
+    reference = run.freeze(policy.reference()) if args.init_kl_coeff else None
     critic: nn.Module | None = None
     if args.use_critic:
         critic = ValueHead(policy, args.seed) if args.shared_critic else load_scalar(source, args, tokenizer, args.seed)
@@ -348,7 +301,7 @@ def load_reflector(args: ReflectRLArgs, run: Run) -> Reflector | None:
     source = resolve(args.reflect_experiment_dir, flag)
     tokenizer = load_tokenizer(None, source)
     frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
-    model = run.place(load_policy(source, frozen, tokenizer, flag))
+    model = run.freeze(load_policy(source, frozen, tokenizer, flag))
     return Reflector(model, tokenizer, prompts, args, args.rollout_mini_batch_size)
 
 
@@ -659,7 +612,7 @@ def evaluate(run: Run, envs: Sequence[Any], agent: ModelAgent, stages: Sequence[
     share = args.eval_iters and max(args.eval_iters * args.num_envs // len(levels), 1)
     starts = [start for level in levels for start in envs[0].starts("validation", level)[:share]]
     with run.autocast():
-        episodes = play(envs, run.share(starts), agent, f"{args.seed}/validation/{run.rank}")
+        episodes = play(envs, run.shard(starts), agent, f"{args.seed}/validation/{run.rank}")
     overall, by_level = rates_by_level(run, episodes, envs[0].levels)
     if run.is_first:
         folder = run.directory / "trajectories"

@@ -41,43 +41,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrlhf import annotate
-from lightrlhf.common.args import (
-    GenerationArgs,
-    ModelArgs,
-    TrainArgs,
-    UsageError,
-    check_at_least,
-    check_data_dir,
-    check_positive,
-    one_line_errors,
-    parse,
-)
-from lightrlhf.common.batch import (
-    Batch,
-    Row,
-    check_vocabulary,
-    decode,
-    dialogue_pair_batch,
-    load_split,
-    longest_text,
-    micro_batches,
-    save_split,
-)
-from lightrlhf.common.checkpoint import checkpoints, write_text
-from lightrlhf.common.dialogue import (
-    Dialogue,
-    UserArgs,
-    as_row,
-    load_dialogues,
-    load_user,
-    mixed,
-    recorded_user,
-    roll_out,
-    room_of,
-    sample_of,
-    score_turns,
-)
-from lightrlhf.common.futures import (
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batches
+from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text, save_split
+from lightrlhf.data.tokens import decode
+from lightrlhf.generation.dialogue_pairs import (
     INVALID_REWARD,
     SIDES,
     branch,
@@ -87,22 +57,29 @@ from lightrlhf.common.futures import (
     split_of,
     turn_row,
 )
-from lightrlhf.common.iterations import keep_policy, link_checkpoint, mean, open_directory, run_begun
-from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
-from lightrlhf.common.loading import load_policy, load_tokenizer, starting_model, train_last_layers
-from lightrlhf.common.model import (
-    Policy,
-    check_positions,
-    count_parameters,
-    policy_inputs,
-    share_prefixes,
-    vocabulary_size,
+from lightrlhf.generation.dialogues import (
+    Dialogue,
+    as_row,
+    load_dialogues,
+    mix_seed,
+    roll_out,
+    room_of,
+    sample_of,
+    score_turns,
 )
-from lightrlhf.common.ops import whiten
-from lightrlhf.common.ranks import whole
-from lightrlhf.common.rollout import generate
-from lightrlhf.common.run import Run
-from lightrlhf.common.scoring import find_device
+from lightrlhf.generation.engine import generate
+from lightrlhf.generation.users import UserArgs, load_user, recorded_user
+from lightrlhf.maths.ops import whiten
+from lightrlhf.models.loading import find_device, load_policy, train_last_layers
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.roles import Policy, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.training.iterate import keep_policy, link_checkpoint, mean, open_directory, run_begun
+from lightrlhf.training.run import Run
 
 CHUNK = 256  # dialogues between two writes
 
@@ -218,22 +195,22 @@ def refuel_loss(logps: Tensor, old_logps: Tensor, rewards: Tensor, eta: float) -
     ([S - S_old] - [S' - S'_old] - eta (R - R'))^2 with S summed over turn h's tokens (Gao et al. 2024, 2410.04612; eta
     multiplies the scores, as in the authors' code). With one turn it is REBEL's.
     """
-    return (future(logps, old_logps) - eta * gap(rewards)).pow(2)
+    return (log_ratio_gap(logps, old_logps) - eta * first_minus_second(rewards)).pow(2)
 
 
 def pairwise_loss(logps: Tensor, old_logps: Tensor, rewards: Tensor, beta: float) -> Tensor:
     """Multi-turn DPO on the same pairs: -log sigmoid(beta ([S - S_old] - [S' - S'_old])) with S of the side that has
     the higher score; 0 where both are equal: (2B,) all -> (B,)."""
-    sign = gap(rewards).sign()
-    return -F.logsigmoid(sign * beta * future(logps, old_logps)) * sign.abs()
+    sign = first_minus_second(rewards).sign()
+    return -F.logsigmoid(sign * beta * log_ratio_gap(logps, old_logps)) * sign.abs()
 
 
-def future(logps: Tensor, old_logps: Tensor) -> Tensor:
+def log_ratio_gap(logps: Tensor, old_logps: Tensor) -> Tensor:
     """[S - S_old] - [S' - S'_old]: (2B,) -> (B,), the difference of scores that the policy stands for, times eta."""
-    return gap(logps - old_logps)
+    return first_minus_second(logps - old_logps)
 
 
-def gap(values: Tensor) -> Tensor:
+def first_minus_second(values: Tensor) -> Tensor:
     """First side less second side: (2B,) -> (B,)."""
     first, second = values.chunk(2)
     return first - second
@@ -245,7 +222,7 @@ def turn_logps(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- program
-class AlwaysTheSame(UsageError):
+class PolicyCollapsed(UsageError):
     """A policy that gives both replies alike in all dialogues, so that no pair tells them apart."""
 
 
@@ -258,7 +235,7 @@ def main(argv: list[str] | None = None) -> str:
     if args.stage in ("all", "generate"):
         dialogues_in(args.data_dir, "train")  # what cannot be read is refused before anything is written
     directory, policy = open_directory(args, "refuel")
-    evaluated(args, directory / "iteration-00", policy)
+    evaluate_iteration(args, directory / "iteration-00", policy)
     for number in range(1, args.iterations + 1):
         folder = directory / f"iteration-{number:02d}"
         is_new = not (folder / "policy").is_dir()
@@ -266,14 +243,14 @@ def main(argv: list[str] | None = None) -> str:
             try:
                 for name in STAGES if args.stage == "all" else (args.stage,):
                     STAGES[name](args, directory, folder, number, policy)
-            except AlwaysTheSame as problem:
+            except PolicyCollapsed as problem:
                 print(f"{problem}; iteration {number - 1} is the last", flush=True)
                 break
         if not (folder / "policy").is_dir():
             break  # of one stage alone
         policy = str(checkpoints(folder / "policy")[-1])
         link_checkpoint(directory, number, policy)
-        evaluated(args, folder, policy)
+        evaluate_iteration(args, folder, policy)
         report(directory)
         if is_new and args.stage != "all":
             break
@@ -281,7 +258,7 @@ def main(argv: list[str] | None = None) -> str:
     return str(directory)
 
 
-def needs(path: Path, stage: str) -> None:
+def require_stage(path: Path, stage: str) -> None:
     """Raises: UsageError when the stage before has not been done."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; run --stage {stage} before, or --stage all")
@@ -328,7 +305,7 @@ def tokenizer_of(directory: Path) -> Any:
 # ------------------------------------------------------------------------------------------------- rank and tokenize
 def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
-    needs(folder / "dialogues.jsonl", "generate")
+    require_stage(folder / "dialogues.jsonl", "generate")
     rows = read_jsonl(folder / "dialogues.jsonl")
     content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
     with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
@@ -354,7 +331,7 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
     """
     if (folder / "pairs" / "report.json").is_file():
         return
-    needs(folder / "rewards.jsonl", "rank")
+    require_stage(folder / "rewards.jsonl", "rank")
     rows, rewards = read_jsonl(folder / "dialogues.jsonl"), read_jsonl(folder / "rewards.jsonl")
     counts: Counter[str] = Counter()
     splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
@@ -366,7 +343,7 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
     told = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     if not splits["train"]:
         has_collapsed = number > 1 and set(counts) == {"the same reply twice"}
-        problem = AlwaysTheSame if has_collapsed else UsageError
+        problem = PolicyCollapsed if has_collapsed else UsageError
         raise problem(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {told}")
     for split, members in splits.items():
         if members:
@@ -390,11 +367,12 @@ def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: 
         if done.returncode:
             sys.exit(done.returncode)
         return
-    needs(folder / "pairs" / "report.json", "tokenize")
+    require_stage(folder / "pairs" / "report.json", "tokenize")
     shared = {"data_dir": str(folder / "pairs"), "log_dir": str(folder), "experiment_name": "training"}
     shared |= {"sft_experiment_dir": policy, "model_name": None, "push_to_hub": None, "output_dir": None}
     resume = run_begun(folder)
-    run = Run(dataclasses.replace(args, **shared, resume_from=resume, seed=mixed(args.seed, number) % 2**31), "refuel")
+    shared["seed"] = mix_seed(args.seed, number) % 2**31
+    run = Run(dataclasses.replace(args, **shared, resume_from=resume), "refuel")
     learn(run, tokenizer_of(directory))
     if run.is_first:
         keep_policy(folder)
@@ -416,7 +394,7 @@ def learn(run: Run, tokenizer: Any) -> None:
     check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
     check_positions(rows, policy, args.data_dir)
     share_prefixes(policy, longest_text(rows))
-    run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
+    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
     with run.phase("old log-probabilities"):
         old = old_logps(run, policy.to(run.device), [*rows, *validation], tokenizer.pad_token_id)
     rows, validation = with_old(rows, old[:, : len(rows)]), with_old(validation, old[:, len(rows) :])
@@ -426,10 +404,10 @@ def learn(run: Run, tokenizer: Any) -> None:
         started = time.perf_counter()
         batch = run.global_batch(rows, step, args.mini_batch_size)
         with run.phase("update"):
-            metrics = train_step(run, model, run.share(batch), tokenizer.pad_token_id)
+            metrics = train_step(run, model, run.shard(batch), tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.share(batch), started)})
+            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(run.shard(batch), started)})
         if validation and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 results = validate(run, model, validation, tokenizer.pad_token_id)
@@ -460,7 +438,7 @@ def old_logps(run: Run, policy: Policy, rows: Sequence[Row], pad_id: int) -> Ten
     if stored.get("fingerprint") == digest:
         return stored["logps"]
     if stored:
-        run.say(f"{path} is of another policy, precision or device: log-probabilities computed anew")
+        run.print0(f"{path} is of another policy, precision or device: log-probabilities computed anew")
     logps = score(run, policy, rows, pad_id).cpu()
     if run.is_first:
         torch.save({"fingerprint": digest, "logps": logps}, path.with_name(path.name + ".partial"))
@@ -491,7 +469,7 @@ def with_old(rows: Sequence[Row], logps: Tensor) -> list[Row]:
 def score(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """S of both sides of N rows, the work split over ranks: (2, N) on each."""
     logps = torch.zeros(2, len(rows), device=run.device)
-    mine = run.share(range(len(rows)))
+    mine = run.shard(range(len(rows)))
     logps[:, mine] = score_here(run, model, [rows[i] for i in mine], pad_id)
     return run.sum_over_ranks(logps)
 
@@ -503,7 +481,7 @@ def score_here(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> 
     model.eval()
     logps = torch.zeros(2, len(rows), device=run.device)
     numbered = [{**row, "place": place} for place, row in enumerate(rows)]
-    for micro in run.passes(micro_batches(numbered, run.args.micro_batch_size)):
+    for micro in run.pad_passes(micro_batches(numbered, run.args.micro_batch_size)):
         with run.autocast():
             found = turn_logps(model, dialogue_pair_batch(micro, pad_id).to(run.device), run.args.temperature)
         logps[:, [row["place"] for row in micro]] = found.float().reshape(2, -1)
@@ -515,14 +493,17 @@ def train_step(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> 
     """One optimiser step on the pairs of all ranks, `rows` being this one's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
     total = run.total(len(rows))
-    micros = run.passes(micro_batches(rows, run.args.micro_batch_size))
+    micros = run.pad_passes(micro_batches(rows, run.args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = dialogue_pair_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             losses, told = pair_losses(run.args, turn_logps(model, batch, run.args.temperature), micro)
             run.backward(losses.sum() / total)
         sums += told
-    return {**named("train/", (run.sum_over_ranks(sums) / total).tolist()), "train/grad_norm": run.optimize("policy")}
+    return {
+        **mean_metrics("train/", (run.sum_over_ranks(sums) / total).tolist()),
+        "train/grad_norm": run.optimize("policy"),
+    }
 
 
 def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -537,13 +518,13 @@ def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[T
         losses = refuel_loss(logps, old, rewards, args.eta)
     else:
         losses = pairwise_loss(logps, old, rewards, args.beta)
-    moved, wanted = future(logps, old).detach(), args.eta * gap(rewards)
+    moved, wanted = log_ratio_gap(logps, old).detach(), args.eta * first_minus_second(rewards)
     aligned = (moved * wanted > 0).float()
     first, second = (logps - old).detach().chunk(2)
     return losses, torch.stack([x.sum() for x in (losses.detach(), moved, wanted, aligned, first, second)])
 
 
-def named(prefix: str, means: Sequence[float]) -> dict[str, float]:
+def mean_metrics(prefix: str, means: Sequence[float]) -> dict[str, float]:
     """Means over pairs by their names."""
     loss, moved, wanted, aligned, chosen, rejected = means
     return {
@@ -560,7 +541,7 @@ def validate(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> di
     """The same metrics on held-out pairs."""
     logps = score(run, model, rows, pad_id).reshape(-1)
     _, sums = pair_losses(run.args, logps, rows)
-    return named("val/", (sums / len(rows)).tolist())
+    return mean_metrics("val/", (sums / len(rows)).tolist())
 
 
 def log_samples(run: Run, policy: Policy, rows: Sequence[Row], tokenizer: Any) -> None:
@@ -586,17 +567,17 @@ def online(args: RefuelArgs) -> str:
     policy = load_learner(args, source, flag, tokenizer)
     share_prefixes(policy, args.total_length)
     rows, held_out = (with_room(run, policy, split) for split in ("train", "validation"))
-    reference = run.place(policy.reference())
+    reference = run.freeze(policy.reference())
     scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
     num_steps, results = run.num_steps(len(rows), args.rollout_size), {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.noptepochs * parts)
-    run.say("{:,} parameters, {:,} of them learning; {:,} dialogues".format(*count_parameters(policy), len(rows)))
+    run.print0("{:,} parameters, {:,} of them learning; {:,} dialogues".format(*count_parameters(policy), len(rows)))
     for step in run.steps(num_steps):
         started = time.perf_counter()
         chosen = run.global_batch(rows, step, args.rollout_size)
         with run.phase("rollout"):
-            pairs, told = online_pairs(run, model, reference, scorer, run.share(chosen), tokenizer)
+            pairs, told = online_pairs(run, model, reference, scorer, run.shard(chosen), tokenizer)
         with run.phase("update"):
             parts = min(parts, len(chosen) // run.world_size)  # equally many on each rank
             for epoch in range(args.noptepochs):
@@ -637,7 +618,7 @@ def with_room(run: Run, policy: Policy, split: str) -> list[Dialogue]:
             f"or the model's positions for any dialogue of {args.data_dir}; give fewer"
         )
     if len(fitting) < len(rows):
-        run.say(f"{len(rows) - len(fitting):,} of {len(rows):,} dialogues could become too long and are left out")
+        run.print0(f"{len(rows) - len(fitting):,} of {len(rows):,} dialogues could become too long and are left out")
     return fitting
 
 
@@ -653,7 +634,7 @@ def online_pairs(
     args, device = run.args, run.device
     turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
     starts, ends = [row.before(h) for row, h in zip(rows, turns)], [row.num_turns for row in rows]
-    both = [online_roll_out(run, model, starts, ends, tokenizer, mixed(run.step, side)) for side in range(2)]
+    both = [online_roll_out(run, model, starts, ends, tokenizer, mix_seed(run.step, side)) for side in range(2)]
     scores = online_scores(run, scorer, [dialogue for side in both for dialogue in side])
     cut = [dialogue.truncated[h] for side in both for dialogue, h in zip(side, turns)]
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(cut, scores)]
@@ -688,8 +669,8 @@ def online_roll_out(
 ) -> list[Dialogue]:
     """Dialogues of this rank to their ends, with the data's user."""
     policy, slots = getattr(model, "module", model), run.args.rollout_mini_batch_size
-    with whole(policy):
-        return roll_out(policy, tokenizer, starts, ends, recorded_user, run.args, mixed(run.args.seed, key), slots)
+    with unsharded(policy):
+        return roll_out(policy, tokenizer, starts, ends, recorded_user, run.args, mix_seed(run.args.seed, key), slots)
 
 
 def online_scores(run: Run, scorer: Any, dialogues: Sequence[Dialogue]) -> list[float | None]:
@@ -715,14 +696,14 @@ def shares_parameters(one: nn.Module, other: nn.Module) -> bool:
 
 def online_score(run: Run, model: nn.Module, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any) -> dict[str, float]:
     """Mean score of held-out dialogues that the policy held from their openings, the same noise each time."""
-    mine = run.share(rows)
+    mine = run.shard(rows)
     rolled = online_roll_out(run, model, [r.before(0) for r in mine], [r.num_turns for r in mine], tokenizer, -1)
     scores = [score for score in online_scores(run, scorer, rolled) if score is not None]
     return {"val/score": run.total(sum(scores)) / max(run.total(len(scores)), 1.0)}
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
-def evaluated(args: RefuelArgs, folder: Path, policy: str) -> None:
+def evaluate_iteration(args: RefuelArgs, folder: Path, policy: str) -> None:
     """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it is there.
 
     All policies meet the same openings, noise and user; the scorer is the training's own.

@@ -26,21 +26,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
-from lightrlhf.common.batch import (
-    Row,
-    check_vocabulary,
-    load_split,
-    longest_text,
-    micro_batches,
-    pair_rows,
-    preference_batch,
-)
-from lightrlhf.common.loading import load_scalar, load_tokenizer, separate_pad_token, starting_model
-from lightrlhf.common.model import check_positions, count_parameters, last_token, share_prefixes, vocabulary_size
-from lightrlhf.common.ops import masked_mean, preference_loss
-from lightrlhf.common.rewards import STATISTICS
-from lightrlhf.common.run import Run
+from lightrlhf.cli.args import ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import micro_batches, preference_batch
+from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
+from lightrlhf.data.tokens import pair_rows
+from lightrlhf.maths.ops import masked_mean, preference_loss
+from lightrlhf.models.loading import load_scalar, separate_pad_token
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.roles import count_parameters, last_token, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import STATISTICS
+from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +112,13 @@ def main(argv: list[str] | None = None) -> str:
     check_positions(train + validation, reward_model, args.data_dir)
     share_prefixes(reward_model, longest_text(train + validation))
     separate_pad_token(reward_model, tokenizer)
-    run.say("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(reward_model), len(train)))
+    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(reward_model), len(train)))
 
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.share(run.global_batch(train, step, args.mini_batch_size))
+        rows = run.shard(run.global_batch(train, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
@@ -157,7 +156,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict
     args = run.args
     count = run.total(len(rows))
     sums = torch.zeros(4, device=run.device)
-    micros = run.passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
@@ -176,7 +175,7 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[
     model.eval()
     limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
     sums = torch.zeros(7, device=run.device, dtype=torch.float64)
-    for micro in run.passes(micro_batches(run.share(rows[:limit]), args.micro_batch_size)):
+    for micro in run.pad_passes(micro_batches(run.shard(rows[:limit]), args.micro_batch_size)):
         batch = preference_batch(micro, pad_id).to(run.device)
         scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
         loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)

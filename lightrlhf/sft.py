@@ -17,27 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.common.args import ModelArgs, TrainArgs, check_data_dir, check_positive, one_line_errors, parse
-from lightrlhf.common.batch import (
-    Batch,
-    Row,
-    check_vocabulary,
-    finetune_batch,
-    load_split,
-    longest_text,
-    micro_batches,
-    pack,
-)
-from lightrlhf.common.loading import load_policy, load_tokenizer
-from lightrlhf.common.model import (
-    TokenStats,
-    check_packing,
-    check_positions,
-    count_parameters,
-    policy_inputs,
-    vocabulary_size,
-)
-from lightrlhf.common.run import Run
+from lightrlhf.cli.args import ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
+from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.probes import check_packing, check_positions
+from lightrlhf.models.roles import TokenStats, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +78,13 @@ def main(argv: list[str] | None = None) -> str:
     check_positions(train + validation, policy, args.data_dir)
     if args.packing:
         check_packing(policy, args.model_name, longest=longest_text(train + validation))
-    run.say("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))
+    run.print0("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))
 
     num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.share(run.global_batch(train, step, args.mini_batch_size))
+        rows = run.shard(run.global_batch(train, step, args.mini_batch_size))
         with run.phase("update"):
             loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
@@ -115,7 +104,7 @@ def main(argv: list[str] | None = None) -> str:
 def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
-    micros = run.passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
     batches = [layout(args, micro, pad_id).to(run.device) for micro in micros]
     count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
@@ -141,7 +130,7 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> float:
     model.eval()
     limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
     total, count = 0.0, 0
-    for micro in run.passes(micro_batches(run.share(rows[:limit]), args.micro_batch_size)):
+    for micro in run.pad_passes(micro_batches(run.shard(rows[:limit]), args.micro_batch_size)):
         batch = layout(args, micro, pad_id).to(run.device)
         total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
         count += batch.num_actions

@@ -57,7 +57,7 @@ def cafe_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(cafe_data):
-    from lightrlhf.common.loading import load_tokenizer
+    from lightrlhf.models.tokenizer import load_tokenizer
 
     return load_tokenizer(cafe_data)
 

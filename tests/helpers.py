@@ -14,8 +14,8 @@ from subprocess import PIPE
 import torch
 from processes import PATIENCE, started
 
-from lightrlhf.common.batch import Batch, response_batch
-from lightrlhf.common.model import Policy, ScalarModel
+from lightrlhf.data.batch import Batch, response_batch
+from lightrlhf.models.roles import Policy, ScalarModel
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = ["--accelerator", "cpu", "--devices", "1"]
@@ -132,10 +132,10 @@ class RunOfOneStep:
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
-    def share(self, rows):
+    def shard(self, rows):
         return list(rows)
 
-    def passes(self, parts):
+    def pad_passes(self, parts):
         return list(parts)
 
     def accumulate(self, module, enabled: bool):
@@ -194,7 +194,7 @@ def listing(folder: str | Path) -> list[str]:
 
 
 def last_checkpoint(experiment_dir: str | Path) -> Path:
-    from lightrlhf.common.checkpoint import checkpoints
+    from lightrlhf.storage.checkpoint import checkpoints
 
     return checkpoints(Path(experiment_dir))[-1]
 

@@ -55,7 +55,7 @@ def args_class(module: str) -> type:
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """The program's own parser on these flags; every `--…_dir` that must exist is made, empty, below `folder`."""
-    from lightrlhf.common.args import parse
+    from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):
         if flag.endswith("_dir") and flag != "destination_dir":

@@ -20,18 +20,14 @@ from helpers import (
 )
 from test_loading import logits_of, train_a_little
 
-from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.batch import response_batch
-from lightrlhf.common.loading import (
-    export,
-    holds_reward_model,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    self_contained,
-    separate_pad_token,
-)
-from lightrlhf.common.model import last_token, policy_inputs
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import response_batch
+from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
+from lightrlhf.models.names import holds_reward_model
+from lightrlhf.models.roles import last_token, policy_inputs
+from lightrlhf.models.saving import export, self_contained
+from lightrlhf.models.tokenizer import load_tokenizer
 
 LORA = ModelArgs(finetune_mode="lora")
 IDS = torch.tensor(rows_of(9))
@@ -282,10 +278,10 @@ def test_a_role_registers_what_it_trains_and_no_more(trained, tokenizer):
 def test_outside_of_the_roles_the_backbone_speaks_as_the_policy(trained, tokenizer):
     policy, *others = roles(trained, tokenizer, shares=True)
     step(policy, others[-1])
-    with policy.speaking():
+    with policy.active():
         expected = policy.model(IDS).logits
     outputs(policy, *others)
-    with pytest.raises(IndexError), others[0].speaking():
+    with pytest.raises(IndexError), others[0].active():
         policy.model(IDS + 10_000)
     assert torch.equal(policy.model(IDS).logits, expected)
 
@@ -301,7 +297,7 @@ def test_recomputed_activations_are_those_of_the_role_whose_backward_pass_it_is(
         torch.manual_seed(3)
         loss = policy(**policy_inputs(batch)).logprobs.pow(2).sum()
         reward(batch.input_ids, batch.attention_mask)
-        with reference.speaking():
+        with reference.active():
             loss.backward()
         critic(batch.input_ids, batch.attention_mask).pow(2).sum().backward()
         found.append(gradients(policy) | gradients(critic))
@@ -387,7 +383,7 @@ def test_a_run_of_adapters_on_a_built_model_keeps_its_base(cafe_data, tmp_path):
 
 def test_an_adapter_of_a_pair_comparing_model_stays_one(cafe_data, base_model, tokenizer, tmp_path):
     from lightrlhf import rm
-    from lightrlhf.common.scoring import PairScorer, load_scorer
+    from lightrlhf.rewards.scorers import PairScorer, load_scorer
 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode", "lora"]
     folder = rm.main([*flags, "--model_name", str(base_model), "--loss_type", "pair", "--max_steps", "1"])

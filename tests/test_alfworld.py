@@ -23,7 +23,7 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 from textworld.envs.pddl import PddlEnv, textgen
 from textworld.envs.pddl import logic as pddl_logic
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.envs import make_env
 
 SPLITS = ("train", "validation", "test")

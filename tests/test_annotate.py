@@ -13,12 +13,13 @@ import torch
 from helpers import CPU, last_checkpoint, save_model
 
 from lightrlhf.annotate import choose, main, penalised
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.batch import encode_prompt, encode_response, load_split, pair_prompt
-from lightrlhf.common.jsonl import read_jsonl, write_jsonl
-from lightrlhf.common.loading import load_scalar
-from lightrlhf.common.model import last_token
-from lightrlhf.common.rewards import reward_statistics
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.splits import load_split
+from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.roles import last_token
+from lightrlhf.rewards.scorers import reward_statistics
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 DEVICE = ["--accelerator", "cpu"]
 RESPONSES = [" Sure: a tea.", " No.", " Certainly, one small tea coming up.", " Tea tea tea."]

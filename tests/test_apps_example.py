@@ -6,7 +6,7 @@ import json
 
 from datasets_prep.apps.prepare_data import to_row
 from examples import pass_at_1, small_problems
-from lightrlhf.common.jsonl import read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 
 def test_the_small_problems_are_of_apps_schema_and_their_solutions_pass(tmp_path, capsys):

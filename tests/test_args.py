@@ -11,19 +11,10 @@ import pytest
 import yaml
 from helpers import ROOT, run_program
 
-from lightrlhf.common.args import (
-    PAIRS,
-    PATHS,
-    TEXTS,
-    GenerationArgs,
-    ModelArgs,
-    RunFailure,
-    TrainArgs,
-    UsageError,
-    one_line_errors,
-    parse,
-    to_dict,
-)
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.lists import PAIRS, PATHS, TEXTS
+from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.ppo import PPOArgs
 from lightrlhf.rm import RMArgs
 from lightrlhf.sft import SFTArgs

@@ -23,7 +23,7 @@ from test_remote import Handler
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from datasets_prep.text_envs import make_tasks  # noqa: E402
-from lightrlhf.common.args import UsageError  # noqa: E402
+from lightrlhf.cli.errors import UsageError  # noqa: E402
 from lightrlhf.envs import make_env  # noqa: E402
 from lightrlhf.envs.tree import Refused, Tree, as_text, is_plain_name  # noqa: E402
 

@@ -16,7 +16,7 @@ from helpers import CPU, last_checkpoint, metrics, save_model, weights
 
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
-import lightrlhf.demo
+import lightrlhf.demo.page
 import lightrlhf.ppo
 import lightrlhf.refuel
 import lightrlhf.rm
@@ -30,7 +30,7 @@ PROGRAMS = {
     "refuel": lightrlhf.refuel.main,
     "cafe": datasets_prep.cafe.prepare_data.main,
     "hh": datasets_prep.helpful_harmless.prepare_data.main,
-    "demo": lightrlhf.demo.main,
+    "demo": lightrlhf.demo.page.main,
 }
 PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "test_bad_input:constant"]
@@ -515,7 +515,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(worl
     flags = [*good_flags("sft", world), "--max_steps", "6", "--save_interval", "1", "--eval_interval", "0"]
     line = refused("sft", flags, capsys, status=1)
     assert "loss is nan at step 4" in line and line.endswith("checkpoint-000003")
-    lightrlhf.common.checkpoint.verify_checkpoint(Path(line.split()[-1]))
+    lightrlhf.storage.checkpoint.verify_checkpoint(Path(line.split()[-1]))
 
 
 def save_fails_at(monkeypatch, step: int, problem: OSError) -> None:
@@ -542,7 +542,7 @@ def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, p
     assert problem.strerror in line and "the last good one is" in line and line.endswith("checkpoint-000001")
     (experiment,) = (path.parent for path in experiments(world))
     assert [path.name for path in experiment.glob("*checkpoint*")] == ["checkpoint-000001"]
-    lightrlhf.common.checkpoint.verify_checkpoint(last_checkpoint(experiment))
+    lightrlhf.storage.checkpoint.verify_checkpoint(last_checkpoint(experiment))
     monkeypatch.undo()
     PROGRAMS[program](["--resume_from", str(experiment)])
     assert last_checkpoint(experiment).name == "checkpoint-000003" and weights(last_checkpoint(experiment))

@@ -8,27 +8,22 @@ from helpers import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.batch import (
-    IGNORE_INDEX,
-    READ_AT_ONCE,
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import (
+    INFERENCE_TOKENS,
     Batch,
     Rollout,
-    check_vocabulary,
-    decode,
-    encode_prompt,
-    encode_response,
     epoch_order,
     finetune_batch,
-    load_prompts,
-    load_split,
+    inference_batches,
     micro_batches,
     pack,
     preference_batch,
-    reading_passes,
     response_batch,
     rows_at_once,
 )
+from lightrlhf.data.splits import IGNORE_INDEX, check_vocabulary, load_prompts, load_split
+from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 
 EOS = 1
 
@@ -228,14 +223,14 @@ def test_micro_batches_hold_every_row_once_and_never_more_than_asked(lengths, si
     assert len(groups) == -(-len(rows) // size)
 
 
-@given(st.lists(st.integers(0, 2 * READ_AT_ONCE["cpu"]), max_size=40), st.integers(1, 9))
+@given(st.lists(st.integers(0, 2 * INFERENCE_TOKENS["cpu"]), max_size=40), st.integers(1, 9))
 def test_passes_without_gradients_hold_every_row_once_and_as_many_as_a_processor_reads_well(lengths, most_rows):
-    passes = [rows.tolist() for rows in reading_passes(torch.tensor(lengths, dtype=torch.int64), most_rows)]
+    passes = [rows.tolist() for rows in inference_batches(torch.tensor(lengths, dtype=torch.int64), most_rows)]
     order = [row for rows in passes for row in rows]
     assert sorted(order) == list(range(len(lengths)))
     assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
     for rows in passes:
-        assert len(rows) == 1 or len(rows) * lengths[rows[0]] <= READ_AT_ONCE["cpu"]
+        assert len(rows) == 1 or len(rows) * lengths[rows[0]] <= INFERENCE_TOKENS["cpu"]
         assert len(rows) <= most_rows
 
 

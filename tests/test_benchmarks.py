@@ -15,8 +15,8 @@ from helpers import CPU, ROOT, tiny_model
 from benchmarks import run as benchmark
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, write_data, write_models
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.roofline import (
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.training.roofline import (
     Ceilings,
     Shape,
     Work,
@@ -278,8 +278,8 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
 
 
 def test_adapters_cost_nothing_but_gradients_pass_through():
-    from lightrlhf.common.args import ModelArgs
-    from lightrlhf.common.loading import load_policy
+    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.models.loading import load_policy
 
     plain = Shape.of(tiny_model("llama"))
     role = load_policy("tiny", ModelArgs(finetune_mode="lora", lora_rank=2), VocabularyOnly())

@@ -32,8 +32,9 @@ from datasets_prep.cafe.world import (
     request,
     split_of,
 )
-from lightrlhf.common.batch import decode, load_split
-from lightrlhf.common.loading import load_tokenizer
+from lightrlhf.data.splits import load_split
+from lightrlhf.data.tokens import decode
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.sft import main as sft
 
 SEEDS = st.integers(0, 10**9)

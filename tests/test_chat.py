@@ -14,12 +14,16 @@ from helpers import CPU, last_checkpoint, rows_of, save_model, tiny_policy
 
 from datasets_prep.common import complete
 from datasets_prep.summarization.prepare_data import from_feedback
-from lightrlhf.common import chat
-from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
-from lightrlhf.common.batch import encode_prompt, load_prompts, messages_of, summary_fields, summary_prompt
-from lightrlhf.common.experiments import choices, located
-from lightrlhf.common.loading import load_policy, load_tokenizer
-from lightrlhf.common.rollout import generate, generate_steps
+from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import load_prompts
+from lightrlhf.data.tokens import encode_prompt, messages_of
+from lightrlhf.demo import models as chat
+from lightrlhf.demo.summaries import summary_fields, summary_prompt
+from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.run_dir import choices, located
 
 DEVICE = torch.device("cpu")
 TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello."}]
@@ -73,13 +77,13 @@ def lora_dir(cafe_data, sft_dir, logs):
     return main(["--data_dir", str(cafe_data), "--model_name", sft_dir, "--log_dir", str(logs), *CPU, *flags])
 
 
-def answer_of(speaker: chat.Speaker, prompt, seed: int = 3, **settings) -> chat.Answer:
+def answer_of(speaker: chat.LoadedModel, prompt, seed: int = 3, **settings) -> chat.Answer:
     *_, answer = chat.answers(speaker, prompt, GenerationArgs(**({"max_new_tokens": 12} | settings)), seed)
     return answer
 
 
 def test_every_checkpoint_and_what_it_started_from_can_be_talked_to(sft_dir, lora_dir, base_model):
-    shelf = chat.Shelf([sft_dir, lora_dir], DEVICE)
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
     first, supervised, lora = shelf.labels()
     assert (first, supervised, lora) == ("pretrained llama", "rlhf-supervised-finetuning step 2", "lora step 2")
     assert shelf.newest() == shelf.labels()
@@ -98,7 +102,7 @@ def test_every_checkpoint_and_what_it_started_from_can_be_talked_to(sft_dir, lor
 
 
 def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_model):
-    shelf = chat.Shelf([sft_dir, lora_dir], DEVICE)
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
     first, supervised, lora = shelf.labels()
     assert shelf.reference(first) is None
     assert shelf.reference(lora) is shelf.speaker(supervised)
@@ -109,7 +113,7 @@ def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_m
     expected = 0.0
     for one, sign in ((speaker, 1), (reference, -1)):
         ids = torch.tensor([answer.prompt_ids + answer.ids])
-        with torch.no_grad(), one.policy.speaking():
+        with torch.no_grad(), one.policy.active():
             logits = one.policy.model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].double()
         chosen = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])
         expected += sign * float(chosen.sum())
@@ -122,7 +126,7 @@ def test_twenty_swaps_leave_one_model_in_memory(tmp_path, tokenizer, cafe_data):
     wide = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 3}
     folders = [str(save_model("llama", tmp_path / name, tokenizer, **wide)) for name in "ab"]
     size = sum(file.stat().st_size for file in Path(folders[0]).iterdir()) / 2**20  # MiB
-    shelf = chat.Shelf(folders, DEVICE, capacity=1, data_dir=str(cafe_data))
+    shelf = chat.ModelCache(folders, DEVICE, capacity=1, data_dir=str(cafe_data))
     seen, used = [], []
     for swap in range(20):
         seen.append(weakref.ref(shelf.speaker("ab"[swap % 2]).policy))
@@ -140,7 +144,7 @@ def resident() -> float:
 
 
 def test_a_model_that_is_used_most_is_the_last_to_go(sft_dir, lora_dir):
-    shelf = chat.Shelf([sft_dir, lora_dir], DEVICE, capacity=2)
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE, capacity=2)
     first, supervised, lora = shelf.labels()
     kept = shelf.speaker(first)
     shelf.speaker(supervised), shelf.speaker(first), shelf.speaker(lora)
@@ -150,12 +154,12 @@ def test_a_model_that_is_used_most_is_the_last_to_go(sft_dir, lora_dir):
 
 def test_a_reward_model_does_not_talk(rm_dir):
     with pytest.raises(UsageError, match="holds a reward model, which scores and does not talk; give it as --rm_exp"):
-        chat.Shelf([rm_dir], DEVICE)
+        chat.ModelCache([rm_dir], DEVICE)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_go_on(sft_dir, tmp_path):
     folder = shutil.copytree(sft_dir, tmp_path / "sft")
-    shelf = chat.Shelf([str(folder)], DEVICE)
+    shelf = chat.ModelCache([str(folder)], DEVICE)
     first, supervised = shelf.labels()
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -170,7 +174,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go_on(sft_dir, tmp_path):
 def test_weights_in_four_bits_talk_with_their_adapters_beside_them(lora_dir, cafe_data):
     pytest.importorskip("bitsandbytes", reason="needs pip install -e '.[quantisation]'")
     models = ModelArgs(load_in_4bit=True)
-    shelf = chat.Shelf([lora_dir], DEVICE, models=models)
+    shelf = chat.ModelCache([lora_dir], DEVICE, models=models)
     label = shelf.labels()[-1]
     answer = answer_of(shelf.speaker(label), TALK)
     assert len(answer.ids) > 0
@@ -178,7 +182,7 @@ def test_weights_in_four_bits_talk_with_their_adapters_beside_them(lora_dir, caf
 
 
 def test_a_prompt_without_words_or_room_is_refused(sft_dir):
-    speaker = chat.Shelf([sft_dir], DEVICE).speaker("rlhf-supervised-finetuning step 2")
+    speaker = chat.ModelCache([sft_dir], DEVICE).speaker("rlhf-supervised-finetuning step 2")
     with pytest.raises(UsageError, match="the prompt is empty"):
         answer_of(speaker, "")
     with pytest.raises(UsageError, match="does not fit into the model's 256 positions"):
@@ -210,7 +214,7 @@ def test_the_pieces_of_an_answer_make_its_text_and_are_escaped(tokenizer):
 
 
 def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path):
-    shelf = chat.Shelf([lora_dir], DEVICE)
+    shelf = chat.ModelCache([lora_dir], DEVICE)
     label = shelf.labels()[-1]
     speaker = shelf.speaker(label)
     answer = answer_of(speaker, TALK, max_new_tokens=11)
@@ -281,7 +285,7 @@ def test_a_missing_or_damaged_example_is_one_line(tmp_path):
 
 
 def test_the_tokenizer_is_the_one_of_the_data(sft_dir, cafe_data):
-    shelf = chat.Shelf([sft_dir], DEVICE)
+    shelf = chat.ModelCache([sft_dir], DEVICE)
     own = load_tokenizer(cafe_data)
     assert shelf.speaker("pretrained llama").tokenizer.get_vocab() == own.get_vocab()
     assert shelf.speaker("pretrained llama").tokenizer.chat_template == own.chat_template

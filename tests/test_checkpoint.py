@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, environment
 
-from lightrlhf.common import checkpoint
-from lightrlhf.common.args import RunFailure, UsageError
-from lightrlhf.common.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint, write_text
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.storage import checkpoint
+from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint, write_text
 
 
 def write(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lightrlhf.common.checkpoint import save_checkpoint
+from lightrlhf.storage.checkpoint import save_checkpoint
 def write(folder):
     (folder / "weights").write_bytes(b"1" * 100)
     if sys.argv[2] == "2":

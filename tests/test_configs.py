@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 from pages import args_class
 
-from lightrlhf.common.args import parse
+from lightrlhf.cli.parser import parse
 
 CONFIGS = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
 BATCHES = {  # of the table, over all devices

@@ -20,7 +20,7 @@ from processes import PATIENCE, started
 from datasets_prep.apps import sandbox
 from datasets_prep.apps.reward import adaptive_score, code_of, same_answer, same_text, score_program
 from datasets_prep.apps.sandbox import Limits, run_program
-from lightrlhf.common.args import RunFailure
+from lightrlhf.cli.errors import RunFailure
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux only")
 QUICK = Limits(seconds=2, memory=2**29, output=2**16)

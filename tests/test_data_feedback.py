@@ -11,8 +11,8 @@ from test_votes import vote
 
 from datasets_prep.feedback.prepare_data import main
 from lightrlhf import rm
-from lightrlhf.common.batch import decode, encode_prompt
-from lightrlhf.common.votes import append_vote, pair_id
+from lightrlhf.data.tokens import decode, encode_prompt
+from lightrlhf.demo.votes import append_vote, pair_id
 
 STARTS = ("A tea", "Two muffins", "A scone", "One large latte", "Three bagels", "A croissant")
 GOOD, BAD = "Certainly. Thank you!", "No."

@@ -15,7 +15,7 @@ from data_helpers import gpt2_like, write_lines
 from datasets_prep.common import rows_of
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.reading import Source
-from lightrlhf.common.args import RunFailure, UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError
 
 ROWS = [{"prompt": f"prompt {n}", "completion": f" answer {n}"} for n in range(40)]
 LINES = [json.dumps(row).encode() for row in ROWS]

@@ -24,8 +24,10 @@ from datasets_prep.encoding import Encoder
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.helpful_harmless import prepare_data as helpful_harmless
 from datasets_prep.splits import Placement, shares_of
-from lightrlhf.common.args import RunFailure, UsageError, parse
-from lightrlhf.common.batch import COLUMNS, IGNORE_INDEX, SPLITS, load_split, preference_batch
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import preference_batch
+from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, load_split
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "latte muffin bread please large small order coffee".split()

@@ -17,11 +17,11 @@ from datasets_prep.text_envs import prepare_data
 from datasets_prep.text_envs.prepare_data import SETS, TextEnvArgs, rows_of, take
 from datasets_prep.text_envs.reflections import request
 from datasets_prep.text_envs.walks import Walker
-from lightrlhf.common.args import RunFailure, UsageError
-from lightrlhf.common.batch import SPLITS, load_split
-from lightrlhf.common.loading import load_tokenizer
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.splits import SPLITS, load_split
 from lightrlhf.envs import make_env, prompts
 from lightrlhf.evaluate import LONGEST_COMMAND, acting_args
+from lightrlhf.models.tokenizer import load_tokenizer
 
 SIZES = ["--num_samples", "60", "--num_held_out", "20", "--num_proc", "1"]
 CORRIDOR = '''

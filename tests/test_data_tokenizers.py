@@ -8,8 +8,9 @@ from data_helpers import chatml_like, collected, every, gpt2_like, llama3_like, 
 
 from datasets_prep.common import complete
 from datasets_prep.encoding import targets_of
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.batch import IGNORE_INDEX, encode_prompt, encode_response
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import IGNORE_INDEX
+from lightrlhf.data.tokens import encode_prompt, encode_response
 
 KINDS = ["gpt2", "llama3", "chatml", "sentencepiece"]
 PROMPTS = ["Human: a large latte, please?\n\nAssistant:", "TL;DR:", "naïve – 日本\n\n", "x"]

@@ -18,12 +18,13 @@ import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, tiny_model
 from processes import PATIENCE, kept, started
 
-from lightrlhf.common import desk as desks
-from lightrlhf.common.args import UsageError, parse
-from lightrlhf.common.desk import Desk, asked, bubbles, filled, prompt_of
-from lightrlhf.common.scoring import as_text
-from lightrlhf.common.votes import read_votes
-from lightrlhf.demo import DemoArgs, build, serve, told
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.parser import parse
+from lightrlhf.demo import session as desks
+from lightrlhf.demo.page import DemoArgs, build, serve, told
+from lightrlhf.demo.session import DemoBackend, asked, bubbles, filled, prompt_of
+from lightrlhf.demo.votes import read_votes
+from lightrlhf.rewards.scorers import as_text
 
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 
@@ -43,16 +44,18 @@ def ppo_dir(cafe_data, sft_dir, rm_dir, logs):
 
 
 @pytest.fixture
-def desk(sft_dir, ppo_dir, tmp_path) -> Desk:
+def desk(sft_dir, ppo_dir, tmp_path) -> DemoBackend:
     return open_desk(sft_dir, ppo_dir, "--votes_file", str(tmp_path / "votes.jsonl"))
 
 
-def open_desk(*words: str) -> Desk:
+def open_desk(*words: str) -> DemoBackend:
     flags = ["--max_new_tokens", "16", "--accelerator", "cpu", "--experiment_dir"]
-    return Desk.open(parse(DemoArgs, [*flags, *words]))
+    return DemoBackend.open(parse(DemoArgs, [*flags, *words]))
 
 
-def say(desk: Desk, text: str, turns: list = (), label: str = PPO, seed: int = 5, sliders: tuple = SLIDERS) -> list:
+def say(
+    desk: DemoBackend, text: str, turns: list = (), label: str = PPO, seed: int = 5, sliders: tuple = SLIDERS
+) -> list:
     turns = [*turns, asked(text, prompt_of(list(turns), "dialogue", text, "", "", ""))]
     *_, turns = desk.reply(turns, label, seed, *sliders)
     return turns

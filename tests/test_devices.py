@@ -20,10 +20,11 @@ import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, run_program
 from processes import PATIENCE, started
 
-from lightrlhf.common.args import TrainArgs, UsageError
-from lightrlhf.common.checkpoint import newest_checkpoint
-from lightrlhf.common.ranks import processes
-from lightrlhf.common.run import allocation, memory_flags
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import newest_checkpoint
+from lightrlhf.training.distributed import processes
+from lightrlhf.training.memory_advice import allocation, memory_flags
 
 LATE = 20  # seconds after which ranks stop waiting for one that hangs; any that works comes earlier
 

@@ -10,23 +10,11 @@ import pytest
 import torch
 from helpers import save_model, tiny_policy
 
-from lightrlhf.common.args import GenerationArgs, RunFailure, UsageError
-from lightrlhf.common.batch import encode_prompt
-from lightrlhf.common.dialogue import (
-    Dialogue,
-    ScriptedUser,
-    UserArgs,
-    as_row,
-    from_row,
-    instruction,
-    load_user,
-    noise_of,
-    question_of,
-    recorded_user,
-    roll_out,
-    score_turns,
-    user_turn_ids,
-)
+from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.generation.dialogues import Dialogue, as_row, from_row, noise_of, roll_out, score_turns, user_turn_ids
+from lightrlhf.generation.users import ScriptedUser, UserArgs, instruction, load_user, question_of, recorded_user
 
 ARGS = GenerationArgs(max_new_tokens=7, temperature=0.9)
 
@@ -80,7 +68,7 @@ def test_tokens_in_are_the_tokens_out(policy, tokenizer):
 def test_a_rolled_dialogue_reads_as_prepared_data_does(tokenizer, tmp_path):
     """The ids of whole turns are those that data preparation gives the same messages."""
     from datasets_prep.cafe_talk.prepare_data import main as prepare
-    from lightrlhf.common.dialogue import load_dialogues
+    from lightrlhf.generation.dialogues import load_dialogues
 
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--num_dialogues", "6", "--num_held_out", "2"]

@@ -30,13 +30,17 @@ from helpers import (
 )
 
 from lightrlhf import dpo, evaluate
-from lightrlhf.common.args import ModelArgs, RunFailure, TrainArgs, UsageError
-from lightrlhf.common.batch import load_split, preference_batch
-from lightrlhf.common.loading import load_policy
-from lightrlhf.dpo import LOSSES, RAPO, DPOArgs, Pairs, chosen_nll, main, make_pairs, score_pairs, truncate
+from lightrlhf.cli.args import ModelArgs, TrainArgs
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.batch import preference_batch
+from lightrlhf.data.splits import load_split
+from lightrlhf.dpo import DPOArgs, main, make_pairs, score_pairs, truncate
+from lightrlhf.maths import preference
+from lightrlhf.maths.preference import LOSSES, RAPO, Pairs, chosen_nll
+from lightrlhf.models.loading import load_policy
 from lightrlhf.plot import read_metrics
 
-COUPLED = sorted(dpo.RANKED_LOSSES)
+COUPLED = sorted(preference.RANKED_LOSSES)
 
 
 # ----------------------------------------------------------------------------- the formulas, in plain Python floats
@@ -159,12 +163,12 @@ def test_a_loss_and_its_gradient_equal_the_plain_formula(name):
     assert_equals_the_formula(name, random_rows())
 
 
-@pytest.mark.parametrize("name", sorted(dpo.SMOOTHED))
+@pytest.mark.parametrize("name", sorted(preference.SMOOTHED))
 def test_with_label_smoothing(name):
     assert_equals_the_formula(name, random_rows(e=0.15))
 
 
-@pytest.mark.parametrize("name", sorted(dpo.LENGTH_LOSSES))
+@pytest.mark.parametrize("name", sorted(preference.LENGTH_LOSSES))
 def test_with_a_length_term_and_a_weight_of_the_rejected_side(name):
     assert_equals_the_formula(name, random_rows(alpha=0.05, lam=0.6))
 
@@ -275,7 +279,7 @@ def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(
     loss_type, cafe_data, tokenizer, pairs, tmp_path
 ):
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
-    extra = {"rapo": "app_2", "length_alpha": 0.01} if loss_type in dpo.LENGTH_LOSSES else {}
+    extra = {"rapo": "app_2", "length_alpha": 0.01} if loss_type in preference.LENGTH_LOSSES else {}
     found, reported = [], []
     for micro_batch_size in (8, 1, 2):
         args = arguments(cafe_data, micro_batch_size=micro_batch_size, loss_type=loss_type, rpo_alpha=0.1, **extra)
@@ -648,10 +652,10 @@ def test_a_reference_that_is_no_longer_the_same_is_computed_anew(cafe_data, base
 
     before = stored()
     main(["--resume_from", run, "--max_steps", "3"])
-    assert stored() == before and "computed anew" not in capsys.readouterr().out
+    assert stored() == before and "log-probabilities again" not in capsys.readouterr().out
     save_model("llama", folder, tokenizer, initializer_range=0.5)
     main(["--resume_from", run, "--max_steps", "4"])
-    assert "computed anew" in capsys.readouterr().out
+    assert "log-probabilities again" in capsys.readouterr().out
     assert stored()["fingerprint"] != before["fingerprint"] and stored()["logps"] != before["logps"]
 
 

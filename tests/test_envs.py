@@ -15,7 +15,7 @@ from processes import PATIENCE
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
-from lightrlhf.common.args import RunFailure, UsageError  # noqa: E402
+from lightrlhf.cli.errors import RunFailure, UsageError  # noqa: E402
 from lightrlhf.envs import MEMBERS, information, make_env, prompts, read_options  # noqa: E402
 from lightrlhf.envs.dangerous_taxi import ABOARD, DROPOFF, FULL, PICKUP  # noqa: E402
 

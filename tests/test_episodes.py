@@ -13,10 +13,12 @@ pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 from corridor import Corridor, corridor_tokenizer, save_corridor_model
 from helpers import ARCHITECTURES, tiny_policy
 
-from lightrlhf.common import episodes as module
-from lightrlhf.common.args import ModelArgs, RunFailure
-from lightrlhf.common.batch import READ_AT_ONCE, response_batch
-from lightrlhf.common.episodes import (
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
+from lightrlhf.envs import agents as module
+from lightrlhf.envs import information, prompts
+from lightrlhf.envs.agents import (
     ActingArgs,
     Episode,
     ModelAgent,
@@ -28,8 +30,7 @@ from lightrlhf.common.episodes import (
     random_agent,
     rates,
 )
-from lightrlhf.common.loading import load_policy
-from lightrlhf.envs import information, prompts
+from lightrlhf.models.loading import load_policy
 
 STARTS = Corridor().starts("train")
 WAYS = {
@@ -183,7 +184,7 @@ def test_a_processor_reads_few_prompts_at_once_and_chooses_the_same(folders, mon
         agent.policy.model.get_input_embeddings().register_forward_pre_hook(count)
         return play([Corridor() for _ in range(4)], STARTS[:9], agent, "0"), max(widest)
 
-    (together, several), _ = episodes(), monkeypatch.setitem(READ_AT_ONCE, "cpu", 1)
+    (together, several), _ = episodes(), monkeypatch.setitem(INFERENCE_TOKENS, "cpu", 1)
     alone, one = episodes()
     assert said(together) == said(alone) and several > one == 1
 

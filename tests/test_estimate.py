@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers import save_model, tiny_scalar
 
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.loading import load_policy
-from lightrlhf.common.model import count_parameters
+from lightrlhf.cli.args import ModelArgs
 from lightrlhf.estimate import llama_of, main
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.roles import count_parameters
 
 
 def parts(name, *flags: str) -> dict[str, float]:

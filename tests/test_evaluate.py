@@ -12,8 +12,8 @@ import torch
 from helpers import last_checkpoint
 
 from lightrlhf import evaluate
-from lightrlhf.common.batch import load_split
-from lightrlhf.common.ops import wilson_interval
+from lightrlhf.data.splits import load_split
+from lightrlhf.maths.ops import wilson_interval
 
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
 
@@ -140,7 +140,7 @@ def test_rewards_are_standardised_by_the_reward_models_own_statistics(sft, rewar
 
 
 def test_rouge_is_one_when_the_answers_are_the_demonstrations(sft, cafe_data, monkeypatch):
-    from lightrlhf.common.batch import Rollout, response_batch
+    from lightrlhf.data.batch import Rollout, response_batch
 
     assert 0 <= call("--experiment_dir", sft, "--rouge", "True")[0]["rougeL"] < 1
     rows = load_split(cafe_data, "finetune", "test")

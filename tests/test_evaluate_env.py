@@ -15,8 +15,8 @@ from helpers import CPU
 from test_remote import Scripted
 
 from lightrlhf import evaluate, reflect_rl
-from lightrlhf.common.ops import wilson_interval
 from lightrlhf.evaluate import acting_args, named_command
+from lightrlhf.maths.ops import wilson_interval
 
 ENV = ["--env", "corridor:Corridor"]
 

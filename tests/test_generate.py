@@ -10,13 +10,14 @@ import torch
 from helpers import last_checkpoint, run_program
 from test_remote import serve, status  # noqa: F401
 
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.batch import decode, load_prompts, load_split
-from lightrlhf.common.jsonl import read_jsonl
-from lightrlhf.common.loading import load_scalar
-from lightrlhf.common.model import last_token
-from lightrlhf.common.rewards import reward_statistics
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.splits import load_prompts, load_split
+from lightrlhf.data.tokens import decode
 from lightrlhf.generate import main, subset
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.roles import last_token
+from lightrlhf.rewards.scorers import reward_statistics
+from lightrlhf.storage.jsonl import read_jsonl
 
 SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]
 

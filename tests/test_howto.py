@@ -210,7 +210,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "refuel"])
 def test_every_flag_of_its_own_is_explained(algorithm):
-    from lightrlhf.common.args import GenerationArgs, ModelArgs, TrainArgs
+    from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs
 
     shared = {f.name for base in (TrainArgs, ModelArgs, GenerationArgs) for f in dataclasses.fields(base)}
     if algorithm == "online_dpo":

@@ -11,42 +11,22 @@ from importlib.metadata import packages_distributions
 import pytest
 from helpers import ROOT, environment
 
-COMMON = [
-    "args",
-    "checkpoint",
-    "experiments",
-    "jsonl",
-    "remote",
-    "batch",
-    "ops",
-    "votes",
-    "segments",
-    "parsing",
-    "adapters",
-    "prefix_sharing",
-    "model",
-    "loading",
-    "ranks",
-    "prefix_cache",
-    "rollout",
-    "episodes",
-    "rewards",
-    "scoring",
-    "chat",
-    "desk",
-    "dialogue",
-    "futures",
-    "roofline",
-    "run",
-    "iterations",
-]  # earlier ones only
-EDGES = {  # beside `common`
+FLOORS = [  # from the ground up: a room imports only rooms below its own floor
+    {"cli", "maths"},
+    {"data", "storage"},
+    {"models"},
+    {"training", "rewards"},
+    {"generation"},
+    {"envs"},
+    {"demo"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+EDGES = {  # of programs to programs; all else goes through the rooms
     "online_dpo": {"dpo", "sft", "generate", "annotate"},
-    "refuel": {"generate", "annotate"},
-    "reflect_rl": {"envs"},
-    "evaluate": {"envs"},
+    "refuel": {"annotate"},
 }
-SHARED_WITH_DATA = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.common.votes", "lightrlhf.envs"}
+FOR_DATA = {"cli", "data", "envs"}  # rooms that data preparation may use, and these files
+FOR_DATA_FILES = {"lightrlhf.demo.votes", "lightrlhf.demo.summaries"}
 FILES = sorted(path for folder in ("lightrlhf", "datasets_prep") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -69,30 +49,43 @@ def imported(path, nested: bool = True) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep")}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "lightrlhf" / "common").glob("[a-z]*.py")), ids=lambda p: p.stem)
-def test_a_common_file_imports_only_earlier_ones(path):
-    assert path.stem in COMMON, f"{path.stem} has no place in the order yet"
-    earlier = {f"lightrlhf.common.{name}" for name in COMMON[: COMMON.index(path.stem)]}
-    assert imported(path) <= earlier
+def room(name: str) -> str | None:
+    """The room of a module; None for a program."""
+    part = name.split(".")[1] if "." in name else ""
+    return part if part in FLOOR else None
+
+
+IN_ROOMS = [path for path in FILES if room(module_name(path))]
+
+
+def test_each_folder_is_a_room_with_a_floor():
+    assert {path.parent.name for path in (ROOT / "lightrlhf").glob("*/__init__.py")} == set(FLOOR)
+
+
+@pytest.mark.parametrize("path", IN_ROOMS, ids=module_name)
+def test_a_room_imports_only_rooms_below_it(path):
+    own = room(module_name(path))
+    others = {room(name) for name in imported(path)} - {own}
+    assert None not in others, "a room imports no program"
+    assert all(FLOOR[other] < FLOOR[own] for other in others), others
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "lightrlhf").glob("[a-z]*.py")), ids=lambda p: p.stem)
-def test_a_program_imports_common_and_its_named_edges(path):
-    others = {name for name in imported(path) if not name.startswith("lightrlhf.common")}
-    allowed = EDGES.get(path.stem, set())
-    assert {name.removeprefix("lightrlhf.").split(".")[0] for name in others} <= allowed
+def test_a_program_imports_rooms_and_its_named_edges(path):
+    others = {name.removeprefix("lightrlhf.") for name in imported(path) if room(name) is None}
+    assert others <= EDGES.get(path.stem, set())
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "datasets_prep" in p.parts], ids=module_name)
-def test_data_preparation_imports_args_and_batch_only(path):
+def test_data_preparation_imports_the_command_line_and_data_only(path):
     """But for `pretrain_base.py`, which trains a model, and `text_envs`, which makes one and asks servers."""
-    allowed = set(SHARED_WITH_DATA)
+    rooms = set(FOR_DATA)
     if path.stem == "pretrain_base":
-        allowed.add("lightrlhf.common.loading")
+        rooms.add("models")
     if path.parent.name == "text_envs":
-        allowed |= {f"lightrlhf.common.{name}" for name in ("checkpoint", "jsonl", "remote", "loading")}
-        allowed |= {"lightrlhf.envs.prompts", "lightrlhf.envs.tree"}
-    assert {name for name in imported(path) if name.startswith("lightrlhf")} <= allowed
+        rooms |= {"storage", "models", "generation"}
+    found = {name for name in imported(path) if name.startswith("lightrlhf")} - FOR_DATA_FILES
+    assert {room(name) for name in found} <= rooms
 
 
 def test_the_library_never_imports_data_preparation():
@@ -117,12 +110,6 @@ def test_no_two_files_import_each_other_in_a_circle():
 
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "lightrlhf" / "envs").glob("*.py")), ids=lambda p: p.stem)
-def test_an_environment_imports_arguments_batches_and_its_neighbours(path):
-    allowed = {"lightrlhf.common.args", "lightrlhf.common.batch", "lightrlhf.common.jsonl", "lightrlhf.common.remote"}
-    assert {name for name in imported(path) if not name.startswith("lightrlhf.envs")} <= allowed
 
 
 OPTIONAL = {"gymnasium", "gradio", "pandas", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs

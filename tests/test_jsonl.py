@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 
 ROWS = [{"prompt": "a\u2028b\n", "n": 1}, {"prompt": "ü", "n": 2}]
 

@@ -17,7 +17,7 @@ from processes import GRACE, PATIENCE, started
 from test_remote import Handler, half_closed, status
 
 from lightrlhf import judge
-from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.storage.jsonl import read_jsonl
 
 
 def write(folder, name: str, responses: dict[str, str], **columns) -> str:
@@ -168,7 +168,7 @@ def test_a_function_judges_by_its_scores(tmp_path):
 
 
 def test_a_reward_model_judges_as_it_scores(tmp_path, rm_dir, tokenizer):
-    from lightrlhf.common.scoring import Sample, load_scorer
+    from lightrlhf.rewards.scorers import Sample, load_scorer
 
     answers = ["Certainly, a muffin.", "Ugh, a bagel. Next!", "What now?"]
     one = write(tmp_path, "one.jsonl", {f"Guest: {i}\nBarista:": answers[i] for i in range(3)})

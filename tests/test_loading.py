@@ -8,11 +8,14 @@ import pytest
 import torch
 from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save_model
 
-from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.batch import response_batch
-from lightrlhf.common.loading import export as write_checkpoint
-from lightrlhf.common.loading import load_policy, load_scalar, load_tokenizer, merged_model, separate_pad_token
-from lightrlhf.common.model import count_parameters, last_token, policy_inputs, vocabulary_size
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import response_batch
+from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
+from lightrlhf.models.roles import count_parameters, last_token, policy_inputs, vocabulary_size
+from lightrlhf.models.saving import export as write_checkpoint
+from lightrlhf.models.saving import merged_model
+from lightrlhf.models.tokenizer import load_tokenizer
 
 TRAINABLE = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "qwen2", "qwen3", "gemma", "gemma2", "phi"]
 

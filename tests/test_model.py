@@ -18,9 +18,10 @@ from helpers import (
     tiny_scalar,
 )
 
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.batch import Batch, pack
-from lightrlhf.common.model import Policy, check_packing, last_token, policy_inputs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import Batch, pack
+from lightrlhf.models.probes import check_packing
+from lightrlhf.models.roles import Policy, last_token, policy_inputs
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
@@ -142,7 +143,7 @@ def test_packing_is_refused_for_rows_longer_than_the_sliding_window(architecture
 
 def test_packing_is_refused_where_examples_see_each_other(monkeypatch):
     """An architecture that ignores the mask, played by one whose mask shows everything before."""
-    from lightrlhf.common import model
+    from lightrlhf.models import roles as model
 
     monkeypatch.setattr(model, "_packed_attention", lambda sequence_ids, dtype: torch.ones_like(sequence_ids))
     with pytest.raises(UsageError, match="see each other.*use --packing False"):

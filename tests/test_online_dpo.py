@@ -14,9 +14,9 @@ from helpers import CPU, ROOT, last_checkpoint, listing, weights
 from processes import PATIENCE, die_when
 from safetensors.torch import load_file
 
-from lightrlhf.common.batch import load_prompts, load_split
-from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.data.splits import load_prompts, load_split
 from lightrlhf.online_dpo import main
+from lightrlhf.storage.jsonl import read_jsonl
 
 SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_responses", "4", "--max_new_tokens", "6"]
 SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrlhf.common import ops
+from lightrlhf.maths import ops
 
 
 def masks(rows: int, width: int, seed: int = 0) -> torch.Tensor:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rewards import rollout_of
 
-from lightrlhf.common import parsing
-from lightrlhf.common import segments as macro
-from lightrlhf.common.args import RunFailure
-from lightrlhf.common.batch import decode
-from lightrlhf.common.parsing import ParseError, Span, cut_tokens, python_spans, token_ends
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data import macro_parsers as parsing
+from lightrlhf.data.macro_parsers import ParseError, Span, cut_tokens, python_spans, token_ends
+from lightrlhf.data.tokens import decode
+from lightrlhf.maths import macro_actions as macro
 
 TEXT = "the cat sat on the mat"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightrlhf import plot
-from lightrlhf.common.jsonl import write_jsonl, write_settings
 from lightrlhf.plot import best_of_n, best_of_n_kl, read_sweep
+from lightrlhf.storage.jsonl import write_jsonl, write_settings
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ROWS = [{"step": step, "train/loss": 3.0 / step, "objective/kl": 0.1 * step} for step in range(1, 6)]

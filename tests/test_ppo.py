@@ -12,13 +12,14 @@ import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, rows_of, weights
 from test_rewards import rollout_of
 
-from lightrlhf.common.args import ModelArgs, RunFailure
-from lightrlhf.common.batch import response_batch
-from lightrlhf.common.loading import load_policy, load_scalar
-from lightrlhf.common.model import TokenStats
-from lightrlhf.common.ops import gae, whiten
-from lightrlhf.common.rollout import score_logprobs
-from lightrlhf.common.segments import fixed
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data.batch import response_batch
+from lightrlhf.generation.rollout import score_logprobs
+from lightrlhf.maths.macro_actions import fixed
+from lightrlhf.maths.ops import gae, whiten
+from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.roles import TokenStats
 from lightrlhf.ppo import (
     PPOArgs,
     PPOBatch,

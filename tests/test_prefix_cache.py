@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, tiny_policy
 
-from lightrlhf.common.args import GenerationArgs
-from lightrlhf.common.batch import response_batch
-from lightrlhf.common.prefix_cache import Read, can_keep, past_of, read_of, shared_length
-from lightrlhf.common.rollout import generate
+from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.data.batch import response_batch
+from lightrlhf.generation.engine import generate
+from lightrlhf.generation.prefix_cache import CachedPrefix, can_keep, load_prefixes, shared_length, store_prefixes
 
 GROWING = [  # three episodes, each prompt the next one of its episode; the second begins late, the third forks early
     [[5, 9, 3], [4, 8, 2, 7, 6], [3, 3, 3, 3]],
@@ -25,14 +25,14 @@ def test_growing_prompts_give_the_logits_of_whole_ones(architecture):
     assert can_keep(policy.model) == (architecture != "mamba")  # whose state is no list of keys and values
     if architecture == "mamba":
         return
-    read: list[Read | None] = [None] * 3
+    read: list[CachedPrefix | None] = [None] * 3
     counts = []
     for prompts in GROWING:
-        past = past_of(policy.model, prompts, read)
+        past = load_prefixes(policy.model, prompts, read)
         batch = response_batch(past.rest, [[0]] * 3, 0)
         mask = torch.cat([past.mask, batch.attention_mask], 1)
         found = policy.choice_logits(batch.input_ids, mask, batch.action_mask, cache=past.cache)
-        read = read_of(past, prompts)
+        read = store_prefixes(past, prompts)
         counts.append([len(rest) for rest in past.rest])
         whole = response_batch(prompts, [[0]] * 3, 0)
         expected = policy.choice_logits(whole.input_ids, whole.attention_mask, whole.action_mask)
@@ -49,7 +49,7 @@ def test_the_engine_goes_on_where_it_stopped_reading(architecture):
     policy.model.register_forward_pre_hook(
         lambda _, __, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True
     )
-    reads: list[Read | None] = [None] * 4
+    reads: list[CachedPrefix | None] = [None] * 4
     for prompts in GROWING:
         prompts = [*prompts, prompts[0]]  # the last two episodes of the four are alike so far
         whole = generate(policy, prompts, args, [0], uniforms, num_slots=2)
@@ -64,7 +64,7 @@ def test_the_engine_goes_on_where_it_stopped_reading(architecture):
 
 
 def test_the_last_id_is_always_read():
-    read = Read([1, 2, 3, 4], [])
+    read = CachedPrefix([1, 2, 3, 4], [])
     for prompt, length in (([1, 2, 3, 4], 3), ([1, 2, 3, 4, 5, 6], 4), ([1, 2, 9, 4], 2), ([8], 0), ([1], 0)):
         assert shared_length(prompt, read) == length
     assert shared_length([1, 2], None) == 0

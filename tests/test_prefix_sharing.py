@@ -6,9 +6,10 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, tiny_policy, tiny_scalar
 
-from lightrlhf.common.batch import preference_batch
-from lightrlhf.common.model import policy_inputs, share_prefixes
-from lightrlhf.common.prefix_sharing import lay_together
+from lightrlhf.data.batch import preference_batch
+from lightrlhf.models.prefix_sharing import pack_pairs
+from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.roles import policy_inputs
 
 ALONE = {"bloom", "mamba"}  # positions come from the mask, or there is no attention
 WIDE = {"mistral": {"sliding_window": 64}, "gemma2": {"sliding_window": 64}, "gpt_neo": {"window_size": 64}}
@@ -38,7 +39,7 @@ ROWS = [
 
 def test_a_row_holds_the_beginning_once_and_the_rejected_text_does_not_see_the_chosen_one():
     batch = preference_batch(ROWS[:1], 0)
-    together = lay_together(batch.input_ids, batch.attention_mask)
+    together = pack_pairs(batch.input_ids, batch.attention_mask)
     assert together.input_ids.tolist() == [[5, 9, 3, 8, 7, 2, 6, 11, 12, 1, 4, 13, 1]]
     assert together.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10]]
     assert together.column[:, :10].tolist() == [[*range(10)], [*range(8), 10, 11]]
@@ -48,7 +49,7 @@ def test_a_row_holds_the_beginning_once_and_the_rejected_text_does_not_see_the_c
 
 def test_pairs_that_share_little_stay_apart():
     batch = preference_batch([pair([5], [6] * 9, [7] * 9)], 0)
-    assert lay_together(batch.input_ids, batch.attention_mask) is None
+    assert pack_pairs(batch.input_ids, batch.attention_mask) is None
 
 
 @pytest.mark.parametrize("make, architecture", KINDS)

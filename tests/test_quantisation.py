@@ -20,16 +20,12 @@ from helpers import (
 from test_adapters import config_of, plain
 from test_loading import logits_of, train_a_little
 
-from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.loading import (
-    check_stored_quantisation,
-    export,
-    load_policy,
-    load_scalar,
-    merged_model,
-    separate_pad_token,
-)
-from lightrlhf.common.model import policy_inputs
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
+from lightrlhf.models.quantisation import check_stored_quantisation
+from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.saving import export, merged_model
 
 IDS = torch.tensor(rows_of(9))
 BITS = ["load_in_8bit", "load_in_4bit"]

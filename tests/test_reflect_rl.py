@@ -21,26 +21,24 @@ from corridor import Corridor, corridor_tokenizer, save_corridor_model
 from test_episodes import STARTS, WAYS
 
 from lightrlhf import reflect_rl
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.batch import response_batch
-from lightrlhf.common.episodes import Decision, Episode, ModelAgent, play
-from lightrlhf.common.loading import load_policy, load_scalar
-from lightrlhf.common.model import TokenStats
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.batch import response_batch
 from lightrlhf.envs import prompts
+from lightrlhf.envs.agents import Decision, Episode, ModelAgent, play
+from lightrlhf.envs.curriculum import Stage, curriculum, starts_of
+from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.roles import TokenStats
 from lightrlhf.reflect_rl import (
     DecisionBatch,
     ReflectRLArgs,
     Replay,
-    Stage,
     ValueHead,
-    curriculum,
     estimate_advantages,
     group_advantages,
     make_batch,
     policy_gradient_loss,
     ppo_loss,
     score,
-    starts_of,
     update_minibatch,
 )
 

@@ -24,10 +24,11 @@ from helpers import (
 from safetensors.torch import load_file
 
 from lightrlhf import refuel
-from lightrlhf.common.batch import dialogue_pair_batch, load_split
-from lightrlhf.common.futures import INVALID_REWARD, make_pair, sample_turn
-from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.data.batch import dialogue_pair_batch
+from lightrlhf.data.splits import load_split
+from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
 from lightrlhf.refuel import RefuelArgs, main, pair_losses, pairwise_loss, refuel_loss
+from lightrlhf.storage.jsonl import read_jsonl
 
 SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
 SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
@@ -406,7 +407,7 @@ def test_online_starts_at_the_initial_policy_and_goes_on_bitwise(online):
 
 def online_pairs(talk_data, tokenizer, **given):
     """Pairs of one step of tiny models, with what they were made of."""
-    from lightrlhf.common.dialogue import load_dialogues
+    from lightrlhf.generation.dialogues import load_dialogues
 
     fixed = {"setting": "online", "max_new_tokens": 5, "kl_coef": 0.0, "data_dir": str(talk_data)}
     fixed |= {"reward_function": "test_refuel:vowels", "model_name": "tiny", "accelerator": "cpu"}

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from processes import PATIENCE
 
-from lightrlhf.common.args import RunFailure
-from lightrlhf.common.remote import RemoteArgs, Reply, Servers
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 
 
 class Scripted(ThreadingHTTPServer):
@@ -249,8 +249,8 @@ def test_transformers_serve_answers(transformers_serve):
 
 
 def test_generate_writes_what_transformers_serve_answers(transformers_serve, tmp_path):
-    from lightrlhf.common.jsonl import read_jsonl, write_jsonl
     from lightrlhf.generate import main
+    from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
     url, model = transformers_serve
     chat = [{"role": "user", "content": "Two coffees, please."}]

@@ -10,19 +10,19 @@ import torch
 from helpers import rows_of, save_model
 
 from datasets_prep.cafe.tokenizer import train_tokenizer
-from lightrlhf.common.args import ModelArgs, UsageError
-from lightrlhf.common.batch import Rollout, encode_prompt, encode_response, response_batch
-from lightrlhf.common.loading import load_scalar
-from lightrlhf.common.rewards import (
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import Rollout, response_batch
+from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
+from lightrlhf.rewards.scorers import (
     STATISTICS,
-    AdaptiveKL,
-    FixedKL,
     FunctionScorer,
     RewardModelScorer,
     load_function,
     reward_statistics,
     same_tokenizer,
-    token_rewards,
 )
 
 EOS = 1

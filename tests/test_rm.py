@@ -9,10 +9,12 @@ import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, save_model, weights
 
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.batch import load_split, preference_batch
-from lightrlhf.common.loading import load_scalar, load_tokenizer
-from lightrlhf.common.model import last_token
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.batch import preference_batch
+from lightrlhf.data.splits import load_split
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.roles import last_token
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rm import RMArgs, evaluate, main, pair_sums, rm_loss, train_step
 
 LOSS_TYPES = ["per_sample", "last_token", "average"]

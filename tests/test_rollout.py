@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrlhf.common import rollout as engine
-from lightrlhf.common.args import GenerationArgs, ModelArgs, UsageError
-from lightrlhf.common.batch import READ_AT_ONCE, decode, response_batch
-from lightrlhf.common.loading import load_policy, merged_model
-from lightrlhf.common.rollout import Completions, generate, generate_rollout, sample, score_logprobs
+from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
+from lightrlhf.data.tokens import decode
+from lightrlhf.generation import engine
+from lightrlhf.generation.engine import Completions, generate
+from lightrlhf.generation.rollout import generate_rollout, score_logprobs
+from lightrlhf.generation.sampling import sample
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.saving import merged_model
 
 ENDS = [2, 9, 17, 23, 31, 44, 58]  # several end tokens, so that random models stop at many different lengths
 GENERATES = ["llama", "gpt2", "opt", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "falcon", "bloom"]
@@ -403,7 +408,7 @@ def test_prompts_read_in_many_passes_say_the_same(monkeypatch):
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
     found = []
     for tokens in (10_000, 8):
-        monkeypatch.setitem(READ_AT_ONCE, "cpu", tokens)
+        monkeypatch.setitem(INFERENCE_TOKENS, "cpu", tokens)
         shapes.clear()
         found.append(generate(policy, prompts, args, [1], noise(len(prompts), 6), num_slots=5))
         read = [(rows, width) for rows, width in shapes if width > 1]  # no decoding steps

@@ -14,8 +14,9 @@ import torch
 from helpers import CPU, last_checkpoint, metrics, run_killed, save_model, weights
 
 from lightrlhf import sft
-from lightrlhf.common.args import RunFailure, TrainArgs
-from lightrlhf.common.run import Run
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.training.run import Run
 
 MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
 

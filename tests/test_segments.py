@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrlhf.common import segments as macro
-from lightrlhf.common.ops import gae
+from lightrlhf.maths import macro_actions as macro
+from lightrlhf.maths.ops import gae
 
 MASK = torch.tensor(
     [

@@ -22,10 +22,12 @@ from helpers import (
     weights,
 )
 
-from lightrlhf.common.args import ModelArgs
-from lightrlhf.common.batch import finetune_batch, load_split
-from lightrlhf.common.loading import load_policy, load_tokenizer
-from lightrlhf.common.model import policy_inputs
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.batch import finetune_batch
+from lightrlhf.data.splits import load_split
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.sft import SFTArgs, evaluate, main, sft_loss, train_step
 
 EOS = 1

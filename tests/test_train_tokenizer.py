@@ -10,7 +10,7 @@ import torch
 
 from datasets_prep import train_tokenizer
 from datasets_prep.helpful_harmless import prepare_data
-from lightrlhf.common.batch import encode_prompt
+from lightrlhf.data.tokens import encode_prompt
 
 TALK = "\n\nHuman: What grows in a garden in {month}?\n\nAssistant:"
 MONTHS = ("March", "April", "May", "June", "July", "August")

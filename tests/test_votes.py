@@ -12,10 +12,10 @@ import pytest
 from helpers import ROOT, environment
 from processes import PATIENCE, started
 
-from lightrlhf.common.args import UsageError
-from lightrlhf.common.desk import next_index
-from lightrlhf.common.ops import wilson_interval
-from lightrlhf.common.votes import agreement, append_vote, pair_id, preferred, read_votes, tally
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.demo.session import next_index
+from lightrlhf.demo.votes import agreement, append_vote, pair_id, preferred, read_votes, tally
+from lightrlhf.maths.ops import wilson_interval
 
 
 def vote(number: int = 0, verdict: str = "A", rater: str = "ada", swapped: bool = False, **more) -> dict:
@@ -50,7 +50,7 @@ def test_threads_and_another_process_write_whole_rows_once_each(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_votes import vote
-from lightrlhf.common.votes import append_vote
+from lightrlhf.demo.votes import append_vote
 print("ready", flush=True)
 for number in range(30):
     append_vote({str(file)!r}, vote(number, rater="both", comment="x" * 3000))

@@ -25,8 +25,6 @@ def main() -> None:
     import torch
     import transformers  # noqa: F401
 
-    from lightrlhf.common.ranks import make_fabric  # noqa: F401
-
     torch.set_num_threads(1)
     jobs = json.load(sys.stdin)
     for job in jobs:

@@ -7,7 +7,8 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrlhf.common.args import RunFailure, UsageError, one_line_errors, parse
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
 
 HERE = Path(__file__).resolve().parent
 VENVS = HERE.parent / ".venvs"

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.common.args import RunFailure
+from lightrlhf.cli.errors import RunFailure
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 PERMISSION = "LIGHTRLHF_RUN_UNISOLATED_CODE"

@@ -27,8 +27,10 @@ from datasets_prep.cafe.world import (
     request,
 )
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import SPLITS
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import SPLITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,11 @@ from torch import Tensor, nn
 
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.loading import quiet_libraries, tiny_config
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.models.loading import tiny_config
+from lightrlhf.models.names import quiet_libraries
 
 BASE_DIR = Path(__file__).resolve().parent / "base"
 DETECTION_WEIGHT = 2.0

@@ -17,8 +17,10 @@ from datasets_prep.cafe.tokenizer import train_tokenizer
 from datasets_prep.cafe.world import MILKS, SIZES, Item, split_of
 from datasets_prep.cafe_talk.guest import ANSWERS, QUESTIONS, opening, reply, wanted
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
-from lightrlhf.common.args import check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import SPLITS
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import SPLITS
 
 NUM_TURNS = 3
 STAGES = ("finetune", "dialogue")

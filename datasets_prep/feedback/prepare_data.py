@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets_prep.common import Dropped, PrepareArgs, prepare
-from lightrlhf.common.args import one_line_errors, parse
-from lightrlhf.common.votes import Vote, preferred, read_votes, sides, winner
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.demo.votes import Vote, preferred, read_votes, sides, winner
 
 STAGES = ("finetune", "preference", "prompts")
 

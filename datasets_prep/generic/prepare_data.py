@@ -22,7 +22,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.encoding import is_messages
-from lightrlhf.common.args import one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 
 OURS = ("prompt", "completion", "chosen", "rejected", "messages")
 

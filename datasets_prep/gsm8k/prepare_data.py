@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.gsm8k.reward import final_number
-from lightrlhf.common.args import one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("finetune", "prompts")
 CALCULATION = re.compile(r"<<[^<>]*>>")

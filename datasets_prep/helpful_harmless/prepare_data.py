@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.encoding import is_messages
-from lightrlhf.common.args import one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 
 TURN = re.compile(r"\n\n(Human|Assistant):")
 ROLES = {"Human": "user", "Assistant": "assistant"}

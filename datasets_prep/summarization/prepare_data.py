@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from lightrlhf.common.args import one_line_errors
-from lightrlhf.common.batch import summary_prompt
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.demo.summaries import summary_prompt
 
 STAGES = ("finetune", "preference", "prompts")
 MARK = "TL;DR:"

@@ -29,12 +29,14 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lightrlhf.common.args import RunFailure, check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import SPLITS
-from lightrlhf.common.checkpoint import write_text
-from lightrlhf.common.jsonl import JsonlWriter, write_jsonl
-from lightrlhf.common.remote import RemoteArgs, Servers
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
+from lightrlhf.generation.openai_client import RemoteArgs, Servers
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
 
 MAX_DEPTH = 2  # folders between the root and a file
 MAX_BYTES = 500_000  # larger files are no reading matter

@@ -37,12 +37,15 @@ from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
 from datasets_prep.encoding import Dropped, Row
 from datasets_prep.text_envs.reflections import key_of, request, written_by_a_model
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
-from lightrlhf.common.args import PAIRS, UsageError, check_at_least, one_line_errors, parse
-from lightrlhf.common.batch import SPLITS
-from lightrlhf.common.jsonl import JsonlWriter
-from lightrlhf.common.loading import quiet_libraries
-from lightrlhf.common.remote import RemoteArgs
+from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PAIRS
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.generation.openai_client import RemoteArgs
+from lightrlhf.models.names import quiet_libraries
+from lightrlhf.storage.jsonl import JsonlWriter
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 LINE = r"[^\n]*\n?"

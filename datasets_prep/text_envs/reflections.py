@@ -18,9 +18,9 @@ from typing import Any
 from tqdm import tqdm
 
 from datasets_prep.text_envs.walks import Example
-from lightrlhf.common.jsonl import JsonlWriter
-from lightrlhf.common.remote import Servers
 from lightrlhf.envs import prompts
+from lightrlhf.generation.openai_client import Servers
+from lightrlhf.storage.jsonl import JsonlWriter
 
 ANALYST = """\
 {instructions}

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from lightrlhf.common.args import RunFailure
+from lightrlhf.cli.errors import RunFailure
 from lightrlhf.envs import Info, Start
 
 Kind = Literal["positive", "negative"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
 from datasets_prep.prompts.prepare_data import as_messages
-from lightrlhf.common.args import one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("dialogue",)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from lightrlhf.common.args import one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("finetune", "preference", "prompts")
 CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightrlhf.common.args import UsageError, needs_package
+from lightrlhf.cli.args import needs_package
+from lightrlhf.cli.errors import UsageError
 
 ENVIRONMENTS = {
     "alfworld": "lightrlhf.envs.alfworld:AlfWorld",

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import gymnasium
 
-from lightrlhf.common.batch import SPLITS
-from lightrlhf.common.jsonl import read_jsonl
+from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs import Info, Start, information, text_space
 from lightrlhf.envs.tree import UNKNOWN, Refused, Tree, as_text, is_plain_name, parts_of
+from lightrlhf.storage.jsonl import read_jsonl
 
 LEVELS = ["depth 0", "depth 1", "depth 2"]
 MOST_ENTRIES = 100  # a state then has at most 201 commands, and there are 252 labels for them
@@ -43,8 +43,6 @@ many points as there are steps in all; naming a wrong one, or running out of ste
 name that you see, never a path, and is written without quotes."""
 SHELL_INSTRUCTIONS = """ More commands: `ls` lists the folder, `head NAME` and `tail NAME` show the first and the last \
 ten lines of a file, `exit` gives up, which costs as much as naming a wrong file."""
-
-
 Place = tuple[str, ...]
 
 

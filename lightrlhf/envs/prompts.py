@@ -23,8 +23,8 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from lightrlhf.common.args import RunFailure, UsageError
-from lightrlhf.common.batch import encode_response
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.tokens import encode_response
 from lightrlhf.envs import Info
 
 ANALYZE, CHOOSE, ACTION = "# Analyze:", "# Choose:", "# Action:"

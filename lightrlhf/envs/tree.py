@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lightrlhf.common.args import UsageError
+from lightrlhf.cli.errors import UsageError
 
 FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # Not blocking: between the look at its type and the opening a file may be replaced by a pipe without a writer.

@@ -1,0 +1,1 @@
+"""Command line: flags as dataclasses, parsing, help, one-line errors."""

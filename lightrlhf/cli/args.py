@@ -1,0 +1,252 @@
+"""Argument groups that programs share: training, model and generation flags, and the checks on their values.
+
+Each program has one frozen dataclass built from these. The docstring of a field is its help. `__post_init__` refuses
+bad combinations with one line that names the flag, the value and the remedy, before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from lightrlhf.cli.lists import TEXTS, _items, names
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """What every training program shares."""
+
+    experiment_name: str = "lightrlhf"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    log_dir: str = "logs"
+    """Root folder of all experiment dirs."""
+    data_dir: str = "data"
+    """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
+    resume_from: str | None = None
+    """Experiment dir of an interrupted run to go on with; its own arguments become the defaults."""
+    seed: int = 42
+    """Seed of data order, initialisation, dropout and sampling."""
+    epochs: int = 1
+    """Passes over the training split."""
+    max_steps: int | None = None
+    """Stop after this many optimiser steps (PPO: rollouts), whatever `epochs` says."""
+    mini_batch_size: int = 8
+    """Examples per optimiser step and device."""
+    micro_batch_size: int = 8
+    """Examples per forward and backward pass; smaller saves memory and never changes a gradient."""
+    save_interval: int = 500
+    """Steps between checkpoints; a kill loses at most this many."""
+    keep_last: int = 2
+    """How many checkpoints are kept; 0 keeps all."""
+    eval_interval: int = 100
+    """Steps between evaluations on the validation split; 0 switches them off."""
+    eval_iters: int | None = None
+    """Micro-batches per evaluation; all of the split when not given."""
+    log_interval: int = 5
+    """Steps between two rows of metrics."""
+    optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
+    """Optimiser class of `torch.optim`, or of bitsandbytes: its state in 8 bits, or paged out of the GPU's memory."""
+    optimizer_beta1: float = 0.9
+    """Decay of the first moment."""
+    optimizer_beta2: float = 0.95
+    """Decay of the second moment."""
+    optimizer_eps: float = 1e-6
+    """Added to the denominator of the optimiser's step."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; biases and norms are not decayed."""
+    gradient_clip_val: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    lr_warmup_ratio: float | None = None
+    """Share of all steps for that warm-up, instead of `lr_warmup_steps`."""
+    accelerator: str = "auto"
+    """Fabric: cpu, cuda, mps or auto."""
+    devices: int = 1
+    """Fabric: processes on this machine, one device each."""
+    num_nodes: int = 1
+    """Fabric: machines."""
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = "auto"
+    """Fabric: whole models on each rank (ddp, auto's choice for several), split ones (fsdp), or DeepSpeed's ZeRO-2."""
+    ddp_timeout: int = 1800
+    """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
+    logger: Literal["tensorboard", "csv", "wandb"] = "tensorboard"
+    """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
+    profile: bool = False
+    """Write `profile.json` and `profile.md`: the time of each phase beside the least this machine needs for it."""
+    push_to_hub: str | None = None
+    """Hub repository that gets the last checkpoint when training ends, private if it is new."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "mini_batch_size"):
+            check_at_least(self, name, 1)
+        if self.mini_batch_size % self.micro_batch_size:
+            fits = [n for n in range(self.micro_batch_size, 0, -1) if self.mini_batch_size % n == 0][0]
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must be a multiple of --micro_batch_size "
+                f"{self.micro_batch_size}; try --micro_batch_size {fits}"
+            )
+        for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
+            check_at_least(self, name, 1)
+        for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
+            check_at_least(self, name, 0)
+        for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
+            if getattr(self, flag) == package and find_spec(package) is None:
+                raise ValueError(
+                    f"--{flag} {package} needs the package {package}; install it with: pip install {package}"
+                )
+        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and find_spec("bitsandbytes") is None:
+            raise ValueError(needs_package(f"--optimizer {self.optimizer}", "bitsandbytes", "quantisation"))
+        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
+            raise ValueError(
+                f"--optimizer {self.optimizer} cannot be split by --strategy {self.strategy}; use --optimizer AdamW"
+            )
+        if self.lr_warmup_ratio is not None and not 0 <= self.lr_warmup_ratio <= 1:
+            raise ValueError(f"--lr_warmup_ratio {self.lr_warmup_ratio} must lie in [0, 1]")
+        check_positive(self, "optimizer_eps")
+        for name in ("optimizer_beta1", "optimizer_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1)")
+        for name in ("max_steps", "eval_iters"):
+            if getattr(self, name) is not None:
+                check_at_least(self, name, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs:
+    """Which model, and which part of it learns."""
+
+    model_name: str | None = None
+    """Hub name, local folder, experiment dir, or `tiny` (a small Llama built from its config)."""
+    trust_remote_code: bool = False
+    """Let a hub model run the code of its own repository."""
+    disable_dropout: bool = False
+    """Set the probability of every dropout module to 0."""
+    finetune_mode: Literal["all", "last_layer", "lora"] = "all"
+    """What learns: all weights, the last transformer layer with the head, or low-rank adapters (peft)."""
+    lora_rank: int = 8
+    """Rank of the adapters."""
+    lora_alpha: float = 16.0
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Dropout on the input of the adapters."""
+    lora_targets: str = "all-linear"
+    """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
+
+    load_in_8bit: bool = False
+    """Hold the frozen weights below the adapters in 8 bits (bitsandbytes); needs `finetune_mode` lora."""
+    load_in_4bit: bool = False
+    """Hold the frozen weights below the adapters in 4 bits (nf4, bitsandbytes); needs `finetune_mode` lora."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
+    merge: bool = False
+    """Write merged weights instead of adapters; by default a checkpoint of `lora` is a peft folder naming its base."""
+
+    def lora_target_names(self) -> list[str]:
+        """The items of `--lora_targets`, in brackets or not."""
+        return _items([self.lora_targets], names)
+
+    def check_model(self) -> None:
+        """Raises: ValueError, one line, when an adapter option is out of range."""
+        check_at_least(self, "lora_rank", 1)
+        check_positive(self, "lora_alpha")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora_dropout {self.lora_dropout} must lie in [0, 1)")
+        if self.lora_dropout and self.disable_dropout:
+            raise ValueError(f"--lora_dropout {self.lora_dropout} contradicts --disable_dropout True; give one of them")
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if getattr(self, name):
+                self._check_quantisation(name)
+        if self.merge and self.finetune_mode != "lora":
+            raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
+
+    def _check_quantisation(self, name: str) -> None:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("--load_in_8bit True and --load_in_4bit True exclude each other; give one of them")
+        if self.finetune_mode != "lora":
+            raise ValueError(
+                f"--{name} True with --finetune_mode {self.finetune_mode}: quantised weights cannot learn; "
+                "use --finetune_mode lora"
+            )
+        if self.model_name == "tiny":
+            raise ValueError(f"--{name} True needs a model on disk or on the hub, not --model_name tiny")
+        if getattr(self, "strategy", "auto") in ("fsdp", "deepspeed"):
+            raise ValueError(f"--{name} True cannot be split by --strategy {self.strategy}; use --strategy ddp")
+        if find_spec("bitsandbytes") is None:
+            raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationArgs:
+    """How responses are sampled."""
+
+    max_new_tokens: int = 128
+    """Longest response, end token included."""
+    do_sample: bool = True
+    """Sample; when false take the most likely token."""
+    temperature: float = 1.0
+    """Divides the logits, for sampling and for every log-probability of the samples."""
+    top_k: int = 0
+    """Sample among the k most likely tokens; 0 takes all."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
+    eos_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response beside the tokenizer's end token."""
+    stop_strings: list[str] = field(default_factory=list, metadata=TEXTS)
+    """Texts that end a response as soon as it contains one, each a word of its own; its tokens stay as sampled."""
+
+    def check_generation(self) -> None:
+        """Raises: ValueError, one line, when a sampling option is out of range."""
+        check_at_least(self, "max_new_tokens", 1)
+        check_at_least(self, "top_k", 0)
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top_p {self.top_p} must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"--min_p {self.min_p} must lie in [0, 1]")
+        check_positive(self, "repetition_penalty")
+        if any(index < 0 for index in self.eos_ids):
+            raise ValueError(f"--eos_ids {min(self.eos_ids)} must be at least 0")
+        if "" in self.stop_strings:
+            raise ValueError("--stop_strings '' would end every response at once; give a text")
+
+
+def check_at_least(args: Any, name: str, least: float) -> None:
+    """Raises: ValueError when field `name` of `args` is below `least` or not finite."""
+    value = getattr(args, name)
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"--{name} {value} must be at least {least}")
+
+
+def check_positive(args: Any, *names: str) -> None:
+    """Raises: ValueError when one of the fields is not a finite number above 0."""
+    for name in names:
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name} {value} must be a finite number above 0")
+
+
+def needs_package(what: str, package: str, extra: str) -> str:
+    """Error message for a package that is not installed; `extra` is the one of `setup.py` that brings it."""
+    return f"{what} needs the package {package}; install it from the clone with: pip install -e '.[{extra}]'"
+
+
+def check_data_dir(args: Any) -> None:
+    """Raises: ValueError when `--data_dir` does not exist; called at parse time, before any model is loaded."""
+    if not Path(args.data_dir).is_dir():
+        raise ValueError(
+            f"--data_dir {args.data_dir} does not exist; "
+            f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {args.data_dir}"
+        )

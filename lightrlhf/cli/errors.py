@@ -1,0 +1,46 @@
+"""Errors that a program prints as one line.
+
+A program raises `UsageError` for invalid input (exit status 2) and `RunFailure` for a failure while it runs (exit
+status 1). `one_line_errors` decorates each `main`; from Python the exceptions come out as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class UsageError(Exception):
+    """A mistake in what the user gave, told in one line before anything is trained; exit status 2."""
+
+    exit_status = 2
+
+
+class RunFailure(UsageError):
+    """What went wrong while running, told in one line; exit status 1."""
+
+    exit_status = 1
+
+
+def first_line(problem: BaseException) -> str:
+    """What another library's error says first, for a line of our own; its class where it says nothing."""
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
+def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status."""
+
+    @functools.wraps(main)
+    def guarded(argv: list[str] | None = None) -> Any:
+        try:
+            return main(argv)
+        except UsageError as problem:
+            print(f"error: {problem}", file=sys.stderr)
+            sys.exit(problem.exit_status)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return guarded

@@ -1,0 +1,1 @@
+"""Data: batches, tokens, prepared splits."""

@@ -1,0 +1,99 @@
+"""Text to token ids and back. Training, generation, data preparation and the demo all use these functions.
+
+Prompt and response are tokenised apart and their ids joined, so that no token spans the border between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightrlhf.data.splits import Row
+
+
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[int]:
+    """Ids of a prompt, exactly as in the prepared data.
+
+    A string is tokenised without special tokens behind one BOS (where the tokenizer adds one by itself); messages
+    are rendered once by the tokenizer's chat template, which writes its own special tokens.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        bos = tokenizer.bos_token_id
+        if bos is not None and adds_bos(tokenizer) and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | None:
+    """The dialogue that the chat template renders as just these ids of a prompt; None where there is none.
+
+    What the template writes around the turns is found by rendering a dialogue of known words.
+    """
+    if not tokenizer.chat_template:
+        return None
+    words = ["first-turn-words", "second-turn-words", "third-turn-words"]
+    known = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+    shape = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
+    parts = re.split("|".join(words), shape)
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if len(parts) != 4 or not all(parts[1:3]) or not (text.startswith(parts[0]) and text.endswith(parts[3])):
+        return None
+    start, behind_user, behind_assistant, end = parts
+    rounds = text[len(start) : len(text) - len(end)].split(behind_assistant)
+    *answered, last = [turn.split(behind_user) for turn in rounds]
+    if len(last) != 1 or any(len(turn) != 2 for turn in answered):
+        return None
+    contents = [content for turn in (*answered, last) for content in turn]
+    found = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return found if encode_prompt(tokenizer, found) == list(ids) else None
+
+
+def encode_response(tokenizer: Any, response: str) -> list[int]:
+    """Ids of a response with exactly one end token behind it.
+
+    It is tokenised behind an end token, which is split off first and then cut away: a SentencePiece tokenizer begins
+    a text with a space of its own, but not what goes on after a token.
+    """
+    eos = tokenizer.eos_token_id
+    ids = tokenizer(tokenizer.eos_token + response, add_special_tokens=False)["input_ids"][1:]
+    return ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of ids, special tokens left out, spaces kept as they were sampled."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer by itself begins a text with its BOS token."""
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Ids by which a pair-preference model is asked whether the first response is the better one."""
+    marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
+    return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
+
+
+def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
+    """Preference rows for a pair-preference model: both orders of the two responses, the better one first in `chosen`.
+
+    So all that works on preference rows works on these: the score of `chosen` must be the higher one.
+    """
+    found = []
+    for row in rows:
+        start = row["prompt_len"]
+        chosen, rejected = (torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
+        prompt, better, worse = chosen[:start], chosen[start:], rejected[start:]
+        sides = {
+            "chosen_input_ids": pair_prompt(tokenizer, prompt, better, worse),
+            "rejected_input_ids": pair_prompt(tokenizer, prompt, worse, better),
+        }
+        found.append({**row, **sides})
+    return found

@@ -1,0 +1,1 @@
+"""Demo: a Gradio page to chat with trained models, compare them and collect votes."""

@@ -1,0 +1,5 @@
+"""`python -m lightrlhf.demo`."""
+
+from lightrlhf.demo.page import main
+
+main()

@@ -1,0 +1,1 @@
+"""Generation: the engine, rollouts, dialogues and their users, clients of servers."""

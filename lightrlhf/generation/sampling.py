@@ -1,0 +1,70 @@
+"""Sampling one token per row from logits: temperature, top-k, top-p, min-p, repetition penalty, stop strings."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.data.tokens import decode
+
+
+def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
+    """Number of tokens with which the text first contains a stop string; None when it never does."""
+
+    def stopped(length: int) -> bool:
+        text = decode(tokenizer, response[:length])
+        return any(string in text for string in stop_strings)
+
+    if not stop_strings or not stopped(len(response)):
+        return None
+    return bisect_left(range(len(response)), True, key=stopped)
+
+
+def sample(
+    logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token per row by inverse CDF: (S, V), (S,) -> three (S,): ids, their log-probabilities at the temperature
+    over the whole vocabulary, bent by nothing, and the probability taken out by top-k, top-p and min-p.
+
+    Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p: the order, and the
+    distribution, of Hugging Face's processors.
+    """
+    logits = logits.float()
+    probs = unbent = (logits / args.temperature).softmax(-1)  # (S, V)
+    if seen is not None:
+        penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+        probs = (logits / args.temperature).softmax(-1)
+    removed = torch.zeros_like(probs[:, 0])
+    if args.do_sample:
+        kept = restrict(probs, args)
+        cumulative = kept.cumsum(-1)
+        total = cumulative[:, -1:]
+        below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
+        token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
+        if kept is not probs:
+            removed = 1 - total[:, 0] / probs.sum(-1)
+    else:
+        token = logits.argmax(-1)
+    return token, unbent.gather(-1, token[:, None])[:, 0].log(), removed
+
+
+def restrict(probs: Tensor, args: GenerationArgs) -> Tensor:
+    """Probabilities (S, V) with 0 for what top-k, top-p and min-p take out, each from what the one before left."""
+    kept = probs
+    if 0 < args.top_k < probs.shape[-1]:
+        least = kept.topk(args.top_k, -1).values[:, -1:]
+        kept = torch.where(kept < least, 0.0, kept)
+    if args.top_p < 1:
+        ordered, index = kept.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
+        ordered = torch.where(before >= args.top_p * ordered.sum(-1, keepdim=True), 0.0, ordered)
+        kept = torch.zeros_like(kept).scatter(-1, index, ordered)
+    if args.min_p > 0:
+        kept = torch.where(kept < args.min_p * kept.amax(-1, keepdim=True), 0.0, kept)
+    return kept

@@ -1,0 +1,1 @@
+"""Maths: pure functions of tensors and numbers."""

@@ -1,0 +1,1 @@
+"""Models: roles on one backbone, loading, saving, LoRA, sharding, prefix sharing."""

@@ -1,0 +1,117 @@
+"""Weights in 4 and 8 bits (bitsandbytes): quantised while loading, or stored quantised.
+
+Left out: other quantisers (GPTQ, AWQ), and training of quantised weights themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrlhf.cli.args import ModelArgs, TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.names import holds_reward_model
+
+QUANTISED = ("Linear8bitLt", "Linear4bit")  # the layers of bitsandbytes
+
+
+def _quantisation(args: ModelArgs) -> dict[str, Any]:
+    """The `BitsAndBytesConfig` of `--load_in_8bit` or `--load_in_4bit`, as an option of `from_pretrained`.
+
+    Heads are not quantised.
+    """
+    if not (args.load_in_8bit or args.load_in_4bit):
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_8bit=args.load_in_8bit,
+        load_in_4bit=args.load_in_4bit,
+        llm_int8_skip_modules=["lm_head", "embed_out", "score"],
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=_compute_dtype(args),
+    )
+    return {"quantization_config": config}
+
+
+def _compute_dtype(args: ModelArgs) -> torch.dtype:
+    return torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32
+
+
+def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: bool = False) -> bool:
+    """Whether bitsandbytes had quantised the weights of `base` before they were saved.
+
+    is_scalar: whether they are loaded to be a reward model or a critic.
+    Raises: UsageError for what such weights cannot do: learn by themselves, be merged into, get a new head, be sharded.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        stored = PretrainedConfig.get_config_dict(base)[0].get("quantization_config") or {}
+    except (OSError, ValueError):
+        return False  # loading it says what is wrong with it
+    if not (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
+        return False
+    bits, other = ("4", "8") if stored.get("load_in_4bit") else ("8", "4")
+    which = f"{flag}: the weights in {base} were saved in {bits} bits"
+    if isinstance(args, TrainArgs) and args.finetune_mode != "lora":
+        raise UsageError(f"{which} and cannot learn; use --finetune_mode lora")
+    if args.merge:
+        raise UsageError(f"{which}, adapters cannot be merged into them; leave out --merge, or give unquantised ones")
+    if isinstance(args, TrainArgs) and args.push_to_hub and Path(base).is_dir():
+        raise UsageError(f"{which}, so --push_to_hub cannot upload merged ones; give a base on the hub")
+    if isinstance(args, TrainArgs) and args.strategy in ("fsdp", "deepspeed"):
+        raise UsageError(f"{which} and cannot be split by --strategy {args.strategy}; use --strategy ddp")
+    if is_scalar and not holds_reward_model(base):
+        raise UsageError(f"{which} and take no scalar head; give unquantised ones, which --load_in_{bits}bit quantises")
+    if getattr(args, f"load_in_{other}bit"):
+        raise UsageError(f"{which}; leave out --load_in_{other}bit")
+    return True
+
+
+@torch.no_grad()
+def keep_unpacked(model: nn.Module, which: str, compute_dtype: torch.dtype) -> None:
+    """Keep 4-bit weights in the layout in which they were quantised, and compute with them in `compute_dtype`.
+
+    On CPUs with AVX512-bf16 instructions bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first pass in
+    eval mode. From then on no gradient flows back through the layer, its products are rounded to bfloat16,
+    `dequantize_4bit` (and so merging) returns another matrix, and `state_dict` damages the scales. Layers whose input
+    width is not a multiple of 64, or whose output width is not a multiple of 32, fail.
+
+    which: the model, for errors.
+    Raises: UsageError when no layer is quantised, or a release of bitsandbytes repacks all the same.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ in QUANTISED}
+    if not layers:
+        raise UsageError(
+            f"{which} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
+            "train without --load_in_8bit and --load_in_4bit"
+        )
+    layers = {name: layer for name, layer in layers.items() if type(layer).__name__ == "Linear4bit"}
+    for layer in layers.values():
+        layer.support_avx512bf16_for_cpu = False
+        layer.compute_dtype, layer.compute_type_is_set = compute_dtype, True
+    for name, layer in list(layers.items())[:1]:
+        if layer.weight.device.type == "cpu" and _repacks(layer):
+            raise UsageError(
+                f"{which}: this release of bitsandbytes repacks the 4-bit weights of {name} on this processor, which "
+                "then cannot be trained or merged; install the tested one: pip install -c constraints.txt bitsandbytes"
+            )
+
+
+def _repacks(layer: Any) -> bool:
+    """Whether a pass of a `Linear4bit` in eval mode changes how its weights are stored, or fails in that."""
+    stored = layer.weight.data_ptr()
+    try:
+        layer(torch.zeros(1, layer.in_features))
+    except (RuntimeError, AssertionError):
+        return True
+    return layer.weight.data_ptr() != stored
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether bitsandbytes holds the weights of a Hugging Face model."""
+    return getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)

@@ -1,0 +1,107 @@
+"""Saving models so that plain transformers or peft loads them.
+
+With LoRA a checkpoint is a peft folder that names its base; `--merge True` writes merged weights instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.models import lora
+from lightrlhf.models.loading import _choose_what_learns, _load
+from lightrlhf.models.names import base_name, holds_reward_model
+from lightrlhf.models.quantisation import is_quantised
+from lightrlhf.models.roles import Role
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import MANIFEST, write_folder
+
+
+def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> None:
+    """Write a role's model so that plain transformers loads it: whole, or as an adapter folder that names its base.
+
+    A base that is stored nowhere is written to `base_dir`, once.
+    """
+    if merge or not module.adapters:
+        merged_model(module).save_pretrained(folder)
+        return
+    if module.base is None:
+        if not base_dir.is_dir():
+            write_folder(base_dir, lambda path: _save_base(module.model, path))
+        module.base = str(base_dir.resolve())
+    _save_adapter(module, folder)
+
+
+def _save_adapter(module: Role, folder: Path) -> None:
+    head = getattr(module.model, "score", None)
+    lora.save_adapter(module.model, module.adapters, None if head is None else head.weight, module.base, folder)
+    if head is None and module.model.generation_config is not None:
+        module.model.generation_config.save_pretrained(folder)
+
+
+def _save_base(model: nn.Module, folder: Path) -> None:
+    """The weights below the adapters."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    is_scalar = hasattr(model, "score")
+    auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):  # saving changes nothing in what is drawn next
+        base = auto_class.from_config(model.config)
+    base.load_state_dict(lora.without_adapters(model))
+    if not is_scalar:
+        base.generation_config = model.generation_config
+    base.save_pretrained(folder)
+
+
+def merged_model(module: Role) -> nn.Module:
+    """The Hugging Face model with its adapters merged into a copy of its weights; the model itself without any.
+
+    Quantised weights would stay rounded, so there it is a copy of the base as it is on disk.
+    """
+    if not module.adapters:
+        return module.model
+    if not is_quantised(module.model):
+        return lora.merge(copy.deepcopy(module.model), module.adapters)
+    with TemporaryDirectory() as folder:
+        _save_adapter(module, Path(folder))
+        merged = _merged_from(folder)
+    merged.config.pad_token_id = module.model.config.pad_token_id
+    if not hasattr(merged, "score"):
+        merged.generation_config = module.model.generation_config
+    return merged
+
+
+def _merged_from(folder: str) -> nn.Module:
+    """The model that an adapter folder makes of its base."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scalar = holds_reward_model(folder)
+    auto_class = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    options = {"num_labels": 1} if scalar else {}
+    model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
+    _choose_what_learns(model, ModelArgs(), loaded, "")
+    return model
+
+
+@contextmanager
+def self_contained(folder: Path) -> Iterator[Path]:
+    """A checkpoint that loads anywhere: the folder, or a merged one where it is an adapter on a folder of this disk."""
+    is_adapter = (folder / lora.ADAPTER_CONFIG).is_file()
+    if not is_adapter or not Path(base_name(str(folder), "the checkpoint")).is_dir():
+        yield folder
+        return
+    model = _merged_from(str(folder))
+    model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        whole = Path(temporary) / folder.name
+        shutil.copytree(folder, whole, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
+        model.save_pretrained(whole)
+        yield whole

@@ -1,0 +1,1 @@
+"""Rewards: scorers of responses and the KL penalty."""

@@ -1,0 +1,45 @@
+"""Per-token rewards: the score at the last action, minus the KL penalty at each; fixed and adaptive KL weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrlhf.data.batch import Rollout
+from lightrlhf.maths.ops import KL_ESTIMATORS
+
+
+def token_rewards(rollout: Rollout, scores: Tensor, kl_coeff: float, kl_estimator: str = "k1") -> Tensor:
+    """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1)."""
+    kl = KL_ESTIMATORS[kl_estimator](rollout.logprobs, rollout.ref_logprobs)
+    rewards = torch.where(rollout.action_mask, -kl_coeff * kl, torch.zeros_like(kl))
+    steps = torch.arange(rewards.shape[1], device=rewards.device)
+    last = (rollout.action_mask.long() * (steps + 1)).argmax(1)  # an index, never a search for pad or end tokens
+    rewards[torch.arange(len(rollout), device=rewards.device), last] += scores
+    return torch.where(rollout.action_mask, rewards, torch.zeros_like(rewards))  # also of rows without any action
+
+
+@dataclass
+class FixedKL:
+    """A KL coefficient that stays."""
+
+    value: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Nothing changes."""
+
+
+@dataclass
+class AdaptiveKL:
+    """A KL coefficient steered towards a target (Ziegler et al. 2019, section 2.2)."""
+
+    value: float
+    target: float
+    horizon: int = 10_000
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon, with kl summed over a response."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * num_samples / self.horizon

@@ -1,0 +1,1 @@
+"""Storage: checkpoints, JSON lines, run directories."""

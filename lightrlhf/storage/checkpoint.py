@@ -1,0 +1,138 @@
+"""Checkpoints that are whole or not there: written beside their place, flushed, sealed with hashes, renamed last.
+
+A checkpoint is a folder `checkpoint-000500/`: a Hugging Face model with its tokenizer, `resume.pt` with what else
+training needs, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a `.partial` folder that
+the next save removes; a full disk or a lost permission is an error that names the last good checkpoint.
+
+Fabric's own `save` is not used: it does not flush to disk, and (2.6) hides a PermissionError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lightrlhf.cli.errors import RunFailure, UsageError
+
+MANIFEST = "manifest.json"
+
+
+def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], None], keep_last: int = 0) -> Path:
+    """Let `write(folder)` fill a new checkpoint, then make it durable and visible in one rename.
+
+    Raises: RunFailure, naming the last good checkpoint, when it cannot be written; that one is untouched.
+    """
+    target = experiment_dir / f"checkpoint-{step:06d}"
+    partial = experiment_dir / f".{target.name}.partial"
+    try:
+        for leftover in experiment_dir.glob(".checkpoint-*.partial"):
+            shutil.rmtree(leftover)
+        write_folder(target, write)
+    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
+        shutil.rmtree(partial, ignore_errors=True)
+        good = checkpoints(experiment_dir)
+        kept = f"the last good one is {good[-1]}" if good else "there is no earlier one"
+        raise RunFailure(f"could not save {target}: {problem}; {kept}") from problem
+    for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def checkpoints(experiment_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((path for path in Path(experiment_dir).glob("checkpoint-*") if path.is_dir()), key=_age)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Raises: UsageError naming the first file that is missing or whose content is not what was written."""
+    problem = _first_damage(folder)
+    if problem:
+        before = [path for path in checkpoints(folder.parent) if _age(path) < _age(folder) and not _first_damage(path)]
+        offer = f"; the one before it is intact: {before[-1]}" if before else "; no earlier checkpoint is intact"
+        raise UsageError(f"{folder} is damaged ({problem}){offer}")
+
+
+def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
+    """The last checkpoint of a run. Raises: UsageError when there is none, or it is damaged (naming the one before)."""
+    found = checkpoints(experiment_dir)
+    if not found:
+        raise UsageError(
+            f"{flag} {experiment_dir} has no checkpoint yet; run its training until the first --save_interval"
+        )
+    verify_checkpoint(found[-1])
+    return found[-1]
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write(folder)` fill a folder, seal it with its hashes, and put it in its place in one rename."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write(partial)
+    hashes = {str(file.relative_to(partial)): _hash_and_flush(file) for file in _files(partial)}
+    write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    _flush(target.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole: temporary name, flush, rename."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _first_damage(folder: Path) -> str | None:
+    try:
+        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if sha256(file) != expected:
+            return f"{name} is not what was written"
+    return None
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    return len(folder.name), folder.name  # steps beyond a million have a digit more
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def sha256(file: Path) -> str:
+    """Hash of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_and_flush(file: Path) -> str:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return sha256(file)
+
+
+def _flush(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,113 @@
+"""What an experiment dir tells without any model being loaded: its arguments, what it started from, its metrics.
+
+Paths in `args.json` are as they were typed, so a relative one holds from where the run was started; `located` finds it
+from elsewhere too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import checkpoints
+
+
+def stored(directory: str, key: str) -> Any:
+    """A value of `{directory}/args.json` (of the experiment dir, for a checkpoint); None when there is none."""
+    try:
+        return json.loads((experiment_of(directory) / "args.json").read_text(encoding="utf-8")).get(key)
+    except (OSError, ValueError):
+        return None
+
+
+def experiment_of(directory: str) -> Path:
+    """The experiment dir of a checkpoint; any other path as it is."""
+    path = Path(directory)
+    return path.parent if path.name.startswith("checkpoint-") else path
+
+
+def located(directory: str, key: str) -> str | None:
+    """The path stored under `key`, from here if it exists here, else from where the run was started."""
+    name, log_dir = stored(directory, key), stored(directory, "log_dir")
+    if name is None or Path(name).exists() or log_dir is None or Path(log_dir).is_absolute():
+        return name
+    folder, depth = experiment_of(directory).resolve(), len(Path(log_dir).parts)
+    for root in folder.parents:
+        if root.parts[-depth:] == Path(log_dir).parts and (there := root.parents[depth - 1] / name).exists():
+            return str(there)
+    return name
+
+
+def pretrained(experiment_dir: str) -> str:
+    """The model at the start of an experiment's chain. Raises: UsageError when args.json does not tell."""
+    before = "sft_experiment_dir" if stored(experiment_dir, "sft_experiment_dir") else "model_name"
+    name = located(experiment_dir, before)
+    if name is None or name == "tiny":
+        raise UsageError(f"--use_pretrained: {experiment_dir} did not start from a pretrained model")
+    return pretrained(name) if stored(name, "program") else name
+
+
+def short_name(name: str) -> str:
+    """Experiment name of a dir, else the last part of its path."""
+    return stored(name, "experiment_name") or Path(name).name
+
+
+def labels(folders: Sequence[str]) -> dict[str, str]:
+    """A short distinct name per experiment dir: experiment name, its time where names repeat, else the whole path."""
+    names: dict[str, str] = {}
+    for folder in folders:
+        path, name = Path(folder), short_name(folder)
+        shortest = [label for label in (name, f"{name} {path.name}") if label not in names]
+        names[shortest[0] if shortest else folder] = folder  # the same folder given twice is one run
+    return names
+
+
+def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """What can be chosen of some experiments: (model, experiment dir) by label, pretrained ones first, newest last."""
+    found: dict[str, tuple[str, str]] = {}
+    for folder in dict.fromkeys(folders):
+        try:
+            found.setdefault(f"pretrained {Path(pretrained(folder)).name}", (pretrained(folder), folder))
+        except UsageError:
+            pass  # a model of no experiment, or one that started from nothing
+    for label, folder in labels(folders).items():
+        steps = checkpoints(Path(folder))
+        for path in steps:
+            found[f"{label} step {int(path.name.rpartition('-')[2])}"] = (str(path), folder)
+        if not steps:
+            found[label] = (folder, folder)
+    return found
+
+
+def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
+    """Rows of `metrics.jsonl`. Raises: UsageError when there is none."""
+    path = Path(experiment_dir) / "metrics.jsonl"
+    rows = read_growing(path)
+    if rows is None:
+        raise UsageError(f"--experiment_dir {experiment_dir} has no metrics.jsonl")
+    if not rows:
+        raise UsageError(f"{path} holds no metrics yet")
+    return rows
+
+
+def read_growing(path: Path) -> list[dict[str, Any]] | None:
+    """Rows of a JSONL file that may be in the middle of being written; None when there is no file.
+
+    Raises: UsageError when a line other than the last is no JSON.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError:
+        return None
+    rows = []
+    lines = [line for line in lines if line.strip()]
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UsageError(f"{path} line {number} is not JSON") from None
+    return rows

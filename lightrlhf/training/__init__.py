@@ -1,0 +1,1 @@
+"""Training: the run, its ranks and their watchdog, iterations, profiles."""

@@ -1,0 +1,123 @@
+"""Starting ranks: Fabric's strategies, processes from `--devices`, torchrun or SLURM, and equal flags on each.
+
+`ddp` keeps a whole model on each rank and sums gradients; `fsdp` shards weights, gradients and optimiser state (see
+`models/sharding.py`); `deepspeed` is handed to Fabric by its name.
+
+Left out: tensor, pipeline and sequence parallelism, elastic restarts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.parser import to_dict
+from lightrlhf.models.sharding import shard_layers
+from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.training.watchdog import COLLECTIVE_GRACE
+
+OWN_TO_RANK = {"data_dir", "log_dir", "resume_from", "config"}  # paths may differ between machines
+
+
+def make_fabric(args: TrainArgs) -> Any:
+    """Fabric for these arguments, not launched yet. Raises: UsageError naming the flags when they do not fit."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # six lines about each start
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a stack of C++ where a connection is lost
+    devices, num_nodes = processes(args)
+    chosen = {"accelerator": args.accelerator, "precision": args.precision, "devices": devices, "num_nodes": num_nodes}
+    try:
+        return Fabric(**chosen, strategy=_strategy(args, devices * num_nodes))
+    except (ValueError, RuntimeError, MisconfigurationException) as problem:
+        given = " ".join(f"--{name} {value}" for name, value in [*chosen.items(), ("strategy", args.strategy)])
+        raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
+
+
+def processes(args: TrainArgs) -> tuple[int, int]:
+    """Processes on each machine and machines: as torchrun or SLURM has started them, else as the flags say.
+
+    Raises: UsageError when flags are given too and say something else.
+    """
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    environment = os.environ
+    if TorchElasticEnvironment.detect():
+        starter, here = "torchrun", int(environment["LOCAL_WORLD_SIZE"])
+        machines = int(environment["WORLD_SIZE"]) // here
+    elif SLURMEnvironment.detect() and int(environment["SLURM_NTASKS"]) > 1:
+        starter, machines = "SLURM", int(environment.get("SLURM_NNODES", 1))
+        here = int(environment["SLURM_NTASKS"]) // machines
+    else:
+        return args.devices, args.num_nodes
+    for flag, value, found in (("devices", args.devices, here), ("num_nodes", args.num_nodes, machines)):
+        if value not in (1, found):
+            raise UsageError(f"--{flag} {value}, but {starter} has made it {found}; leave --{flag} out")
+    return here, machines
+
+
+def _strategy(args: TrainArgs, world_size: int) -> Any:
+    from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+
+    timeout = timedelta(seconds=args.ddp_timeout + COLLECTIVE_GRACE)
+    if args.strategy == "fsdp":
+        return ModelParallelStrategy(shard_layers, world_size, tensor_parallel_size=1, timeout=timeout)
+    if args.strategy == "deepspeed":
+        strategy = DeepSpeedStrategy(stage=2, timeout=timeout)
+        strategy.config["gradient_clipping"] = args.gradient_clip_val
+        return strategy
+    if args.strategy == "ddp" or world_size > 1:
+        # No buffers are sent round before a forward pass: they are constants, and ranks may run unequally many passes.
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters  # renamed in torch 2.13
+        option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return DDPStrategy(timeout=timeout, **{option: False})
+    return "auto"
+
+
+def launch(fabric: Any, args: TrainArgs) -> None:
+    """Start the processes and let them find each other. Raises: RunFailure when they do not."""
+    try:
+        fabric.launch()
+    except torch.distributed.DistError as problem:
+        line = " ".join(str(problem).split())[:200]
+        raise RunFailure(f"the ranks did not all start within --ddp_timeout {args.ddp_timeout} s: {line}") from None
+
+
+def check_same(fabric: Any, args: TrainArgs) -> None:
+    """Every rank must have rank 0's flags and data.
+
+    Raises: UsageError on rank 0, naming the rank and the flag or file; the others leave with the same exit status.
+    """
+    files = {path.name: sha256(path) for path in sorted(Path(args.data_dir).glob("*.pt"))}
+    flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
+    found: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(found, (flags, files))
+    for rank, (their_flags, their_files) in enumerate(found):
+        flag, file = _first_difference(found[0][0], their_flags), _first_difference(found[0][1], their_files)
+        if not (flag or file):
+            continue
+        if not fabric.is_global_zero:
+            sys.exit(UsageError.exit_status)
+        if flag:
+            one, other = found[0][0].get(flag), their_flags.get(flag)
+            raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
+        raise UsageError(
+            f"--data_dir {args.data_dir}: {file} of rank {rank} is not that of rank 0; "
+            "copy the same prepared data to every machine"
+        )
+
+
+def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    return next((name for name in [*one, *other] if one.get(name) != other.get(name)), None)
