@@ -1,7 +1,7 @@
 """The machine's limits, and how far the phases of a PPO iteration are from them: `python -m benchmarks.roofline`.
 
 Ceilings are measured: operations per second by matrix products, bytes per second by reading and copying a large block.
-The floor of a phase is counted work over these ceilings; the formulas are in `lightrlhf/training/roofline.py`. The times
+The floor of a phase is counted work over these ceilings; the formulas are in `training/roofline.py`. The times
 are those of `lightrlhf.ppo` itself, run with `--profile` on random weights.
 """
 

@@ -103,10 +103,8 @@ class AnnotateArgs:
             raise ValueError(f"--destination_dir {self.destination_dir} gets pairs; say how by --choose_type max_min")
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the file with rewards."""
-    args = parse(AnnotateArgs, argv)
+def run(args: AnnotateArgs) -> str:
+    """Score responses and choose pairs; returns the file with rewards."""
     rows = read_jsonl(args.responses_file, needs=("prompt", "responses"))
     if not rows:
         raise UsageError(f"--responses_file {args.responses_file} holds no rows")
@@ -294,6 +292,12 @@ def judge_of(args: AnnotateArgs) -> str | None:
     """The judge of the data that the prompts came from."""
     path = Path(args.data_dir or "", "args.json")
     return json.loads(path.read_text(encoding="utf-8")).get("judge") if args.data_dir and path.is_file() else None
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the file with rewards."""
+    return run(parse(AnnotateArgs, argv))
 
 
 if __name__ == "__main__":

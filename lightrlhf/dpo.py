@@ -19,6 +19,7 @@ import hashlib
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -135,36 +136,34 @@ class DPOArgs(TrainArgs, ModelArgs):
 
 
 # --------------------------------------------------------------------------------------------------------- program
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(DPOArgs, argv)
-    train, notes = load_pairs(args, "train")
+def train(args: DPOArgs) -> Path:
+    """DPO; returns the experiment dir."""
+    pairs, notes = load_pairs(args, "train")
     validation = load_pairs(args, "validation")[0] if args.eval_interval else []
     run = Run(args, "dpo")
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     policy = load_policy(source, args, tokenizer, flag)
-    check_vocabulary(train + validation, vocabulary_size(policy), args.data_dir)
-    check_positions(train + validation, policy, args.data_dir)
-    share_prefixes(policy, longest_text(train + validation))
+    check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_dir)
+    check_positions(pairs + validation, policy, args.data_dir)
+    share_prefixes(policy, longest_text(pairs + validation))
     for note in notes:
         run.print0(note)
-    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(train)))
+    run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(policy), len(pairs)))
     with run.phase("reference"):
-        reference = reference_logps(run, policy, train + validation, tokenizer)
-    rows = with_reference(train + validation, reference["logps"])
-    train, validation = rows[: len(train)], rows[len(train) :]
+        reference = reference_logps(run, policy, pairs + validation, tokenizer)
+    rows = with_reference(pairs + validation, reference["logps"])
+    pairs, validation = rows[: len(pairs)], rows[len(pairs) :]
 
-    num_steps, results, baseline = run.num_steps(len(train), args.mini_batch_size), {}, RunningMean()
+    num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     if run.resumed:
         baseline = RunningMean(**run.resumed["extra"]["baseline"])
     elif args.ref_model is None:
-        check_start(run, model, train, tokenizer.pad_token_id)
+        check_start(run, model, pairs, tokenizer.pad_token_id)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        batch = run.global_batch(train, step, args.mini_batch_size)
+        batch = run.global_batch(pairs, step, args.mini_batch_size)
         with run.phase("update"):
             metrics = train_step(run, model, batch, tokenizer.pad_token_id, baseline.value)
         baseline.update(metrics["rewards/chosen"] + metrics["rewards/rejected"], len(batch))
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> str:
             run.log(results)
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer, extra={"reference": reference, "baseline": vars(baseline)})
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 @dataclass
@@ -433,6 +432,12 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baseline:
     pairs = make_pairs(args, rows, score_pairs(run, model, rows, pad_id), baseline)
     sums = torch.stack([LOSSES[args.loss_type](pairs).sum(), chosen_nll(pairs).sum(), *pair_sums(pairs)])
     return {f"val/{name}": value for name, value in pair_metrics(args, (sums / len(rows)).tolist()).items()}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(DPOArgs, argv)))
 
 
 if __name__ == "__main__":

@@ -53,10 +53,8 @@ class EstimateArgs(ModelArgs, GenerationArgs):
             check_at_least(self, name, 1)
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the program; returns the bytes of each part."""
-    args = parse(EstimateArgs, argv)
+def run(args: EstimateArgs) -> dict[str, float]:
+    """Estimate memory; returns the bytes of each part."""
     parts = estimate(args, shape_of(args))
     show(args, parts)
     return parts
@@ -182,6 +180,12 @@ def show(args: EstimateArgs, parts: dict[str, float]) -> None:
     for name, size in parts.items():
         table.add_row(name, f"{size / 2**30:.2f}", end_section=name == "cache")
     Console().print(table)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the program; returns the bytes of each part."""
+    return run(parse(EstimateArgs, argv))
 
 
 if __name__ == "__main__":

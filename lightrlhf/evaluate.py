@@ -161,10 +161,8 @@ class EvaluateArgs(GenerationArgs, UserArgs):
             raise ValueError("--agent_model, --reflect_experiment_dir, --levels and --acting need --env")
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the program; returns one row of results per model, in the order of the table."""
-    args = parse(EvaluateArgs, argv)
+def run(args: EvaluateArgs) -> list[dict[str, Any]]:
+    """Evaluate models; returns one row of results per model, in the order of the table."""
     device = find_device(args.accelerator)
     if args.env:
         return evaluate_in_env(args, device)
@@ -666,6 +664,12 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 def _place(module: Any, device: torch.device) -> Any:
     return module.requires_grad_(False).eval().to(device)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the program; returns one row of results per model, in the order of the table."""
+    return run(parse(EvaluateArgs, argv))
 
 
 if __name__ == "__main__":

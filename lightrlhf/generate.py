@@ -137,10 +137,8 @@ class Part(NamedTuple):
         return rows[start:end]
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> list[str]:
-    """Run the program; returns the files, one per temperature."""
-    args = parse(GenerateArgs, argv)
+def run(args: GenerateArgs) -> list[str]:
+    """Sample responses; returns the files, one per temperature."""
     part, device, wait = start_parts(args)
     prompts = load_prompt_rows(args)
     engine = None
@@ -476,6 +474,12 @@ def describe(output: Path, num_rows: int) -> str:
     if same:
         text += f"; {same:,} prompts got the same response each time"
     return text
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[str]:
+    """Run the program; returns the files, one per temperature."""
+    return run(parse(GenerateArgs, argv))
 
 
 if __name__ == "__main__":

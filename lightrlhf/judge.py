@@ -145,10 +145,8 @@ class JudgeArgs(RemoteArgs):
             raise ValueError(f"--judge {self.judge} is none of openai, reward, human, nor package.module:function")
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> Row | list[str]:
-    """Run the program; returns the results, or the sampled files."""
-    args = parse(JudgeArgs, argv)
+def run(args: JudgeArgs) -> Row | list[str]:
+    """Compare two files of responses; returns the results, or the sampled files."""
     if args.sample is not None:
         return write_samples(args)
     pairs, told = matched(args)
@@ -493,6 +491,12 @@ def sampled(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed:
             taken[group] += 1
             chosen.append(row)
     return chosen
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> Row | list[str]:
+    """Run the program; returns the results, or the sampled files."""
+    return run(parse(JudgeArgs, argv))
 
 
 if __name__ == "__main__":

@@ -116,10 +116,8 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
             )
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(OnlineDPOArgs, argv)
+def train(args: OnlineDPOArgs) -> Path:
+    """Online preference learning in iterations; returns the experiment dir."""
     shards = prompt_shards(args)
     held_out = load_prompts(args.data_dir, "validation")[: args.eval_prompts]
     directory, initial = open_directory(args, "online_dpo")
@@ -137,7 +135,7 @@ def main(argv: list[str] | None = None) -> str:
         evaluate_iteration(args, folder, policy, initial, held_out)
         report(args, directory)
     print(f"finished: {directory}")
-    return str(directory)
+    return directory
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
@@ -400,6 +398,12 @@ def draw(rows: list[dict[str, float]], output: Path) -> None:
     figure.tight_layout()
     figure.savefig(output, dpi=120)
     plt.close(figure)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(OnlineDPOArgs, argv)))
 
 
 if __name__ == "__main__":

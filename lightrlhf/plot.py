@@ -62,10 +62,8 @@ class PlotArgs:
             raise ValueError("--experiment_dir or --responses_file needs at least one path, and not both")
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the path of the picture."""
-    args = parse(PlotArgs, argv)
+def run(args: PlotArgs) -> str:
+    """Draw curves; returns the path of the picture."""
     if args.responses_file:
         output = Path(args.output or Path(args.responses_file[0]).parent / "curves.png")
         draw_best_of_n([read_sweep(name) for name in args.responses_file], output)
@@ -252,6 +250,12 @@ def draw_best_of_n(sweeps: list[Sweep], output: Path) -> None:
     axes[1].legend(fontsize=7)
     figure.tight_layout()
     save(figure, output)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the path of the picture."""
+    return run(parse(PlotArgs, argv))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -182,10 +183,8 @@ class PPOBatch(Batch):
         return int(macro.segment_mask(self.segments).sum())
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(PPOArgs, argv)
+def train(args: PPOArgs) -> Path:
+    """PPO; returns the experiment dir."""
     prompts = load_prompts(args.data_dir, "train")
     held_out = load_prompts(args.data_dir, "validation") if args.eval_interval else []
     run = Run(args, "ppo")
@@ -199,9 +198,7 @@ def main(argv: list[str] | None = None) -> str:
     scorer = make_scorer(run, tokenizer, policy)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, policy)
-    run.print0(
-        "actor: {:,} parameters, {:,} of them learning; {:,} prompts".format(*count_parameters(policy), len(prompts))
-    )
+    run.print0("actor: {:,} parameters, {:,} trainable; {:,} prompts".format(*count_parameters(policy), len(prompts)))
 
     num_steps, results = run.num_steps(len(prompts), args.rollout_size), {}
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
@@ -245,7 +242,7 @@ def main(argv: list[str] | None = None) -> str:
         if run.due(args.save_interval, num_steps):
             set_generation_config(policy, args, tokenizer)
             run.save(policy, tokenizer, extra={"kl_coeff": kl_coeff.value})
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 # ------------------------------------------------------------------------------------------------------- the models
@@ -502,6 +499,12 @@ def evaluate(
         [{"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": s} for p, r, s in texts]
     )
     return dict(zip(("val/score", "val/kl", "val/mean_length", "val/truncated_ratio"), means))
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(PPOArgs, argv)))
 
 
 if __name__ == "__main__":

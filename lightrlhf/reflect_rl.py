@@ -197,25 +197,21 @@ class DecisionBatch(Batch):
     returns: Tensor  # (B,) what a critic learns
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(ReflectRLArgs, argv)
+def train(args: ReflectRLArgs) -> Path:
+    """Reflect-RL; returns the experiment dir."""
     args = dataclasses.replace(args, data_dir=args.data_dir or f"{args.env.rpartition(':')[2]}/episodes")
     envs = make_envs(args)
     stages = curriculum(args, envs[0].levels)
-    train = {level: envs[0].starts("train", level) for stage in stages for level in stage.levels}
+    pools = {level: envs[0].starts("train", level) for stage in stages for level in stage.levels}
     run = Run(args, "reflect_rl")
     per_step = args.rollout_size // args.group_size * run.world_size  # starts
-    num_starts = sum(map(len, train.values()))
+    num_starts = sum(map(len, pools.values()))
     num_steps = args.max_steps or math.ceil(num_starts / per_step) * args.epochs
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent, critic, reference, tokenizer = load_models(run, num_choices(envs[0], args))
     policy = agent.policy
-    run.print0(
-        "policy: {:,} parameters, {:,} of them learning; {:,} starts".format(*count_parameters(policy), num_starts)
-    )
+    run.print0("policy: {:,} parameters, {:,} trainable; {:,} starts".format(*count_parameters(policy), num_starts))
     actor = run.setup("policy", policy, args.learning_rate, num_steps * (1 + (args.replay_buffer_size > 0)))
     value_model = critic and run.setup("critic", critic, args.critic_learning_rate, num_steps)
     replay = Replay(args.replay_buffer_size)
@@ -225,7 +221,7 @@ def main(argv: list[str] | None = None) -> str:
     results: dict[str, float] = {}
     for step in run.steps(num_steps):
         stage = stages[step * len(stages) // num_steps]
-        starts = starts_of(stage, train, step, per_step, args)
+        starts = starts_of(stage, pools, step, per_step, args)
         with run.phase("rollout"), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(envs, run.shard(starts), agent, seed, stage.most_decisions)
@@ -250,7 +246,7 @@ def main(argv: list[str] | None = None) -> str:
             run.log(results)
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer, extra=replay.state())
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 def make_envs(args: ReflectRLArgs) -> list[Any]:
@@ -620,6 +616,12 @@ def evaluate(run: Run, envs: Sequence[Any], agent: ModelAgent, stages: Sequence[
         write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:4]))
     found = {f"val/{name}": value for name, value in overall.items()}
     return found | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(ReflectRLArgs, argv)))
 
 
 if __name__ == "__main__":

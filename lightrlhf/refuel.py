@@ -226,10 +226,8 @@ class PolicyCollapsed(UsageError):
     """A policy that gives both replies alike in all dialogues, so that no pair tells them apart."""
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(RefuelArgs, argv)
+def train(args: RefuelArgs) -> Path:
+    """REFUEL; returns the experiment dir."""
     if args.setting == "online":
         return online(args)
     if args.stage in ("all", "generate"):
@@ -255,7 +253,7 @@ def main(argv: list[str] | None = None) -> str:
         if is_new and args.stage != "all":
             break
     print(f"finished: {directory}")
-    return str(directory)
+    return directory
 
 
 def require_stage(path: Path, stage: str) -> None:
@@ -359,7 +357,7 @@ def tokenize(args: RefuelArgs, directory: Path, folder: Path, number: int, polic
 
 
 # ------------------------------------------------------------------------------------------------------------ train
-def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
+def train_iteration(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: str) -> None:
     """Train from `policy` on the pairs; the run is `training/…` until it is done, then `policy/`."""
     if args.stage == "all" and (args.devices > 1 or args.num_nodes > 1):  # ranks are processes that start from here
         flags = ["--resume_from", str(directory), "--stage", "train", "--iterations", str(number)]
@@ -381,7 +379,7 @@ def train(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: 
         sys.exit(0)  # the first rank goes on alone
 
 
-STAGES = {"generate": generate_dialogues, "rank": rank, "tokenize": tokenize, "train": train}
+STAGES = {"generate": generate_dialogues, "rank": rank, "tokenize": tokenize, "train": train_iteration}
 
 
 def learn(run: Run, tokenizer: Any) -> None:
@@ -394,7 +392,7 @@ def learn(run: Run, tokenizer: Any) -> None:
     check_vocabulary(rows, vocabulary_size(policy), args.data_dir)
     check_positions(rows, policy, args.data_dir)
     share_prefixes(policy, longest_text(rows))
-    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(policy), len(rows)))
+    run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(policy), len(rows)))
     with run.phase("old log-probabilities"):
         old = old_logps(run, policy.to(run.device), [*rows, *validation], tokenizer.pad_token_id)
     rows, validation = with_old(rows, old[:, : len(rows)]), with_old(validation, old[:, len(rows) :])
@@ -559,7 +557,7 @@ def log_samples(run: Run, policy: Policy, rows: Sequence[Row], tokenizer: Any) -
 
 
 # ----------------------------------------------------------------------------------------------------------- online
-def online(args: RefuelArgs) -> str:
+def online(args: RefuelArgs) -> Path:
     """Setting two: each step rolls dialogues of the data out from a random turn, twice, and learns from the pairs."""
     run = Run(args, "refuel")
     source, flag = starting_model(args)
@@ -572,7 +570,7 @@ def online(args: RefuelArgs) -> str:
     num_steps, results = run.num_steps(len(rows), args.rollout_size), {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.noptepochs * parts)
-    run.print0("{:,} parameters, {:,} of them learning; {:,} dialogues".format(*count_parameters(policy), len(rows)))
+    run.print0("{:,} parameters, {:,} trainable; {:,} dialogues".format(*count_parameters(policy), len(rows)))
     for step in run.steps(num_steps):
         started = time.perf_counter()
         chosen = run.global_batch(rows, step, args.rollout_size)
@@ -597,7 +595,7 @@ def online(args: RefuelArgs) -> str:
             log_samples(run, policy, pairs[:2], tokenizer)
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer)
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 def with_room(run: Run, policy: Policy, split: str) -> list[Dialogue]:
@@ -776,6 +774,12 @@ def card(directory: Path, rows: Sequence[Row]) -> str:
     lines += ["", "| argument | value |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in stored.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(RefuelArgs, argv)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -95,30 +96,28 @@ def rm_loss(scores: Tensor, input_ids: Tensor, attention_mask: Tensor, loss_type
     return masked_mean(preference_loss(chosen, rejected), (steps >= first) & in_one, 1).sum()
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(RMArgs, argv)
-    train = load_split(args.data_dir, "preference", "train")
+def train(args: RMArgs) -> Path:
+    """Reward modelling; returns the experiment dir."""
+    pairs = load_split(args.data_dir, "preference", "train")
     validation = load_split(args.data_dir, "preference", "validation")
     run = Run(args, "rm")
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(args.data_dir, source)
     reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
     if args.loss_type == "pair":
-        train, validation = pair_rows(tokenizer, train), pair_rows(tokenizer, validation)
+        pairs, validation = pair_rows(tokenizer, pairs), pair_rows(tokenizer, validation)
         reward_model.model.config.compares_pairs = True
-    check_vocabulary(train, vocabulary_size(reward_model), args.data_dir)
-    check_positions(train + validation, reward_model, args.data_dir)
-    share_prefixes(reward_model, longest_text(train + validation))
+    check_vocabulary(pairs, vocabulary_size(reward_model), args.data_dir)
+    check_positions(pairs + validation, reward_model, args.data_dir)
+    share_prefixes(reward_model, longest_text(pairs + validation))
     separate_pad_token(reward_model, tokenizer)
-    run.print0("{:,} parameters, {:,} of them learning; {:,} pairs".format(*count_parameters(reward_model), len(train)))
+    run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(reward_model), len(pairs)))
 
-    num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
+    num_steps, results = run.num_steps(len(pairs), args.mini_batch_size), {}
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.shard(run.global_batch(train, step, args.mini_batch_size))
+        rows = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
@@ -131,7 +130,7 @@ def main(argv: list[str] | None = None) -> str:
             run.log(results)
         if save_now:
             run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,6 +187,12 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)
     statistics = {"mean": mean, "std": max(squares / 2 - mean * mean, 0.0) ** 0.5}
     return {"val/loss": loss, **{f"val/{name}": value for name, value in metrics.items()}}, statistics
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(RMArgs, argv)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -65,26 +66,24 @@ def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.
     return loss
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> str:
-    """Run the program; returns the experiment dir."""
-    args = parse(SFTArgs, argv)
-    train = load_split(args.data_dir, "finetune", "train")
+def train(args: SFTArgs) -> Path:
+    """Supervised fine-tuning; returns the experiment dir."""
+    examples = load_split(args.data_dir, "finetune", "train")
     validation = load_split(args.data_dir, "finetune", "validation") if args.eval_interval else []
     run = Run(args, "sft")
     tokenizer = load_tokenizer(args.data_dir, args.model_name)
     policy = load_policy(args.model_name, args, tokenizer)
-    check_vocabulary(train, vocabulary_size(policy), args.data_dir)
-    check_positions(train + validation, policy, args.data_dir)
+    check_vocabulary(examples, vocabulary_size(policy), args.data_dir)
+    check_positions(examples + validation, policy, args.data_dir)
     if args.packing:
-        check_packing(policy, args.model_name, longest=longest_text(train + validation))
-    run.print0("{:,} parameters, {:,} of them learning; {:,} examples".format(*count_parameters(policy), len(train)))
+        check_packing(policy, args.model_name, longest=longest_text(examples + validation))
+    run.print0("{:,} parameters, {:,} trainable; {:,} examples".format(*count_parameters(policy), len(examples)))
 
-    num_steps, results = run.num_steps(len(train), args.mini_batch_size), {}
+    num_steps, results = run.num_steps(len(examples), args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.shard(run.global_batch(train, step, args.mini_batch_size))
+        rows = run.shard(run.global_batch(examples, step, args.mini_batch_size))
         with run.phase("update"):
             loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
         run.step += 1
@@ -98,7 +97,7 @@ def main(argv: list[str] | None = None) -> str:
             run.log(results)
         if run.due(args.save_interval, num_steps):
             run.save(policy, tokenizer)
-    return str(run.finish(results))
+    return run.finish(results)
 
 
 def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
@@ -136,6 +135,12 @@ def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> float:
         count += batch.num_actions
     model.train()
     return run.total(total) / max(run.total(count), 1)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(SFTArgs, argv)))
 
 
 if __name__ == "__main__":
