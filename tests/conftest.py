@@ -6,15 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import processes
 import pytest
 import torch
-from helpers import CAFE_SIZES, CPU, environment, save_model
+from helpers import CAFE_SIZES, CPU, environment, processes, save_model
+from helpers.servers import Scripted
 from hypothesis import settings
 
 torch.set_num_threads(1)
@@ -105,3 +106,19 @@ def transformers_serve(tmp_path_factory, tokenizer):
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     with processes.started(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         yield f"http://127.0.0.1:{port}/v1", str(folder)
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(script=None, **options) -> Scripted:
+        server = Scripted(script or {}, **options)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()

@@ -127,8 +127,8 @@ def test_what_is_imported_is_declared(folder):
     assert OPTIONAL <= extras
     allowed = core | (extras if folder == "tests" else OPTIONAL)
     distributions = packages_distributions()
-    ours = {path.stem for path in (ROOT / "tests").glob("*.py")}
-    ours |= {"lightrlhf", "datasets_prep", "examples", "benchmarks", "tests"}
+    ours = {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    ours |= {"lightrlhf", "datasets_prep", "examples", "benchmarks", "tests", "helpers"}
     missing = {}
     for path in (ROOT / folder).rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -6,18 +6,17 @@ import subprocess
 import sys
 from contextlib import suppress
 
-import processes
 import psutil
 import pytest
-from helpers import ROOT, environment
-from processes import PATIENCE, end, left_by_a_test, running, started
+from helpers import ROOT, environment, processes
+from helpers.processes import PATIENCE, end, left_by_a_test, running, started
 
 HANGS = "import time; print('ready', flush=True); time.sleep(999)"
 DETACHED = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HANGS!r}], start_new_session=True)"
 SESSION = f"""
 import subprocess, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
-import processes
+from helpers import processes
 processes.open_session()
 subprocess.run([sys.executable, "-c", {DETACHED!r}])
 {HANGS}

@@ -1,0 +1,41 @@
+"""The page for a new dataset, followed to the letter by somebody with a tokenizer of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from helpers.data import gpt2_like
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "howto" / "add_a_dataset.md").read_text(encoding="utf-8")
+
+
+def test_add_a_dataset(tmp_path):
+    for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    votes = tmp_path / "datasets_prep" / "votes"
+    assert len((votes / "prepare_data.py").read_text().splitlines()) <= 45
+    (votes / "__init__.py").touch()
+    for name in ("common", "encoding", "reading", "report", "splits", "__init__", "generic"):
+        source = next(ROOT.glob(f"datasets_prep/{name}*"))
+        (votes.parent / source.name).symlink_to(source)
+    gpt2_like().save_pretrained(tmp_path / "tokenizer")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    commands = re.findall(r"^python -m datasets_prep\S+ .*$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command.replace("facebook/opt-350m", "tokenizer"))
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "data" / "mine" / "preference_train.pt", weights_only=True)
+    assert "⟦" in (tmp_path / "data" / "votes" / "report.md").read_text()

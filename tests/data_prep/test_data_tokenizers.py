@@ -1,0 +1,161 @@
+"""Ids and masks under every kind of tokenizer: text comes back, one end token, no doubled beginning."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like
+
+from datasets_prep.common import complete
+from datasets_prep.encoding import targets_of
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import IGNORE_INDEX
+from lightrlhf.data.tokens import encode_prompt, encode_response
+
+KINDS = ["gpt2", "llama3", "chatml", "sentencepiece"]
+PROMPTS = ["Human: a large latte, please?\n\nAssistant:", "TL;DR:", "naïve – 日本\n\n", "x"]
+RESPONSES = [" Of course!", "Of course", "\nTwo lines\n\nand one", "  two spaces", "日本 🙂", " trailing  "]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    spm = sentencepiece_like(tmp_path_factory.mktemp("sentencepiece"))
+    made = {"gpt2": gpt2_like(), "llama3": llama3_like(), "chatml": chatml_like(), "sentencepiece": spm}
+    return {kind: complete(tokenizer, None) for kind, tokenizer in made.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_comes_back(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    rows = [{"prompt": p, "completion": r, "group": f"{p}{r}"} for p in PROMPTS for r in RESPONSES]
+    examples, dropped = collected(rows, tokenizer, stage="finetune", remove_same_inputs=False, shuffle=False)
+    assert not dropped
+    texts = {tokenizer.decode(e.ids[0].tolist(), skip_special_tokens=True) for e in every(examples, "finetune")}
+    assert texts == {row["prompt"] + row["completion"] for row in rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_prompt_and_response_apart(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    messages = [{"role": "user", "content": "a latte"}]
+    rows = [{"prompt": p, "completion": r} for p in [*PROMPTS, messages] for r in RESPONSES]
+    for row in rows:
+        examples, _ = collected([row], tokenizer, stage="finetune")
+        (example,) = every(examples, "finetune")
+        prompt = encode_prompt(tokenizer, row["prompt"])
+        assert example.ids[0][: example.prompt_len].tolist() == prompt
+        if isinstance(row["prompt"], str):
+            assert example.ids[0][len(prompt) :].tolist() == encode_response(tokenizer, row["completion"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_end_token_and_one_beginning(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    text = {"prompt": "Human: hello\n\nAssistant:", "completion": " hi"}
+    chat = {"prompt": [{"role": "user", "content": "hello"}], "completion": "hi"}
+    for row in (text, chat):
+        (example,) = every(collected([row], tokenizer, stage="finetune")[0], "finetune")
+        ids, targets = example.ids[0].tolist(), targets_of(example, mask_prompt=True).tolist()
+        trained = [target for target in targets if target != IGNORE_INDEX]
+        assert trained.count(eos) == 1 and trained[-1] == eos
+        assert targets[: example.prompt_len] == [IGNORE_INDEX] * example.prompt_len
+        assert trained == ids[example.prompt_len :]
+        if kind in ("llama3", "sentencepiece"):
+            assert ids.count(bos) == 1 and ids[0] == bos
+
+
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_a_prompt_that_brings_its_beginning_gets_no_second_one(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    row = {"prompt": tokenizer.bos_token + "Human: hello", "completion": " hi there"}
+    (example,) = every(collected([row], tokenizer, stage="finetune")[0], "finetune")
+    assert example.ids[0].tolist().count(tokenizer.bos_token_id) == 1
+    assert example.ids[0][: example.prompt_len].tolist() == encode_prompt(tokenizer, row["prompt"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_train_every_assistant_turn_and_nothing_else(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "first answer"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "second answer"},
+    ]
+    examples, dropped = collected([{"messages": messages}], tokenizer, turn_prompt_length="64")
+    assert not dropped
+    (example,) = every(examples, "finetune")
+    turns = [tokenizer.decode(example.ids[0][a:b].tolist(), skip_special_tokens=True) for a, b in example.spans]
+    assert [turn.strip() for turn in turns] == ["first answer", "second answer"]
+    targets = targets_of(example, mask_prompt=True)
+    assert (targets == tokenizer.eos_token_id).sum() == 2
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.ids[0].tolist()).strip() == rendered.strip()  # rendered once, nothing added
+    (dialogue,) = every(examples, "dialogue")
+    assert dialogue.spans == example.spans and np.array_equal(dialogue.ids[0], example.ids[0])
+    (prompt,) = every(examples, "prompts")
+    assert prompt.ids[0].tolist() == encode_prompt(tokenizer, messages[:1])
+
+
+def test_rows_with_like_endings_keep_their_own_beginnings(tokenizers):
+    end = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+    rows = [{"prompt": [{"role": "user", "content": start}, *end], "completion": "because"} for start in ("one", "two")]
+    examples, _ = collected(rows, tokenizers["chatml"], stage="finetune", shuffle=False)
+    texts = [tokenizers["chatml"].decode(e.ids[0].tolist()) for e in every(examples, "finetune")]
+    assert ["one" in text for text in sorted(texts)] == [True, False] and len(texts) == 2
+
+
+def test_pad_may_be_the_end_token(tokenizers):
+    for kind in ("gpt2", "chatml", "sentencepiece"):
+        assert tokenizers[kind].pad_token_id == tokenizers[kind].eos_token_id
+    assert tokenizers["llama3"].pad_token_id != tokenizers["llama3"].eos_token_id
+
+
+def test_no_token_spans_the_border(tokenizers):
+    """Whole, the words would merge: "Ass" + "istant" is one token."""
+    tokenizer = tokenizers["gpt2"]
+    (example,) = every(
+        collected([{"prompt": "Ass", "completion": "istant"}], tokenizer, stage="finetune")[0], "finetune"
+    )
+    assert len(tokenizer("Assistant")["input_ids"]) < len(example.ids[0]) - 1
+    assert tokenizer.decode(example.ids[0][: example.prompt_len].tolist()) == "Ass"
+
+
+def test_template_that_rewrites_history_is_counted(tokenizers):
+    forgetful = "{% for m in messages[-1:] %}{{ m.role + m.content }}{% endfor %}"
+    messages = [{"role": role, "content": role * 2} for role in ("user", "assistant", "user", "assistant")]
+    examples, dropped = collected([{"messages": messages}], gpt2_like(), chat_template=forgetful)
+    assert not examples and [row.reason for row in dropped] == ["template_rewrites_history"]
+
+
+def test_chat_template_makes_a_plain_prompt_a_message():
+    row = {"prompt": "hello", "completion": "hi"}
+    tokenizer = llama3_like()
+    template = tokenizer.chat_template
+    (example,) = every(collected([row], tokenizer, stage="finetune", chat_template=template)[0], "finetune")
+    assert tokenizer.decode(example.ids[0].tolist()) == tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}], tokenize=False
+    )
+
+
+def test_plain_template_writes_dialogues_as_they_were_published():
+    tokenizer = complete(gpt2_like(), None)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "\n\nHuman: a\n\nAssistant: b<|endoftext|>\n\nHuman: c\n\nAssistant:"
+
+
+def test_tokenizer_that_cannot_end_a_response_is_refused():
+    tokenizer = gpt2_like()
+    tokenizer.eos_token = None
+    with pytest.raises(UsageError, match="no end token"):
+        complete(tokenizer, None)
+    with pytest.raises(UsageError, match="cannot be rendered"):
+        complete(gpt2_like(), "{% for m in messages %}")
+    with pytest.raises(UsageError, match="neither a Jinja template nor a readable file"):
+        complete(gpt2_like(), "no/such/file.jinja")

@@ -1,0 +1,291 @@
+"""Models that are talked to: streams, measures, the shelf, and how a prompt is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, last_checkpoint, rows_of, save_model, tiny_policy
+from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
+
+from datasets_prep.common import complete
+from datasets_prep.summarization.prepare_data import from_feedback
+from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import load_prompts
+from lightrlhf.data.tokens import encode_prompt, messages_of
+from lightrlhf.demo import models as chat
+from lightrlhf.demo.summaries import summary_fields, summary_prompt
+from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.run_dir import choices, located
+
+DEVICE = torch.device("cpu")
+TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello."}]
+TALK += [{"role": "user", "content": "Two muffins,\nplease"}]
+
+
+# ----------------------------------------------------------------------------------------------------------- streams
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": False}, {"top_k": 5, "repetition_penalty": 1.3}])
+def test_a_stream_ends_with_what_generate_says_and_only_ever_grows(sampling):
+    policy, (prompt,), noise = tiny_policy("llama"), rows_of(9), torch.rand(1, 40)
+    args = GenerationArgs(max_new_tokens=40, **sampling)
+    steps = list(generate_steps(policy, prompt, args, [1], noise))
+    said = [step.responses[0] for step in steps]
+    assert [len(ids) for ids in said] == list(range(1, len(said) + 1))
+    assert all(said[-1][: len(ids)] == ids for ids in said)
+    assert steps[-1] == generate(policy, [prompt], args, [1], noise)
+
+
+def test_a_stream_ends_at_a_stop_string(tokenizer, base_model):
+    policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
+    args, noise = GenerationArgs(max_new_tokens=30, stop_strings=["e"]), torch.rand(1, 30)
+    prompt = encode_prompt(tokenizer, "Guest: A tea.\nBarista:")
+    steps = list(generate_steps(policy, prompt, args, [tokenizer.eos_token_id], noise, tokenizer))
+    last = steps[-1]
+    assert len(steps) == len(last.responses[0])  # nothing is said behind it
+    assert last == generate(policy, [prompt], args, [tokenizer.eos_token_id], noise, tokenizer=tokenizer)
+    assert not last.truncated[0] and len(last.responses[0]) < 30
+
+
+def test_streams_that_take_turns_with_one_model_do_not_mix():
+    policy, args = tiny_policy("gpt2"), GenerationArgs(max_new_tokens=20)
+    prompts, noise = rows_of(4, 11, 7), torch.rand(3, 20)
+    streams = [generate_steps(policy, p, args, [1], noise[i : i + 1]) for i, p in enumerate(prompts)]
+    last = [None] * 3
+    while any(stream is not None for stream in streams):
+        for i, stream in enumerate(streams):
+            said = stream and next(stream, None)
+            last[i], streams[i] = said or last[i], stream if said else None
+    alone = [generate(policy, [p], args, [1], noise[i : i + 1]) for i, p in enumerate(prompts)]
+    assert last == alone
+
+
+# ------------------------------------------------------------------------------------------------------------- shelf
+@pytest.fixture(scope="module")
+def lora_dir(cafe_data, sft_dir, logs):
+    """A LoRA stage on top of the supervised one."""
+    from lightrlhf.sft import main
+
+    flags = ["--max_steps", "2", "--finetune_mode", "lora", "--learning_rate", "1e-2", "--lr_warmup_steps", "0"]
+    flags += ["--experiment_name", "lora"]
+    return main(["--data_dir", str(cafe_data), "--model_name", sft_dir, "--log_dir", str(logs), *CPU, *flags])
+
+
+def answer_of(speaker: chat.LoadedModel, prompt, seed: int = 3, **settings) -> chat.Answer:
+    *_, answer = chat.answers(speaker, prompt, GenerationArgs(**({"max_new_tokens": 12} | settings)), seed)
+    return answer
+
+
+def test_every_checkpoint_and_what_it_started_from_can_be_talked_to(sft_dir, lora_dir, base_model):
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
+    first, supervised, lora = shelf.labels()
+    assert (first, supervised, lora) == ("pretrained llama", "rlhf-supervised-finetuning step 2", "lora step 2")
+    assert shelf.newest() == shelf.labels()
+    said = {label: answer_of(shelf.speaker(label), TALK) for label in shelf.labels()}
+    assert len({tuple(answer.ids) for answer in said.values()}) > 1
+    for label, source in (
+        (first, base_model),
+        (supervised, last_checkpoint(sft_dir)),
+        (lora, last_checkpoint(lora_dir)),
+    ):
+        tokenizer = shelf.speaker(label).tokenizer
+        policy = load_policy(str(source), ModelArgs(), tokenizer)
+        noise = torch.rand(1, 12, generator=torch.Generator().manual_seed(3))
+        alone = generate(policy, [encode_prompt(tokenizer, TALK)], GenerationArgs(max_new_tokens=12), [0], noise)
+        assert said[label].ids == alone.responses[0]
+
+
+def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_model):
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
+    first, supervised, lora = shelf.labels()
+    assert shelf.reference(first) is None
+    assert shelf.reference(lora) is shelf.speaker(supervised)
+    assert shelf.reference(supervised) is shelf.speaker(first)
+    speaker, reference = shelf.speaker(lora), shelf.reference(lora)
+    answer = answer_of(speaker, TALK, temperature=0.7)
+    measures = chat.measure(speaker, reference, answer, 0.7)
+    expected = 0.0
+    for one, sign in ((speaker, 1), (reference, -1)):
+        ids = torch.tensor([answer.prompt_ids + answer.ids])
+        with torch.no_grad(), one.policy.active():
+            logits = one.policy.model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].double()
+        chosen = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])
+        expected += sign * float(chosen.sum())
+    assert measures.kl == pytest.approx(expected, abs=1e-4)
+    assert len(measures.log_ratios) == len(answer.ids)
+    assert chat.measure(speaker, speaker, answer, 0.7).kl == 0
+
+
+def test_twenty_swaps_leave_one_model_in_memory(tmp_path, tokenizer, cafe_data):
+    wide = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 3}
+    folders = [str(save_model("llama", tmp_path / name, tokenizer, **wide)) for name in "ab"]
+    size = sum(file.stat().st_size for file in Path(folders[0]).iterdir()) / 2**20  # MiB
+    shelf = chat.ModelCache(folders, DEVICE, capacity=1, data_dir=str(cafe_data))
+    seen, used = [], []
+    for swap in range(20):
+        seen.append(weakref.ref(shelf.speaker("ab"[swap % 2]).policy))
+        answer_of(shelf.speaker("ab"[swap % 2]), "Guest: A tea.\nBarista:", max_new_tokens=3)
+        used.append(resident())
+    assert [policy() is not None for policy in seen] == [False] * 19 + [True]
+    assert size > 12 and used[-1] - used[3] < size, used
+
+
+def resident() -> float:
+    """Memory of this process in MiB; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def test_a_model_that_is_used_most_is_the_last_to_go(sft_dir, lora_dir):
+    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE, capacity=2)
+    first, supervised, lora = shelf.labels()
+    kept = shelf.speaker(first)
+    shelf.speaker(supervised), shelf.speaker(first), shelf.speaker(lora)
+    assert shelf.speaker(first) is kept
+    assert len(shelf.held) == 2
+
+
+def test_a_reward_model_does_not_talk(rm_dir):
+    with pytest.raises(UsageError, match="holds a reward model, which scores and does not talk; give it as --rm_exp"):
+        chat.ModelCache([rm_dir], DEVICE)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_go_on(sft_dir, tmp_path):
+    folder = shutil.copytree(sft_dir, tmp_path / "sft")
+    shelf = chat.ModelCache([str(folder)], DEVICE)
+    first, supervised = shelf.labels()
+    weights = last_checkpoint(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UsageError, match="model.safetensors is not what was written"):
+        shelf.speaker(supervised)
+    assert answer_of(shelf.speaker(first), TALK).ids
+    shutil.rmtree(last_checkpoint(folder))
+    with pytest.raises(UsageError, match="is not there any more"):
+        shelf.speaker(supervised)
+
+
+def test_weights_in_four_bits_talk_with_their_adapters_beside_them(lora_dir, cafe_data):
+    pytest.importorskip("bitsandbytes", reason="needs pip install -e '.[quantisation]'")
+    models = ModelArgs(load_in_4bit=True)
+    shelf = chat.ModelCache([lora_dir], DEVICE, models=models)
+    label = shelf.labels()[-1]
+    answer = answer_of(shelf.speaker(label), TALK)
+    assert len(answer.ids) > 0
+    assert abs(chat.measure(shelf.speaker(label), shelf.reference(label), answer, 1.0).kl) > 0
+
+
+def test_a_prompt_without_words_or_room_is_refused(sft_dir):
+    speaker = chat.ModelCache([sft_dir], DEVICE).speaker("rlhf-supervised-finetuning step 2")
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        answer_of(speaker, "")
+    with pytest.raises(UsageError, match="does not fit into the model's 256 positions"):
+        answer_of(speaker, "tea " * 200, max_new_tokens=100)
+
+
+def test_paths_of_an_experiment_are_found_from_elsewhere(tmp_path, monkeypatch):
+    run = tmp_path / "there" / "out" / "logs" / "rlhf-ppo" / "cafe" / "tiny" / "2026"
+    data = tmp_path / "there" / "data"
+    for folder in (run, data):
+        folder.mkdir(parents=True)
+    (run / "args.json").write_text(json.dumps({"log_dir": "out/logs", "data_dir": "data", "ref_model": "gone"}))
+    monkeypatch.chdir(tmp_path)
+    assert located(str(run), "data_dir") == str(data)
+    assert located(str(run / "checkpoint-000001"), "data_dir") == str(data)
+    assert located(str(run), "ref_model") == "gone" and located(str(run), "model_name") is None
+    assert list(choices([str(run)])) == ["2026"]
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+def test_the_pieces_of_an_answer_make_its_text_and_are_escaped(tokenizer):
+    ids = tokenizer(" A <b>latté</b> & a\nmuffin.", add_special_tokens=False)["input_ids"]
+    texts = chat.pieces(tokenizer, [*ids, tokenizer.eos_token_id])
+    assert "".join(texts) == " A <b>latté</b> & a\nmuffin." and texts[-1] == ""
+    shown = chat.tokens_as_html(texts, [1.0, -9.0] + [0.0] * (len(texts) - 2), [0, 0] + [1] * (len(texts) - 2))
+    assert "<b>" not in shown and "&amp;" in shown and shown.count('class="token"') == len(texts)
+    assert shown.count("border-left") == 1 and "46, 160, 67, 0.25" in shown and "218, 54, 51, 0.75" in shown
+    assert "<i> end</i>" in shown
+
+
+def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path):
+    shelf = chat.ModelCache([lora_dir], DEVICE)
+    label = shelf.labels()[-1]
+    speaker = shelf.speaker(label)
+    answer = answer_of(speaker, TALK, max_new_tokens=11)
+    measures = chat.measure(speaker, shelf.reference(label), answer, 1.0)
+    number = range(len(answer.ids))
+
+    def cut(**said) -> list[int]:
+        (tmp_path / "args.json").write_text(json.dumps(said))
+        return chat.macro_segments(str(tmp_path), measures, speaker.tokenizer)
+
+    assert chat.macro_segments(lora_dir, measures, speaker.tokenizer, 3) == [i // 3 for i in number]
+    assert cut() == list(number)
+    assert cut(termination_condition="fixed", ngram=4) == [i // 4 for i in number]
+    assert cut(termination_condition="fixed", ngram=0) == [0 for _ in number]
+    for said in (
+        {"termination_condition": "ppl"},
+        {"termination_condition": "randomized", "repeat_times": 3},
+        {"termination_condition": "parsing", "parser": "python", "parser_model": None, "parsing_cutoff": 5},
+    ):
+        found = cut(**said)
+        assert len(found) == len(answer.ids) and found[0] == 0
+        assert all(later - earlier in (0, 1) for earlier, later in zip(found, found[1:]))
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
+@pytest.mark.parametrize("kind", ["cafe", "chatml", "llama3", "plain", "sentencepiece"])
+def test_a_dialogue_is_read_back_from_its_ids(kind, tokenizer, tmp_path):
+    makers = {"cafe": lambda: tokenizer, "chatml": chatml_like, "llama3": llama3_like, "plain": gpt2_like}
+    made = makers[kind]() if kind in makers else sentencepiece_like(tmp_path)
+    made = complete(made, None)
+    for talk in (TALK[:1], TALK, [*TALK, {"role": "assistant", "content": "Of course."}, TALK[0]]):
+        ids = encode_prompt(made, talk)
+        assert messages_of(made, ids) == talk
+        assert messages_of(made, ids[:-1]) is None
+        assert encode_prompt(made, chat.as_prompt(made, ids[:-1])) == ids[:-1] or kind == "sentencepiece"
+
+
+def test_a_text_that_the_template_would_write_otherwise_is_no_dialogue():
+    made = complete(llama3_like(), None)  # its template trims what a message says
+    text = made.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    ids = made(text.replace("Hi there", " Hi there "), add_special_tokens=False)["input_ids"]
+    assert messages_of(made, ids) is None
+    assert encode_prompt(made, chat.as_prompt(made, ids)) == ids
+
+
+def test_the_summary_form_writes_what_the_training_data_says():
+    info = {"subreddit": "cooking", "title": "My bread", "post": "It never rises.\nWhy?"}
+    summaries = [{"text": "Flat bread."}, {"text": "Bread."}]
+    row = from_feedback({"info": info, "summaries": summaries, "choice": 0})
+    assert summary_prompt(*info.values()) == row["prompt"]
+    assert summary_fields(row["prompt"]) == tuple(info.values())
+    assert summary_fields("Guest: A tea.") is None
+
+
+def test_the_test_split_and_the_example_come_as_dialogues(cafe_data, tokenizer):
+    prompts = [chat.as_prompt(tokenizer, row["input_ids"].tolist()) for row in load_prompts(cafe_data, "test")]
+    assert len(prompts) == 12 and all(prompt[0]["role"] == "user" for prompt in prompts)
+    example = chat.as_prompt(tokenizer, chat.example_prompt(str(cafe_data)))
+    assert example == [{"role": "user", "content": "Could I get a large oat latte and two muffins, please?"}]
+
+
+def test_a_missing_or_damaged_example_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="example_prompt.pt does not exist"):
+        chat.example_prompt(str(tmp_path))
+    (tmp_path / "example_prompt.pt").write_bytes(b"no")
+    with pytest.raises(UsageError, match="example_prompt.pt is damaged"):
+        chat.example_prompt(str(tmp_path))
+
+
+def test_the_tokenizer_is_the_one_of_the_data(sft_dir, cafe_data):
+    shelf = chat.ModelCache([sft_dir], DEVICE)
+    own = load_tokenizer(cafe_data)
+    assert shelf.speaker("pretrained llama").tokenizer.get_vocab() == own.get_vocab()
+    assert shelf.speaker("pretrained llama").tokenizer.chat_template == own.chat_template

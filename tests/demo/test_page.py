@@ -1,0 +1,461 @@
+"""The page: what it does without a browser, eight people at once, and the real thing in headless Chromium."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, ROOT, environment, last_checkpoint, tiny_model
+from helpers.processes import PATIENCE, kept, started
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.parser import parse
+from lightrlhf.demo import session as desks
+from lightrlhf.demo.page import DemoArgs, build, serve, told
+from lightrlhf.demo.session import DemoBackend, asked, bubbles, filled, prompt_of
+from lightrlhf.demo.votes import read_votes
+from lightrlhf.rewards.scorers import as_text
+
+pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
+
+SFT, PPO = "rlhf-supervised-finetuning step 2", "rlhf-ppo step 1"
+SLIDERS = (16, True, 1.0, 0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def ppo_dir(cafe_data, sft_dir, rm_dir, logs):
+    from lightrlhf.ppo import main
+
+    flags = ["--max_steps", "1", "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--mini_batch_size", "4"]
+    flags += ["--micro_batch_size", "4", "--max_new_tokens", "16", "--temperature", "0.9", "--ngram", "3"]
+    flags += ["--eval_interval", "1", "--eval_iters", "1", "--actor_learning_rate", "1e-2", "--lr_warmup_steps", "0"]
+    models = ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir]
+    return main(["--data_dir", str(cafe_data), "--log_dir", str(logs), *models, *CPU, *flags])
+
+
+@pytest.fixture
+def desk(sft_dir, ppo_dir, tmp_path) -> DemoBackend:
+    return open_desk(sft_dir, ppo_dir, "--votes_file", str(tmp_path / "votes.jsonl"))
+
+
+def open_desk(*words: str) -> DemoBackend:
+    flags = ["--max_new_tokens", "16", "--accelerator", "cpu", "--experiment_dir"]
+    return DemoBackend.open(parse(DemoArgs, [*flags, *words]))
+
+
+def say(
+    desk: DemoBackend, text: str, turns: list = (), label: str = PPO, seed: int = 5, sliders: tuple = SLIDERS
+) -> list:
+    turns = [*turns, asked(text, prompt_of(list(turns), "dialogue", text, "", "", ""))]
+    *_, turns = desk.reply(turns, label, seed, *sliders)
+    return turns
+
+
+# -------------------------------------------------------------------------------------------------------------- chat
+def test_an_answer_grows_and_has_reward_kl_and_length(desk):
+    turns = [asked("A tea, please.", prompt_of([], "dialogue", "A tea, please.", "", "", ""))]
+    grown = list(desk.reply(turns, PPO, 5, *SLIDERS))
+    texts = [state[-1]["answer"].text for state in grown]
+    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+    judged = desk.judged(grown[-1], 1.0)
+    assert "reward " in judged[-1]["told"] and "KL " in judged[-1]["told"] and "tokens" in judged[-1]["told"]
+    assert bubbles(judged)[1]["content"].endswith(f"[{judged[-1]['told']}]")
+    shown = desk.tokens(judged, "as trained")
+    assert shown.count('class="token"') == len(judged[-1]["answer"].ids)
+    assert "segment 1" in shown and shown != desk.tokens(judged, "5")
+
+
+def test_a_second_turn_reads_the_whole_dialogue_and_regenerating_says_something_else(desk):
+    first = say(desk, "A tea, please.")
+    second = say(desk, "And a scone.", first)
+    roles = [message["role"] for message in second[-1]["answer"].prompt]
+    assert roles == ["user", "assistant", "user"]
+    assert second[-1]["answer"].prompt[1]["content"] == first[-1]["content"]
+    assert say(desk, "A tea, please.")[-1]["answer"].ids == first[-1]["answer"].ids  # the same seed
+    (*_, again) = desk.reply(second, PPO, 5, *SLIDERS)
+    assert len(again) == 4 and again[-1]["answer"].ids != second[-1]["answer"].ids
+
+
+def test_settings_restored_from_an_experiment(desk):
+    assert desk.settings_of(PPO) == [16, True, 0.9, 0, 1.0]
+    with pytest.raises(UsageError, match="this training did not sample"):
+        desk.settings_of(SFT)
+    with pytest.raises(ValueError, match="--top_p 2.0 must lie in"):
+        desk.settings(16, True, 1.0, 0, 2.0)
+
+
+def test_what_is_typed_becomes_the_prompt_of_its_form():
+    assert prompt_of([], "as written", " x", "", "", "") == " x"
+    post = prompt_of([], "summary", "", "r/cooking", " Bread ", "It is flat.")
+    assert post == "SUBREDDIT: r/cooking\nTITLE: Bread\nPOST: It is flat.\nTL;DR:"
+    assert filled(post) == ([], "summary", "", "cooking", "Bread", "It is flat.")
+    assert filled("x y") == ([], "as written", "x y", "", "", "")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    turns, form, text, *_ = filled(talk)
+    assert (form, text) == ("dialogue", "c") and prompt_of(turns, form, text, "", "", "") == talk
+    for form in desks.FORMS:
+        with pytest.raises(UsageError, match="is empty"):
+            prompt_of([], form, "  ", "", "", " ")
+
+
+def test_the_form_and_the_example_are_those_of_the_data(desk):
+    assert desk.form(PPO) == "dialogue"
+    assert as_text(desk.example(PPO)) == "Could I get a large oat latte and two muffins, please?"
+    assert len(desk.prompts(PPO, "test")) == 12 and desk.test_prompt(PPO)[0]["role"] == "user"
+
+
+# ------------------------------------------------------------------------------------------------------ side by side
+def test_side_by_side_ends_with_a_table(desk):
+    names = desk.shelf.newest()
+    assert names == ["pretrained llama", SFT, PPO]
+    *growing, (texts, table) = desk.beside(names, "Guest: A tea.\nBarista:", 3, *SLIDERS)
+    assert growing[-1] == [texts, []] and len(texts) == 3
+    assert [row[0] for row in table] == names
+    assert [row[2] == "–" for row in table] == [True, False, False]
+    assert all(row[1] != "–" and row[4] in ("cut", "ended") for row in table)
+    for wrong in (names[:1], names * 2):
+        with pytest.raises(UsageError, match="choose 2 to 4 models"):
+            list(desk.beside(wrong, "x", 3, *SLIDERS))
+
+
+# ----------------------------------------------------------------------------------------------------- compare blind
+def test_pairs_are_blind_the_same_for_all_and_voted_on_once(desk):
+    shared = open_desk(*desk.args.experiment_dir, "--overlap", "1", "--votes_file", str(desk.votes_file))
+    order = set()
+    for number in range(6):
+        pair = shared.next_pair(SFT, PPO, "ada")
+        other = shared.next_pair(PPO, SFT, f"grace {number}")
+        if number == 0:
+            assert pair["pair"] == other["pair"] and sorted(pair["responses"]) == sorted(other["responses"])
+        order.add(tuple(pair["models"]))
+        assert shared.vote(pair, "A", "short") and not shared.vote(pair, "B", "")
+    assert len(order) == 2  # now one, now the other is shown first
+    votes = read_votes(shared.votes_file)
+    assert len({vote["pair"] for vote in votes}) == 6 == len(votes)
+    table, line = shared.counted()
+    assert table[0][2:4] == [6, 6] and "Votes in" in line
+    with pytest.raises(UsageError, match="no pair to judge"):
+        shared.vote(None, "A", "")
+
+
+def test_what_a_rater_must_say_first(desk):
+    for one, other, rater, says in ((SFT, PPO, " ", "your name"), (SFT, SFT, "ada", "two different models")):
+        with pytest.raises(UsageError, match=says):
+            desk.next_pair(one, other, rater)
+    desk = open_desk(*desk.args.experiment_dir, "--split", "test", "--votes_file", str(desk.votes_file))
+    for _ in range(12):
+        desk.vote(desk.next_pair(SFT, PPO, "ada"), "skip", "")
+    with pytest.raises(UsageError, match="judged every pair"):
+        desk.next_pair(SFT, PPO, "ada")
+
+
+# -------------------------------------------------------------------------------------------------------------- runs
+def test_runs_have_curves_samples_and_a_card(desk):
+    assert list(desk.runs()) == ["rlhf-supervised-finetuning", "rlhf-ppo", "rlhf-reward-modelling"]
+    rows = desk.metrics(["rlhf-ppo", "rlhf-reward-modelling"])
+    assert "objective/kl" in rows["rlhf-ppo"][0] and rows["rlhf-reward-modelling"]
+    samples = desk.samples("rlhf-ppo")
+    assert samples and samples[0][0] == 1 and samples[0][1].startswith("Guest:")
+    assert desk.card("rlhf-ppo").startswith("# rlhf-ppo") and desk.card(None) == "" and desk.samples(None) == []
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_whatever_goes_wrong_is_one_line_that_stays_on_the_page(grows, capsys):
+    import gradio
+
+    def once(problem: Exception) -> None:
+        raise problem
+
+    def growing(problem: Exception):
+        yield 1
+        raise problem
+
+    function = told(gradio, growing if grows else once)
+    for problem, line in ((UsageError("a <b> c"), "a &lt;b&gt; c"), (KeyError("x"), "KeyError: 'x'")):
+        with pytest.raises(gradio.Error) as shown:
+            list(function(problem))
+        assert shown.value.message == line and shown.value.duration is None
+    assert capsys.readouterr().err.count("Traceback") == 1  # only of what nobody foresaw
+
+
+# ------------------------------------------------------------------------------------------------ a server, a browser
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, sft_dir, ppo_dir, tokenizer):
+    """Folders of a server: two experiments, one whose checkpoint is damaged, and a model that never ends by itself."""
+    folder = tmp_path_factory.mktemp("served")
+    damaged = Path(shutil.copytree(sft_dir, folder / "damaged"))
+    (last_checkpoint(damaged) / "model.safetensors").write_bytes(b"nothing")
+    told = json.loads((damaged / "args.json").read_text()) | {"experiment_name": "damaged"}
+    (damaged / "args.json").write_text(json.dumps(told))
+    save_endless(folder / "endless", tokenizer)
+    flags = ["--experiment_dir", damaged, folder / "endless", sft_dir, ppo_dir, "--votes_file", folder / "votes.jsonl"]
+    flags += ["--max_new_tokens", 40, "--overlap", 1, "--accelerator", "cpu", "--max_models", 3]
+    return {"votes": folder / "votes.jsonl", "flags": [str(flag) for flag in flags], "servers": []}
+
+
+def save_endless(folder: Path, tokenizer) -> None:
+    """A model with room for thousands of tokens that hardly ever says the end token, slow for a browser to keep up."""
+    changes = {
+        "num_hidden_layers": 24,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 4096,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    model = tiny_model("llama", pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **changes)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+        model.lm_head.weight[tokenizer.eos_token_id] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def server(world):
+    """Starts the program, or gives the one that runs; ends it in the end."""
+
+    def running() -> str:
+        if not world["servers"] or world["servers"][-1].poll() is not None:
+            world["port"] = free_port()
+            command = [sys.executable, "-m", "lightrlhf.demo", "--port", str(world["port"]), *world["flags"]]
+            options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "text": True}
+            process = opened.enter_context(started(command, **options))
+            kept.add(process.pid)
+            world["servers"].append(process)
+            assert "the page is at http://127.0.0.1" in process.stdout.readline()
+        return f"http://127.0.0.1:{world['port']}"
+
+    with contextlib.ExitStack() as opened:
+        yield running
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_eight_people_at_once_each_have_their_own_dialogue(server, desk):
+    from gradio_client import Client
+
+    orders = [f"I am number {n}, a tea, please." for n in range(8)]
+    heard: dict[int, list[str]] = {}
+
+    def visit(number: int) -> None:
+        client = Client(server(), verbose=False)
+        client.predict("dialogue", orders[number], "", "", "", api_name="/ask")
+        client.predict(PPO, 5, *SLIDERS, api_name="/answer")
+        client.predict("dialogue", f"And {number} scones.", "", "", "", api_name="/ask")
+        window = client.predict(PPO, 5, *SLIDERS, api_name="/answer")
+        heard[number] = ["".join(part["text"] for part in message["content"]) for message in window]
+
+    server()
+    visitors = [threading.Thread(target=visit, args=(number,), daemon=True) for number in range(8)]
+    for visitor in visitors:
+        visitor.start()
+    for visitor in visitors:
+        visitor.join(PATIENCE)
+    for number, order in enumerate(orders):
+        alone = say(desk, f"And {number} scones.", say(desk, order))
+        assert heard[number] == [turn["content"] for turn in alone]
+
+
+def test_a_password_keeps_others_out(desk, tmp_path):
+    import httpx
+
+    (tmp_path / "secret").write_text("sésame\n")
+    flags = ["--experiment_dir", *desk.args.experiment_dir, "--password_file", str(tmp_path / "secret")]
+    args = parse(DemoArgs, [*flags, "--port", str(free_port()), "--accelerator", "cpu"])
+    page = build(desk)
+    serve(page, args)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=PATIENCE) as client:
+            assert client.get("/config").status_code == 401
+            for password, status in (("sesame", 400), ("", 422), ("sésame", 200)):
+                said = client.post("/login", data={"username": "ada", "password": password})
+                assert said.status_code == status
+            assert client.get("/config").status_code == 200
+            assert client.get(f"/gradio_api/file={tmp_path / 'secret'}").status_code in (403, 404)
+    finally:
+        page.close()
+
+
+def test_a_port_that_is_taken_is_named(desk):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        args = dataclasses.replace(desk.args, port=taken.getsockname()[1])
+        with pytest.raises(UsageError, match=f"--port {args.port} on 127.0.0.1 cannot be served on"):
+            serve(build(desk), args)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[test]'")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no browser is installed; on Debian: apt-get install chromium")
+    quiet = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags = [*quiet.split(), "--disable-component-update", "--disable-sync"]
+    with playwright.sync_playwright() as driver:
+        program = driver.chromium.launch(executable_path=program, args=flags)
+        yield program
+        program.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, just opened; it may ask for nothing that is not on this machine, and no script of it may fail."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    asked_for, failures = [], []
+    opened.on("request", lambda request: asked_for.append(request.url))
+    opened.on("pageerror", lambda problem: failures.append(str(problem)))
+    opened.set_default_timeout(PATIENCE * 1000)
+    opened.goto(server())
+    opened.get_by_role("tab", name="Chat").wait_for()
+    yield opened
+    opened.close()
+    assert not [url for url in asked_for if not url.startswith(("http://127.0.0.1:", "data:", "blob:"))]
+    assert not failures
+
+
+def choose(page, label: str, value: str) -> None:
+    """Pick an entry of a dropdown."""
+    page.get_by_label(label, exact=True).click()
+    page.get_by_role("option", name=value, exact=True).click()
+
+
+def press(page, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def message_of(page):
+    """The box to write into, of the tab that is seen."""
+    return page.get_by_placeholder("Type and send").locator("visible=true")
+
+
+def answers(page) -> list[str]:
+    return page.locator(".bot.message").all_inner_texts()
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.05)
+
+
+def test_chat_in_a_browser(page):
+    press(page, "Load example")
+    message = message_of(page)
+    wait_for(lambda: message.input_value() == "Could I get a large oat latte and two muffins, please?")
+    press(page, "Send")
+    page.get_by_text("reward ").wait_for()
+    (first,) = answers(page)
+    assert "KL " in first and "tokens" in first and message.input_value() == ""
+    page.get_by_text("Tokens of the last answer").click()
+    press(page, "Show tokens")
+    page.locator(".token").first.wait_for()
+    message.fill("And a scone.")
+    message.press("Enter")
+    wait_for(lambda: ["reward " in answer for answer in answers(page)] == [True, True])
+    second = answers(page)[1]
+    press(page, "Regenerate")
+    wait_for(lambda: answers(page)[1:] not in ([], [second]))
+    wait_for(lambda: ["reward " in answer for answer in answers(page)] == [True, True])
+    assert answers(page)[0] == first
+    press(page, "Clear")
+    wait_for(lambda: not answers(page))
+
+
+def test_a_stream_is_seen_growing_and_stops(page):
+    choose(page, "Model", "endless")
+    page.get_by_text("Generation settings").first.click()
+    page.get_by_label("number input for max_new_tokens").first.fill("1000")
+    page.get_by_label("number input for max_new_tokens").first.press("Enter")
+    message_of(page).fill("Say something long.")
+    press(page, "Send")
+    wait_for(lambda: answers(page) and answers(page)[0].strip())
+    before = answers(page)[0]
+    wait_for(lambda: len(answers(page)[0]) > len(before))
+    press(page, "Stop")
+    page.get_by_text("tokens, cut").wait_for()
+    stopped = answers(page)[0]
+    time.sleep(0.5)
+    assert answers(page)[0] == stopped and int(stopped.rpartition(" tokens")[0].split()[-1].strip("[")) < 1000
+
+
+def test_a_bad_checkpoint_is_a_message_and_the_page_goes_on(page):
+    choose(page, "Model", "damaged step 2")
+    message_of(page).fill("A tea, please.")
+    press(page, "Send")
+    page.get_by_text("is damaged (model.safetensors is not what was written)").wait_for()
+    choose(page, "Model", SFT)
+    press(page, "Regenerate")
+    page.get_by_text("KL ").wait_for()
+    assert len(answers(page)) == 1
+
+
+def test_side_by_side_in_a_browser(page):
+    page.get_by_role("tab", name="Side by side").click()
+    message_of(page).fill("A tea, please.")
+    for _ in range(2):  # the damaged and the endless one; the others are left
+        page.get_by_role("button", name="Remove").nth(0).click()
+    press(page, "Ask all")
+    page.get_by_role("gridcell", name="cut").or_(page.get_by_role("gridcell", name="ended")).first.wait_for()
+    shown = page.get_by_role("gridcell").all_inner_texts()
+    assert SFT in " ".join(shown) and PPO in " ".join(shown)
+
+
+def test_two_raters_vote_a_double_click_counts_once_and_all_is_there_after_a_kill(page, browser, server, world):
+    other = browser.new_page()
+    other.goto(server())
+    for visitor, rater in ((page, "ada"), (other, "grace")):
+        visitor.get_by_role("tab", name="Compare blind").click()
+        visitor.get_by_label("Your name").fill(rater)
+        press(visitor, "Next pair")
+    for visitor in (page, other):
+        wait_for(lambda visitor=visitor: visitor.get_by_label("Answer A").input_value())
+    assert (
+        page.get_by_label("Prompt", exact=True).input_value() == other.get_by_label("Prompt", exact=True).input_value()
+    )
+    page.get_by_label("Comment (optional)").fill("politer")
+    page.get_by_role("button", name="A is better").dblclick()
+    press(other, "Tie")
+    wait_for(lambda: len(read_votes(world["votes"])) == 2)
+    wait_for(lambda: other.get_by_label("Answer A").input_value())
+    world["servers"][-1].kill()
+    world["servers"][-1].wait(PATIENCE)
+    with world["votes"].open("a") as file:
+        file.write('{"pair": "half a li')
+    page.goto(server())
+    page.get_by_role("tab", name="Compare blind").click()
+    page.get_by_text("Two or more judged 1 pairs").wait_for()
+    page.get_by_label("Your name").fill("ada")
+    press(page, "Next pair")
+    wait_for(lambda: page.get_by_label("Answer A").input_value())
+    press(page, "Skip")
+    wait_for(lambda: len(read_votes(world["votes"])) == 3)
+    votes = read_votes(world["votes"])
+    assert [(vote["rater"], vote["comment"]) for vote in votes if vote["rater"] == "ada"] == [
+        ("ada", "politer"),
+        ("ada", ""),
+    ]
+    assert len({vote["pair"] for vote in votes}) == 2
+
+
+def test_runs_in_a_browser(page):
+    page.get_by_role("tab", name="Runs").click()
+    page.locator("canvas, svg.marks").first.wait_for()
+    page.get_by_role("gridcell").filter(has_text="Guest:").first.wait_for()
+    page.get_by_text("Model card").click()
+    page.get_by_text("Trained by").first.wait_for()

@@ -1,0 +1,142 @@
+"""Votes: written once however often and from wherever they come, counted as they should be, never lost by a kill."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import ROOT, environment
+from helpers.processes import PATIENCE, started
+from helpers.votes import vote
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.demo.session import next_index
+from lightrlhf.demo.votes import agreement, append_vote, preferred, read_votes, tally
+from lightrlhf.maths.ops import wilson_interval
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+def test_a_double_click_is_one_vote_and_the_first_one_stays(tmp_path):
+    file = tmp_path / "new" / "votes.jsonl"
+    assert append_vote(file, vote(verdict="A"))
+    assert not append_vote(file, vote(verdict="B"))
+    assert append_vote(file, vote(verdict="B", rater="grace"))
+    assert [row["verdict"] for row in read_votes(file)] == ["A", "B"]
+
+
+def test_threads_and_another_process_write_whole_rows_once_each(tmp_path):
+    file = tmp_path / "votes.jsonl"
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from helpers.votes import vote
+from lightrlhf.demo.votes import append_vote
+print("ready", flush=True)
+for number in range(30):
+    append_vote({str(file)!r}, vote(number, rater="both", comment="x" * 3000))
+"""
+    with started([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        with ThreadPoolExecutor(8) as pool:
+            votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # each eight times at once
+            written = list(pool.map(lambda row: append_vote(file, row), votes))
+        assert child.wait(PATIENCE) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({(row["rater"], row["prompt"]) for row in rows}) == len(rows) == 45
+    assert 15 <= sum(written) <= 30 and {row["rater"] for row in rows} == {"both", "here"}
+
+
+def test_a_vote_cut_by_a_kill_is_left_out_and_overwritten(tmp_path):
+    file = tmp_path / "votes.jsonl"
+    append_vote(file, vote(0))
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[: len(whole) // 2])
+    assert len(read_votes(file)) == 1
+    append_vote(file, vote(1))
+    assert file.read_bytes().startswith(whole) and [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(read_votes(file)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{}", "row 1 is no vote: it has no 'pair'"),
+        ("[]", "row 1 is no vote"),
+        (json.dumps(vote(verdict="C")), "row 1 is no vote of A, B, tie or skip"),
+        ("no\n{}", "line 1 is not JSON"),
+    ],
+)
+def test_what_is_no_vote_is_named(tmp_path, line, says):
+    file = tmp_path / "votes.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=says):
+        read_votes(file)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        append_vote(tmp_path / "file" / "votes.jsonl", vote())
+    assert read_votes(tmp_path / "none.jsonl") == []
+
+
+# ---------------------------------------------------------------------------------------------------------- counting
+def test_the_tally_counts_models_not_places(tmp_path):
+    votes = [vote(0, "A"), vote(1, "A", swapped=True), vote(2, "B"), vote(3, "tie"), vote(4, "skip")]
+    (row,) = tally(votes)
+    assert (row["model"], row["against"]) == ("ppo", "sft")
+    assert [row[name] for name in ("pairs", "votes", "wins", "ties", "losses")] == [4, 4, 2, 1, 1]
+    assert row["win_rate"] == 2.5 / 4 and row["win_rate_interval"] == wilson_interval(2.5, 4)
+    assert row["prefers_shown_first"] == 2 / 3
+
+
+def test_a_pair_that_many_have_seen_counts_once():
+    votes = [vote(0, "B", rater=name) for name in "abc"] + [vote(1, "A", rater="a")]
+    (row,) = tally(votes)
+    assert row["pairs"] == 2 and row["votes"] == 4 and row["win_rate"] == 0.5
+    assert preferred(votes[:3]) == 0 and preferred(votes[3:]) == 1
+    assert preferred([vote(0, "A", rater="a"), vote(0, "B", rater="b")]) is None
+    assert preferred([vote(0, "A", rater="a"), vote(0, "A", swapped=True, rater="b")]) is None
+    assert preferred([vote(0, "B", rater="a"), vote(0, "tie", rater="b")]) == 0
+
+
+def test_agreement_is_krippendorffs_alpha():
+    """Two raters, binary values, 10 units: Krippendorff (2011, section A) finds 0.095."""
+    said = {"a": "0100000000", "b": "1110010010"}
+    votes = [vote(n, "AB"[int(value)], rater=rater) for rater, row in said.items() for n, value in enumerate(row)]
+    found = agreement([*votes, vote(99, "A", rater="a"), vote(98, "skip"), vote(98, "skip", rater="b")])
+    assert found["pairs"] == 10 and found["equal"] == pytest.approx(0.6)
+    assert found["alpha"] == pytest.approx(0.095, abs=5e-4)
+
+
+def test_agreement_is_one_when_all_agree_and_nothing_without_a_choice():
+    votes = [vote(n, verdict, rater=rater) for n, verdict in enumerate(["A", "B", "tie"]) for rater in "abc"]
+    assert agreement(votes)["alpha"] == 1
+    assert agreement([vote(0, "A", rater=rater) for rater in "ab"])["alpha"] is None
+    assert agreement([vote(0)]) == {"pairs": 0, "equal": None, "alpha": None}
+
+
+def test_raters_who_guess_agree_by_chance_only():
+    rng = random.Random(0)
+    votes = [vote(n, rng.choice(["A", "B", "tie"]), rater=rater) for n in range(400) for rater in "abc"]
+    assert abs(agreement(votes)["alpha"]) < 0.06
+
+
+def test_raters_share_some_pairs_and_part_the_others():
+    models, votes = ["ppo", "sft"], []
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+    for _ in range(40):
+        for rater, indices in seen.items():
+            index = next_index(40, votes, models, rater, overlap=0.25, seed=1)
+            if index is not None:
+                indices.append(index)
+                votes.append(vote(index, "skip", rater=rater, index=index))
+    assert len(set(seen["a"]) & set(seen["b"])) == 10
+    assert set(seen["a"]) | set(seen["b"]) == set(range(40))
+    assert all(len(indices) == len(set(indices)) for indices in seen.values())
+    assert next_index(40, votes, ["other", "sft"], "a", 0.25, 1) is not None
+    assert next_index(40, votes, models, "c", 0.0, 1) is None

@@ -1,0 +1,167 @@
+"""The client of OpenAI-compatible servers: a scripted one that misbehaves, and a real `transformers serve`."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+
+import pytest
+from helpers.processes import PATIENCE
+from helpers.servers import Scripted, half_closed, silent, status
+
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
+
+
+def client(*servers: Scripted, **options) -> Servers:
+    args = RemoteArgs(
+        base_url=[s.url for s in servers], **{"request_timeout": PATIENCE, "health_timeout": PATIENCE, **options}
+    )
+    return Servers(args, "tiny", first_wait=0.01)
+
+
+def prompts(*texts: str) -> list[dict]:
+    return [{"prompt": text} for text in texts]
+
+
+def test_replies_keep_the_order_and_no_more_requests_are_out_than_allowed(serve):
+    slow = {str(n): [lambda h: time.sleep(0.02) or h.send(500, {})] for n in range(40)}
+    one, two = serve(slow), serve(slow)
+    with client(one, two, max_workers=3) as servers:
+        replies = list(servers.replies(prompts(*map(str, range(40)))))
+    assert replies == [Reply(f"{n}!") for n in range(40)]
+    out = [(when, change) for span in one.spans + two.spans for when, change in zip(span, (1, -1))]
+    assert 1 < max(itertools.accumulate(change for _, change in sorted(out))) <= 3
+    assert min(len(one.asked), len(two.asked)) >= 18
+
+
+def test_chat_and_plain_completions_and_what_stopped_them(serve):
+    server = serve()
+    with client(server) as servers:
+        chat, plain = servers.replies([{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "long"}])
+    assert chat == Reply("hi!", truncated=False) and plain == Reply("long!", truncated=True)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        status(429, Retry_After="0.05"),
+        status(429, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
+        status(503),
+        status(200, b"<html>gateway</html>"),
+        status(200, {"choices": []}),
+        status(200, {"choices": [{"message": None, "text": None}]} | {"choices": None}),
+        half_closed,
+        silent,
+    ],
+    ids=["429", "429 until a date", "503", "html", "no choice", "null", "half closed", "time-out"],
+)
+def test_what_may_pass_is_tried_again(serve, failure):
+    server = serve({"a": [failure, failure]})
+    with client(server, request_timeout=2.0 if failure is silent else PATIENCE) as servers:
+        assert list(servers.replies(prompts("a", "b"))) == [Reply("a!"), Reply("b!")]
+    assert server.asked["a"] == 3 and server.asked["b"] == 1
+
+
+def test_retry_after_is_waited_for(serve):
+    server = serve({"a": [status(429, Retry_After="0.5")]})
+    began = time.monotonic()
+    with client(server) as servers:
+        assert next(servers.replies(prompts("a"))) == Reply("a!")
+    assert time.monotonic() - began >= 0.5
+
+
+def test_a_request_goes_on_to_a_server_that_works(serve):
+    dead, alive = serve({"a": [half_closed] * 99, "b": [half_closed] * 99}), serve()
+    with client(dead, alive) as servers:
+        assert [r.text for r in servers.replies(prompts("a", "b"))] == ["a!", "b!"]
+
+
+def test_giving_up_is_one_line_that_names_the_server(serve):
+    server = serve({"b": [status(500, {"error": "on\nfire"})] * 9})
+    with client(server, max_attempts=3) as servers:
+        replies = servers.replies(prompts("a", "b", "c"))
+        assert next(replies) == Reply("a!")
+        with pytest.raises(RunFailure, match=rf"{server.url} failed 3 times, at last with: status 500: on fire;"):
+            next(replies)
+
+
+def test_a_request_that_is_refused_is_told_and_the_others_go_on(serve):
+    server = serve({"b": [status(400, {"detail": "too long"})]})
+    with client(server) as servers:
+        assert [r.error for r in servers.replies(prompts("a", "b", "c"))] == [None, "status 400: too long", None]
+
+
+def test_refusing_all_or_the_model_or_the_key_ends_it(serve):
+    everything = {str(n): [status(422, {"detail": "top_k?"})] for n in range(20)}
+    with client(serve(everything)) as servers, pytest.raises(RunFailure, match="every request: status 422: top_k?"):
+        list(servers.replies(prompts(*map(str, range(20)))))
+    with client(serve({"a": [status(404)]})) as servers, pytest.raises(RunFailure, match="status 404: no"):
+        list(servers.replies(prompts("a")))
+    with client(serve({"a": [status(401)]})) as servers, pytest.raises(RunFailure, match="set OPENAI_API_KEY"):
+        list(servers.replies(prompts("a")))
+
+
+def test_the_key_is_sent_and_never_told(serve, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server = serve({"b": [status(401)]})
+    with client(server) as servers:
+        list(servers.replies(prompts("a")))
+        with pytest.raises(RunFailure) as told:
+            list(servers.replies(prompts("b")))
+        assert "secret" not in str(told.value) + repr(servers.args)
+    assert server.headers_seen[0]["authorization"] == "Bearer sk-secret"
+
+
+def test_health_is_waited_for_and_asked_of_models_where_it_has_no_page(serve):
+    late, plain = serve(healthy_after=3), serve(health=False)
+    with client(late, plain) as servers:
+        servers.wait_until_healthy()
+    assert late.asked["/health"] == 4 and plain.asked["/v1/models"] == 1
+
+
+def test_a_server_that_never_comes_is_one_line():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    args = RemoteArgs(base_url=[url], health_timeout=0.2)
+    with (
+        Servers(args, "tiny", first_wait=0.05) as servers,
+        pytest.raises(RunFailure, match="did not answer within 0.2"),
+    ):
+        servers.wait_until_healthy()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://me:secret@host/v1"])
+def test_an_address_that_is_none_or_holds_a_password_is_refused(url):
+    with pytest.raises(ValueError, match="--base_url") as told:
+        RemoteArgs(base_url=[url]).check_remote()
+    assert "secret" not in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------------ a real server
+def test_transformers_serve_answers(transformers_serve):
+    url, model = transformers_serve
+    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=PATIENCE)
+    conversation = [{"role": "user", "content": "Two coffees, please."}]
+    options = {"max_tokens": 5, "temperature": 0.0}
+    with Servers(args, model) as servers:
+        servers.wait_until_healthy()
+        replies = list(servers.replies([{"prompt": "A tea", **options}, {"messages": conversation, **options}] * 2))
+    assert replies[:2] == replies[2:] and all(reply.text and reply.error is None for reply in replies)
+    assert all(reply.truncated for reply in replies)
+
+
+def test_generate_writes_what_transformers_serve_answers(transformers_serve, tmp_path):
+    from lightrlhf.generate import main
+    from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+
+    url, model = transformers_serve
+    chat = [{"role": "user", "content": "Two coffees, please."}]
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "A tea", "n": 1}, {"prompt": chat, "n": 2}])
+    flags = ["--rollout_engine", "openai", "--base_url", url, "--model_name", model, "--max_new_tokens", "4"]
+    flags += ["--prompts_file", str(tmp_path / "prompts.jsonl"), "--output_dir", str(tmp_path), "--accelerator", "cpu"]
+    rows = read_jsonl(main(flags)[0])
+    assert [(row["n"], row["prompt"]) for row in rows] == [(1, "A tea"), (2, chat)]
+    assert all(row["responses"][0] and row["truncated"] == [True] and "errors" not in row for row in rows)

@@ -1,0 +1,214 @@
+"""What several test files use: tiny models of many architectures, runs of programs, readers of experiment dirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from subprocess import PIPE
+
+import torch
+
+from helpers.processes import PATIENCE, started
+from lightrlhf.data.batch import Batch, response_batch
+from lightrlhf.models.roles import Policy, ScalarModel
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = ["--accelerator", "cpu", "--devices", "1"]
+CAFE_SIZES = ["--num_finetune", "60", "--num_preference", "60", "--num_prompts", "40"]
+CAFE_SIZES += ["--num_held_out", "12", "--num_held_out_pairs", "12", "--num_proc", "1"]
+VOCABULARY = 61
+
+SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+LLAMA = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"max_position_embeddings": 256}
+GPT2 = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+OPT = SMALL | {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+OPT |= {"num_attention_heads": 4, "max_position_embeddings": 256}
+GPT_NEO = SMALL | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+GPT_NEO |= {"window_size": 8, "max_position_embeddings": 256}
+FALCON = SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GEMMA2 = LLAMA | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 5.0}
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "opt": OPT,
+    "gpt_neo": GPT_NEO,
+    "gpt_neox": LLAMA,
+    "qwen2": LLAMA | {"num_key_value_heads": 2},
+    "qwen3": LLAMA | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma": LLAMA | {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": LLAMA | {"num_key_value_heads": 2, "sliding_window": 6, "head_dim": 8},
+    "gemma2": GEMMA2,
+    "phi": LLAMA,
+    "falcon": FALCON,
+    "bloom": SMALL | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+def tiny_model(architecture: str, scalar: bool = False, **changes):
+    """A Hugging Face model with random weights, large enough to make distributions peaked and mistakes visible."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(architecture, **(ARCHITECTURES[architecture] | changes))
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if scalar:
+        config.num_labels = 1
+    torch.manual_seed(1)
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_policy(architecture: str, **changes) -> Policy:
+    return Policy(tiny_model(architecture, **changes)).eval()
+
+
+def tiny_scalar(architecture: str, **changes) -> ScalarModel:
+    return ScalarModel(tiny_model(architecture, scalar=True, **changes)).eval()
+
+
+def save_model(architecture: str, folder: Path, tokenizer, **changes) -> Path:
+    """A Hugging Face folder with a tiny model that knows `tokenizer`'s ids; it holds no tokenizer."""
+    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    tiny_model(architecture, **(special | {"vocab_size": len(tokenizer)} | changes)).save_pretrained(folder)
+    return folder
+
+
+def rows_of(*lengths: int) -> list[list[int]]:
+    """Id lists of these lengths, without special tokens."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def left_padded(batch: Batch, pad_id: int = 0) -> Batch:
+    """The same rows of a right-padded batch with the padding in front."""
+    width = batch.input_ids.shape[1]
+    ids = torch.full_like(batch.input_ids, pad_id)
+    mask = torch.zeros_like(batch.attention_mask)
+    actions = torch.zeros_like(batch.action_mask)
+    for i, length in enumerate(batch.attention_mask.sum(1).tolist()):
+        ids[i, width - length :] = batch.input_ids[i, :length]
+        mask[i, width - length :] = True
+        actions[i, width - length :] = batch.action_mask[i, : length - 1]
+    return Batch(input_ids=ids, attention_mask=mask, action_mask=actions)
+
+
+def gradients(module) -> dict[str, torch.Tensor]:
+    """Gradients by name, taken off the module."""
+    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same_gradients(one: dict, other: dict, atol: float = 1e-6) -> None:
+    """`atol` is relative to the largest gradient of all, so that it means the same for every loss."""
+    assert one.keys() == other.keys()
+    scale = max(float(g.abs().max()) for g in one.values())
+    assert scale > 0
+    for name, gradient in one.items():
+        gap = float((gradient - other[name]).abs().max())
+        assert gap <= atol * max(scale, 1.0), f"{name}: {gap} apart, largest gradient {scale}"
+
+
+class RunOfOneStep:
+    """What a loop asks of `Run` within a step, on one rank; keeps the gradients instead of stepping."""
+
+    world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
+
+    def __init__(self, args, **modules) -> None:
+        self.args, self.modules, self.gradients = args, modules, {}
+
+    def total(self, value: float) -> float:
+        return float(value)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def shard(self, rows):
+        return list(rows)
+
+    def pad_passes(self, parts):
+        return list(parts)
+
+    def accumulate(self, module, enabled: bool):
+        return nullcontext()
+
+    def autocast(self):
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def optimize(self, name: str) -> float:
+        self.gradients[name] = gradients(self.modules[name])
+        return 0.0
+
+    def generator(self, *key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(sum(key))
+
+
+# ----------------------------------------------------------------------------------------------------------- programs
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+
+
+def run_program(module: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
+    """`python -m module flags…` in a process of its own."""
+    command = [sys.executable, "-m", module, *map(str, flags)]
+    with started(command, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    assert not check or process.returncode == 0, out + err
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, delay: float = 0.0) -> None:
+    """The same, killed `delay` seconds after the files of `pattern` in `folder` have more than `rows` lines.
+
+    -1 rows: as soon as there is such a file.
+    """
+    script = [str(ROOT / "tests" / "helpers" / "killed.py"), str(folder), pattern, str(rows), str(delay)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with started([sys.executable, *script, module, *map(str, flags)], cwd=ROOT, env=environment(), **quiet) as process:
+        status = process.wait(PATIENCE)
+    assert status == -signal.SIGKILL, f"ended by itself with {status}"
+
+
+def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl without what the clock says."""
+    lines = (Path(experiment_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def listing(folder: str | Path) -> list[str]:
+    """Every file below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def last_checkpoint(experiment_dir: str | Path) -> Path:
+    from lightrlhf.storage.checkpoint import checkpoints
+
+    return checkpoints(Path(experiment_dir))[-1]
+
+
+def weights(folder: str | Path) -> bytes:
+    """What a checkpoint holds: a whole model, or an adapter."""
+    return next(Path(folder).glob("*model.safetensors")).read_bytes()
+
+
+def mixed_batch() -> Batch:
+    """Three rows of mixed lengths, prompts of several tokens, pad = eos = 1."""
+    return response_batch(rows_of(3, 9, 1), [[*row, 1] for row in rows_of(6, 2, 4)], 1)

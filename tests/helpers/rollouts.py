@@ -1,0 +1,24 @@
+"""Rollouts of given prompts and responses."""
+
+from __future__ import annotations
+
+import torch
+
+from lightrlhf.data.batch import Rollout, response_batch
+
+EOS = 1
+
+
+def rollout_of(prompts, responses, pad_id=EOS, truncated=None, columns=None) -> Rollout:
+    batch = response_batch(prompts, responses, pad_id)
+    noise = torch.randn(2, *batch.action_mask.shape)
+    return Rollout(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        action_mask=batch.action_mask,
+        prompt_len=torch.tensor([len(prompt) for prompt in prompts]),
+        truncated=torch.tensor(truncated or [False] * len(prompts)),
+        logprobs=noise[0] * batch.action_mask,
+        ref_logprobs=noise[1] * batch.action_mask,
+        columns=columns or [{} for _ in prompts],
+    )

@@ -1,0 +1,130 @@
+"""SheepRL's own command lines, and the flags that howto/from_the_seeds.md says exist, through the real parsers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from helpers import ROOT
+from helpers.pages import args_class, commands_of, parse_flags
+
+PAGE = (ROOT / "howto" / "from_the_seeds.md").read_text(encoding="utf-8")
+SCRIPTS = {
+    "sheeprl/algos/rlhf/helpful_harmless/prepare_data.py": "datasets_prep.helpful_harmless.prepare_data",
+    "sheeprl/algos/rlhf/summarization/prepare_data.py": "datasets_prep.summarization.prepare_data",
+    "sheeprl/algos/rlhf/rlhf_sft.py": "lightrlhf.sft",
+    "sheeprl/algos/rlhf/rlhf_rm.py": "lightrlhf.rm",
+    "sheeprl/algos/rlhf/rlhf_ppo.py": "lightrlhf.ppo",
+}
+# As its users type them, without the comments behind the backslashes.
+SHEEPRL = r"""
+sheeprl/algos/rlhf/helpful_harmless/prepare_data.py --destination_dir=data/rlhf-helpful_harmless/mini-opt \
+    --tokenizer_name=facebook/opt-350m --max_length=256 --max_prompt_length=128 --remove_same_inputs=True \
+    --remove_same_responses=True --shuffle=True --validation_percentage=0.1 --stage=finetune
+sheeprl/algos/rlhf/helpful_harmless/prepare_data.py --destination_dir=data/rlhf-helpful_harmless/mini-opt \
+    --tokenizer_name=facebook/opt-350m --max_length=256 --max_prompt_length=128 --remove_same_inputs=True \
+    --remove_same_responses=True --shuffle=True --validation_percentage=0.1 --stage=preference
+sheeprl/algos/rlhf/summarization/prepare_data.py --destination_dir=data/rlhf-summarization/mini-opt \
+    --tokenizer_name=facebook/opt-350m --max_length=384 --max_prompt_length=256 --remove_same_inputs=False \
+    --remove_same_responses=True --shuffle=True --validation_percentage=0.1 --stage=finetune
+sheeprl/algos/rlhf/summarization/prepare_data.py --destination_dir=data/rlhf-summarization/mini-opt \
+    --tokenizer_name=facebook/opt-350m --max_length=384 --max_prompt_length=256 --remove_same_inputs=False \
+    --remove_same_responses=True --shuffle=True --validation_percentage=0.1 --stage=preference
+sheeprl/algos/rlhf/rlhf_sft.py --data_dir=data/rlhf-helpful_harmless/mini-opt --model_name=facebook/opt-350m \
+    --learning_rate=1e-5 --epochs=1 --lr_warmup_steps=200 --micro_batch_size=8 --mini_batch_size=8 \
+    --save_interval=1000 --eval_iters=100 --disable_dropout=False --finetune_mode=all --use_targets=False
+sheeprl/algos/rlhf/rlhf_rm.py --data_dir=data/rlhf-helpful_harmless/mini-opt --model_name=facebook/opt-350m \
+    --learning_rate=1e-5 --loss_type=per_sample --epochs=1 --lr_warmup_steps=200 --micro_batch_size=8 \
+    --mini_batch_size=8 --save_interval=1000 --eval_iters=100 --disable_dropout=False --finetune_mode=all
+sheeprl/algos/rlhf/rlhf_ppo.py --data_dir=data/rlhf-helpful_harmless/mini-opt --model_name=facebook/opt-350m \
+    --epochs=1 --micro_batch_size=4 --mini_batch_size=8 --rollout_size=16 --rollout_mini_batch_size=4 \
+    --save_interval=500 --eval_interval=50 --eval_iters=100 --disable_dropout=True --finetune_mode=all \
+    --sft_experiment_dir=logs/sft --rm_experiment_dir=logs/rm --actor_learning_rate=1e-6 \
+    --critic_learning_rate=1e-6 --ppo_epochs=1 --init_kl_coeff=0.02
+"""
+# Every flag of its args.py.
+FLAGS = """
+    log_dir data_dir seed epochs save_interval eval_interval log_interval eval_iters num_workers mini_batch_size
+    micro_batch_size gradient_clip_val weight_decay optimizer optimizer_eps optimizer_beta1 optimizer_beta2
+    experiment_name label_smoothing use_targets learning_rate lr_warmup_steps sft_experiment_dir loss_type rollout_size
+    rollout_mini_batch_size ppo_epochs normalize_rewards normalize_advantages adaptive_kl_coeff clip_rewards
+    reward_clip_value init_kl_coeff target_kl_coeff clip_coeff vf_coeff gae_gamma gae_lambd rm_experiment_dir
+    actor_learning_rate critic_learning_rate model_name embedding_dim_name transformer_name casual freeze_transformer
+    finetune_mode use_cache trust_remote_code load_in_8bit low_cpu_mem_usage disable_dropout lora_targets lora_rank
+    lora_alpha lora_dropout max_new_tokens num_beams do_sample top_k top_p temperature num_return_sequences
+    destination_dir tokenizer_name stage max_length max_prompt_length num_samples mask_prompt ignore_index
+    remove_same_responses remove_same_inputs minimum_response_length save_skipped_examples shuffle
+    validation_percentage experiment_dir use_pretrained
+"""
+PROGRAMS = [
+    *(
+        f"lightrlhf.{name}"
+        for name in (
+            "sft",
+            "rm",
+            "ppo",
+            "dpo",
+            "generate",
+            "annotate",
+            "online_dpo",
+            "refuel",
+            "reflect_rl",
+            "evaluate",
+            "judge",
+            "demo",
+            "plot",
+        )
+    ),
+    *(
+        f"datasets_prep.{name}.prepare_data"
+        for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs", "feedback")
+    ),
+    "datasets_prep.text_envs.make_tasks",
+]
+
+
+@pytest.mark.parametrize("command", commands_of(SHEEPRL), ids=lambda c: c.words[0].rpartition("/")[2])
+def test_sheeprls_commands_are_accepted_and_mean_what_they_say(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, *flags = command.words
+    args = parse_flags(SCRIPTS[script], flags, tmp_path)
+    for flag in flags:
+        name, value = flag.removeprefix("--").split("=")
+        given = getattr(args, name)
+        assert given == (type(given)(value) if type(given) in (int, float, str) else value == "True"), name
+
+
+def test_its_alias_of_the_model_name_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = parse_flags("lightrlhf.sft", ["--data_dir=d", "--model_name_or_path=facebook/opt-350m"], tmp_path)
+    assert args.model_name == "facebook/opt-350m"
+
+
+def test_the_page_names_each_of_its_scripts_and_flags():
+    for script, module in SCRIPTS.items():
+        assert f"| `{script}` | `python -m {module}` |" in PAGE
+    named = {name for theirs, *_ in rows() for name in re.findall(r"`--(\w+)", theirs)}
+    typed = {flag[2:].partition("=")[0] for command in commands_of(SHEEPRL) for flag in command.words[1:]}
+    assert not (typed | set(FLAGS.split())) - named
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith("|-")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_flags_that_stayed_exist_and_flags_that_went_do_not():
+    ours = {field.name for module in PROGRAMS for field in dataclasses.fields(args_class(module))}
+    aliases = {"model_name_or_path"}
+    checked = 0
+    for theirs, here, *_ in rows():
+        names = re.findall(r"`--(\w+)", theirs)
+        if here in ("gone", "not yet"):
+            assert not [name for name in names if name in ours], theirs
+        elif here == "same":
+            assert not [name for name in names if name not in ours | aliases], theirs
+        for name in re.findall(r"--(\w+)", here):
+            assert name in ours, f"{theirs}: --{name} is no flag of ours"
+        checked += len(names)
+    assert checked > 80

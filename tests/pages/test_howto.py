@@ -1,0 +1,272 @@
+"""The documented commands run, at tiny size; the pages name the metrics that are logged and the flags that exist."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import CAFE_SIZES, CPU, ROOT, save_model
+from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags
+from helpers.votes import STARTS, cast
+
+from lightrlhf.plot import read_metrics
+
+ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
+LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
+ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_responses", "4"]
+ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
+ACT = ["--max_steps", "1", "--rollout_size", "4", "--num_envs", "4", "--eval_interval", "1", "--levels", "full", *CPU]
+EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"]
+TINY = {  # what makes a documented command small; appended, so that it wins
+    "datasets_prep.cafe.prepare_data": CAFE_SIZES,
+    "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
+    "datasets_prep.feedback.prepare_data": ["--num_proc", "1"],
+    "lightrlhf.sft": LEARN,
+    "lightrlhf.rm": LEARN,
+    "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
+    "lightrlhf.dpo": LEARN,
+    "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.judge": ["--accelerator", "cpu"],
+    "lightrlhf.annotate": ["--accelerator", "cpu"],
+    "lightrlhf.online_dpo": ONLINE,
+    "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.reflect_rl": ACT,
+    "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
+    "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
+    "rloo": [*LEARN, "--max_new_tokens", "6"],
+}
+SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
+DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
+    """A folder as the pages find it: the café's data and base model, one experiment of each algorithm."""
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copytree(cafe_data, folder / "data" / "cafe" / "tiny")
+    base = folder / "datasets_prep" / "cafe" / "base"
+    save_model("llama", base, tokenizer)
+    tokenizer.save_pretrained(base)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "secret.txt").write_text("a password")
+    cast(folder / "feedback" / "votes.jsonl", [f"{start}, please, number {n}." for start in STARTS for n in range(8)])
+    for experiment in (sft_dir, rm_dir):
+        target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
+        shutil.copytree(experiment, target)
+    data = ["--data_dir", str(folder / "data" / "cafe" / "tiny"), "--log_dir", str(folder / "logs")]
+    scored = ["--rm_experiment_dir", rm_dir]
+    for name, models in (("ppo", scored), ("dpo", []), ("online_dpo", scored)):
+        program = importlib.import_module(f"lightrlhf.{name}")
+        program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
+    reflect_rl = importlib.import_module("lightrlhf.reflect_rl")
+    reflect_rl.main([*data, "--sft_experiment_dir", sft_dir, *ACT, *EVERYTHING])
+    return folder
+
+
+@pytest.fixture
+def working_dir(furnished, tmp_path, monkeypatch):
+    """A copy of that folder of a page's own, in which its commands run; what they import goes with it."""
+    folder = shutil.copytree(furnished, tmp_path / "work", symlinks=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATA_PAGES], ids=title)
+def test_the_commands_of_a_page(page, working_dir):
+    text = page.read_text(encoding="utf-8")
+    save_modules(text, working_dir)
+    variables: dict[str, str] = {}
+    for body, parse_only in blocks(text, "bash"):
+        for command in commands_of(body, parse_only):
+            try:
+                follow(command, variables, working_dir)
+            except BaseException as problem:
+                raise AssertionError(f"{title(page)}: {command.line}\n{type(problem).__name__}: {problem}") from problem
+
+
+def follow(command, variables: dict[str, str], folder: Path) -> None:
+    """Run one command of a page, or parse it only, or check that what it calls is there."""
+    if assigned := re.fullmatch(r"([A-Z]+)=(.*)", command.line):
+        here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in an activated one
+        line = ["bash", "-c", f"printf %s {assigned[2]}"]
+        done = subprocess.run(line, cwd=folder, env=here, capture_output=True, text=True)
+        variables[assigned[1]] = done.stdout or "logs/not/there/yet"
+        assert command.parse_only or done.stdout, f"{assigned[2]} names nothing"
+        return
+    words = [re.sub(r"\$\{?(\w+)\}?", lambda name: variables.get(name[1], name[1].lower()), w) for w in command.words]
+    if words[0].startswith("lightrlhf-"):
+        words = ["python", "-m", words[0].replace("lightrlhf-", "lightrlhf.").replace("-", "_"), *words[1:]]
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
+    if words[:2] == ["python", "-m"]:
+        words, output = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
+        if "--print_completion" in words:
+            return  # test_completion_is_printed_for_the_console_script
+        if command.parse_only:
+            parse_flags(words[2], words[3:], folder)
+        else:
+            run(words[2], words[3:], output and folder / output)
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]}"
+    elif words[0].startswith("examples/"):
+        assert (ROOT / words[0]).stat().st_mode & 0o100, f"{words[0]} cannot be executed"
+    else:
+        assert words[0] in SHELL, f"what is {words[0]}?"
+
+
+def run(module: str, flags: list[str], output: Path | None) -> None:
+    """A program's main in this process, at tiny size; its printed lines into `output`."""
+    program = importlib.import_module(module)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        try:
+            program.main([*flags, *([] if output or "--help" in flags else TINY.get(module, []))])
+        except SystemExit as stop:
+            assert not stop.code, f"exit status {stop.code}"
+    if output:
+        output.write_text(shown.getvalue())
+
+
+def save_modules(text: str, folder: Path) -> None:
+    """The Python files that a page tells to save: each is named shortly before its block."""
+    for named in re.finditer(r"`(\w+\.py)`((?:(?!```).){0,200}?)\n\n```python\n(.*?)^```", text, re.M | re.S):
+        (folder / named[1]).write_text(named[3])
+
+
+def test_the_python_of_runs_and_checkpoints(working_dir, capsys):
+    text = (ROOT / "howto" / "runs_and_checkpoints.md").read_text(encoding="utf-8")
+    snippets = [body for body, _ in blocks(text, "python")]
+    printed = []
+    for number, body in enumerate(snippets):
+        (working_dir / f"snippet_{number}.py").write_text(body)
+        runpy.run_path(str(working_dir / f"snippet_{number}.py"))
+        printed.append(capsys.readouterr().out)
+    answer, score = printed
+    assert answer.startswith("Guest: Could I get a large oat latte, please?\nBarista:")
+    assert abs(float(score)) < 100
+
+
+def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for script in (ROOT / "examples").glob("*.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
+        ours = [line for line in script.read_text().replace("\\\n", " ").splitlines() if line.startswith("$PYTHON -m")]
+        assert ours
+        for command in commands_of("\n".join(ours).replace("$PYTHON", "python")):
+            words = [word.replace("$", "") for word in command.words]
+            parse_flags(words[2], words[3:], tmp_path)
+
+
+def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
+    sft = importlib.import_module("lightrlhf.sft")
+    model = ["--model_name", "datasets_prep/cafe/base"]
+    experiment = sft.main(["--data_dir", "data/cafe/tiny", "--log_dir", "logs", *model, *TINY["lightrlhf.sft"]])
+    card = Path(experiment, "README.md").read_text()
+    assert "| val/loss |" in card
+    assert sft.main(["--resume_from", experiment]) == experiment
+    assert Path(experiment, "README.md").read_text() == card
+
+
+def test_completion_is_printed_for_the_console_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/lightrlhf-sft", "--print_completion", "shtab-bash"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("lightrlhf.sft").main()
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith(" lightrlhf-sft")
+    assert "--label_smoothing" in printed
+
+
+# ---------------------------------------------------------------------------------------------- metrics, flags, links
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
+    name = args_class(f"lightrlhf.{algorithm}").experiment_name
+    (experiment,) = (furnished / "logs" / name / "cafe" / "tiny").iterdir()
+    logged = {name for row in read_metrics(str(experiment)) for name in row} - {"step"}
+    page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
+    table = page.split("## Metrics")[1].split("\n## ")[0]
+    explained = set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE))
+    assert explained == logged
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "refuel"])
+def test_every_flag_of_its_own_is_explained(algorithm):
+    from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs
+
+    shared = {f.name for base in (TrainArgs, ModelArgs, GenerationArgs) for f in dataclasses.fields(base)}
+    if algorithm == "online_dpo":
+        shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
+    own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
+    page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
+    assert not {name for name in own if f"`--{name}`" not in page}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_flags_named_in_the_words_of_a_page_exist(page):
+    modules = [path for path in sorted((ROOT / "lightrlhf").glob("[a-z]*.py"))]
+    names = [f"lightrlhf.{path.stem}" for path in modules]
+    names += [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "datasets_prep").glob("*/p*_*.py")]
+    names += ["datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"]
+    ours = {field.name for name in names for field in dataclasses.fields(args_class(name))}
+    ours |= {"help", "config", "print_config", "print_completion", "model_name_or_path"}
+    if page.name != "from_the_seeds.md":  # which has other projects' flags, and a test of its own
+        unknown = {flag for flag in re.findall(r"`--(\w+)", page.read_text(encoding="utf-8")) if flag not in ours}
+        assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_links_inside_the_project_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_extras_are_installed_from_the_clone():
+    """There is no distribution to name yet, and each extra that a page or an error names exists."""
+    extras = re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.M)
+    for path in [*PAGES, *(ROOT / "lightrlhf").rglob("*.py")]:
+        for named in re.findall(r"pip install (?:-e )?'([^']+)'", path.read_text(encoding="utf-8")):
+            assert named.startswith(".["), (path, named)
+            assert "{" in named or named[2:-1] in [*extras, "all", "benepar", "stanza", "alfworld"], (path, named)
+
+
+def test_what_the_quickstart_prints_last_says_how_to_activate_where_that_was_not_done(monkeypatch, tmp_path):
+    from examples import quickstart
+
+    script = tmp_path / "bin" / "python"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path.parent)
+    printed = quickstart.NEXT.format(activate=quickstart.activation(), ppo_dir="p", sft_dir="s", rm_dir="r")
+    assert printed.splitlines()[2].split()[:2] == ["source", f"{tmp_path.name}/bin/activate"]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert quickstart.activation() == ""
+
+
+def test_no_flag_of_a_page_is_given_twice():
+    for page in PAGES:
+        for body, _ in blocks(page.read_text(encoding="utf-8"), "bash"):
+            for command in commands_of(body):
+                names = [word[2:].partition("=")[0] for word in command.words if word.startswith("--")]
+                assert len(names) == len(set(names)), command.line

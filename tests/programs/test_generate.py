@@ -1,0 +1,184 @@
+"""Generation to files: whatever is killed, cut into shards or answered by servers, every prompt has its row once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import last_checkpoint, run_program
+from helpers.servers import status
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.splits import load_prompts, load_split
+from lightrlhf.data.tokens import decode
+from lightrlhf.generate import main, subset
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.roles import last_token
+from lightrlhf.rewards.scorers import reward_statistics
+from lightrlhf.storage.jsonl import read_jsonl
+
+SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]
+
+
+@pytest.fixture
+def flags(cafe_data, sft_dir):
+    return ["--data_dir", str(cafe_data), "--split", "train", "--model_name", sft_dir, *SMALL, "--num_responses", "2"]
+
+
+def generated(tmp_path, flags, name: str = "rows.jsonl") -> list[dict]:
+    (file,) = main([*flags, "--output_file", str(tmp_path / name)])
+    return read_jsonl(file)
+
+
+def test_each_prompt_gets_k_responses_and_keeps_its_columns(tmp_path, cafe_data, sft_dir, tokenizer):
+    prompts = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "A tea, please."}, {"role": "assistant", "content": "Here you are."}]
+    lines = [{"prompt": "Guest: a tea", "table": 3}, {"context_messages": chat[:1]}, {"messages": chat, "table": 5}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--prompts_file", str(prompts), "--model_name", sft_dir, *SMALL, "--num_responses", "3"]
+    rows = generated(tmp_path, flags)
+    assert [row.get("table") for row in rows] == [3, None, 5]
+    assert [row["prompt"] for row in rows] == ["Guest: a tea", chat[:1], chat[:1]]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert len(row["responses"]) == len(row["response_ids"]) == len(row["truncated"]) == 3
+        assert row["responses"] == [decode(tokenizer, ids) for ids in row["response_ids"]]
+        assert [ids[-1] != tokenizer.eos_token_id for ids in row["response_ids"]] == row["truncated"]
+    assert len(set(rows[0]["responses"])) > 1
+
+
+def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_data, tokenizer):
+    rows = generated(tmp_path, [*flags, "--num_prompts", "5"])
+    data = load_prompts(cafe_data, "train")
+    chosen = subset(len(data), 5, 1234)
+    assert chosen == sorted(set(chosen)) and chosen != subset(len(data), 5, 1)
+    assert [row["prompt_ids"] for row in rows] == [data[i]["input_ids"].tolist() for i in chosen]
+    assert subset(3, None, 0) == subset(3, 5, 0) == [0, 1, 2]
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_file(tmp_path, flags):
+    flags = [*flags, "--mini_batch_size", "2"]  # chunks of 8 prompts
+    generated(tmp_path, flags)
+    whole = (tmp_path / "rows.jsonl").read_bytes()
+    ends = [n for n, byte in enumerate(whole) if byte == 10]
+    for kept in (ends[0] + 1, ends[10] + 30, len(whole) - 1):
+        (tmp_path / "rows.jsonl").write_bytes(whole[:kept])
+        generated(tmp_path, flags)
+        assert (tmp_path / "rows.jsonl").read_bytes() == whole, kept
+
+
+def test_shards_put_together_are_the_whole(tmp_path, flags):
+    whole = generated(tmp_path, flags)
+    for index in (2, 0, 1):
+        assert not (tmp_path / "shards.jsonl").exists()
+        shard = [*flags, "--output_file", str(tmp_path / "shards.jsonl"), "--my_world_size", "3"]
+        main([*shard, "--local_index", str(index)])
+    assert read_jsonl(tmp_path / "shards.jsonl") == whole
+
+
+def test_two_ranks_write_what_one_writes(tmp_path, flags):
+    whole = generated(tmp_path, flags)
+    file = tmp_path / "ranks.jsonl"
+    run_program("lightrlhf.generate", *flags, "--devices", "2", "--output_file", file)
+    assert read_jsonl(file) == whole
+
+
+def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data, rm_dir, tokenizer):
+    options = ["--rm_experiment_dir", rm_dir, "--ref_scores", "True", "--num_prompts", "4"]
+    rows = generated(tmp_path, [*flags, *options])
+    data = load_split(cafe_data, "preference", "train")
+    pairs = {tuple(row["chosen_input_ids"].tolist()): row for row in data}
+    for row in rows:
+        best = max(range(2), key=lambda k: row["rewards"][k])
+        assert (row["response"], row["reward"]) == (row["responses"][best], row["rewards"][best])
+        ours = next(ids for ids in pairs if decode(tokenizer, ids).endswith(row["ref_response"]))
+        assert pairs[ours]["columns"]["group"] == row["group"]
+        assert isinstance(row["ref_reward"], float) and isinstance(row["rejected_reward"], float)
+    model = load_scalar(rm_dir, ModelArgs(), tokenizer, 0).eval()
+    mean, std = reward_statistics(last_checkpoint(rm_dir))
+    ids = torch.tensor([rows[0]["prompt_ids"] + rows[0]["response_ids"][1]])
+    alone = (last_token(model(ids, ids >= 0), ids >= 0).item() - mean) / std
+    assert rows[0]["rewards"][1] == pytest.approx(alone, abs=1e-5)
+
+
+def test_temperatures_have_a_file_each_and_zero_is_greedy(tmp_path, cafe_data, sft_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data_dir", str(cafe_data), "--model_name", sft_dir, *SMALL, "--temperatures", "0", "1", "0.7"]
+    files = main(flags)
+    name = f"{cafe_data.parent.name}-{cafe_data.name}"
+    assert [file.split("/")[:3] for file in files] == [["results", name, f"temperature={t}"] for t in ("0", "1", "0.7")]
+    greedy, one, cool = (read_jsonl(file) for file in files)
+    assert greedy != one != cool
+    assert [row["prompt"] for row in greedy] == [row["prompt"] for row in one]
+
+
+def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_path, serve):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"p{n}", "n": n}) + "\n" for n in range(12)))
+    one = serve({"p7": [status(404)]})
+    two = serve({"p7": [status(404)], "p3": [status(400, {"detail": "too long"})] * 4})
+    flags = ["--prompts_file", str(prompts), "--model_name", "m", "--num_responses", "2", "--max_workers", "1"]
+    flags += ["--rollout_engine", "openai", "--base_url", one.url, two.url]
+    with pytest.raises(SystemExit) as stopped:
+        generated(tmp_path, flags)
+    assert stopped.value.code == 1
+    left = read_jsonl(tmp_path / "rows.jsonl")
+    assert [row["n"] for row in left] == list(range(7))
+    before = one.asked["p6"] + two.asked["p6"]
+    rows = generated(tmp_path, flags)
+    assert [row["n"] for row in rows] == list(range(12)) and rows[:7] == left
+    assert one.asked["p6"] + two.asked["p6"] == before
+    assert rows[3]["errors"] == ["status 400: too long"] and rows[4]["responses"] == ["p4!", "p4!"]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ([], "--data_dir or --prompts_file is needed"),
+        (["--data_dir", "/nowhere"], "--data_dir /nowhere does not exist"),
+        (["--prompts_file", "none.jsonl"], "--prompts_file none.jsonl does not exist"),
+        (["--data_dir", ".", "--rollout_engine", "openai"], "needs --base_url"),
+        (
+            ["--data_dir", ".", "--rollout_engine", "openai", "--base_url", "http://a/v1", "--eos_ids", "5"],
+            "--eos_ids 5: servers end at texts",
+        ),
+        (["--data_dir", ".", "--base_url", "http://a/v1"], "of no use without --rollout_engine openai"),
+        (["--data_dir", ".", "--my_world_size", "2", "--local_index", "2"], "--local_index 2 must lie in [0"),
+        (["--data_dir", ".", "--temperatures", "0", "--num_responses", "2"], "--num_responses 2 would all be the same"),
+        (["--data_dir", ".", "--temperatures", "1", "2", "--output_file", "x"], "cannot hold several --temperatures"),
+        (["--data_dir", ".", "--ref_scores", "True"], "--ref_scores needs --rm_experiment_dir"),
+    ],
+)
+def test_bad_flags_are_one_line(wrong, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model_name", "m", *wrong])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", ":2 is no JSON"),
+        ('{"text": "a"}', "row 2 has no prompt"),
+        ('{"prompt": ""}', "row 2"),
+        ('{"prompt": [3]}', "row 2 has"),
+    ],
+)
+def test_a_bad_line_of_prompts_is_named(line, message, tmp_path, sft_dir, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model_name", sft_dir, "--prompts_file", str(prompts), *SMALL])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_newer_checkpoint_does_not_go_on_with_the_rows_of_an_older_one(tmp_path, flags, sft_dir, capsys):
+    generated(tmp_path, flags)
+    copy = tmp_path / "sft"
+    shutil.copytree(sft_dir, copy)
+    flags[flags.index(sft_dir)] = str(copy)
+    with pytest.raises(SystemExit):
+        generated(tmp_path, flags)
+    assert "holds rows of other settings: model_name was" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""Online preference learning: its stages leave their files, a kill changes nothing, its flags mean what they say."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, ROOT, last_checkpoint, listing, weights
+from helpers.processes import PATIENCE, die_when
+from safetensors.torch import load_file
+
+from lightrlhf.data.splits import load_prompts, load_split
+from lightrlhf.online_dpo import main
+from lightrlhf.storage.jsonl import read_jsonl
+
+SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_responses", "4", "--max_new_tokens", "6"]
+SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
+SIZES += ["--lr_warmup_steps", "0"]
+
+
+def vowels(prompts, completions, **columns):
+    """A reward that rarely ties."""
+    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
+
+
+@pytest.fixture
+def flags(cafe_data, sft_dir):
+    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "test_online_dpo:vowels"]
+    return ["--data_dir", str(cafe_data), *models, *SIZES, *CPU]
+
+
+@pytest.fixture(scope="module")
+def finished(cafe_data, sft_dir, tmp_path_factory):
+    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "test_online_dpo:vowels"]
+    logs = tmp_path_factory.mktemp("online")
+    return Path(main(["--data_dir", str(cafe_data), *models, *SIZES, *CPU, "--log_dir", str(logs)]))
+
+
+def test_every_iteration_keeps_its_files_and_fresh_prompts(finished, cafe_data):
+    prompts = [read_jsonl(finished / f"iteration-0{t}" / "prompts.jsonl") for t in (1, 2)]
+    known = {tuple(row["input_ids"].tolist()) for row in load_prompts(cafe_data, "train")}
+    shards = [{tuple(row["prompt_ids"]) for row in rows} for rows in prompts]
+    assert shards[0] | shards[1] <= known and [len(rows) for rows in prompts] == [8, 8]
+    for t in (1, 2):
+        folder = finished / f"iteration-0{t}"
+        responses, rewards = read_jsonl(folder / "responses.jsonl"), read_jsonl(folder / "rewards.jsonl")
+        assert [row["responses"] for row in responses] == [row["responses"] for row in rewards]
+        assert rewards[0]["rewards"] == vowels(None, rewards[0]["responses"])
+        pairs = load_split(folder / "pairs", "preference", "train")
+        best, worst = max(rewards[0]["rewards"]), min(rewards[0]["rewards"])
+        assert pairs[0]["columns"]["margin"] == best - worst
+        assert not (folder / "training").exists()
+    results = json.loads((finished / "results.json").read_text())
+    assert [row["iteration"] for row in results] == [0, 1, 2]
+    assert [row["reward_queries"] for row in results] == [0, 32, 64]
+    assert results[0]["kl"] == pytest.approx(0.0, abs=1e-4) and results[0]["win_rate"] == 0.5
+    assert abs(results[1]["kl"]) > 1e-3
+    assert {"reward", "gold", "mean_length", "truncated_ratio", "pairs", "gold_win_rate"} <= results[2].keys()
+    assert (finished / "curves.png").stat().st_size > 10_000
+
+
+def test_it_starts_each_time_from_the_last_policy_and_is_held_at_the_first(finished, sft_dir):
+    first, second = (json.loads((finished / f"iteration-0{t}/policy/args.json").read_text()) for t in (1, 2))
+    initial = str(last_checkpoint(sft_dir))
+    assert first["sft_experiment_dir"] == first["ref_model"] == second["ref_model"] == initial
+    assert second["sft_experiment_dir"] == str(last_checkpoint(finished / "iteration-01" / "policy"))
+    answered = [json.loads((finished / f"iteration-0{t}/responses.args.json").read_text()) for t in (1, 2)]
+    assert [told["model_name"] for told in answered] == [initial, second["sft_experiment_dir"]]
+    assert answered[0]["seed"] != answered[1]["seed"]
+
+
+def test_the_experiment_dir_is_all_the_next_stage_needs(finished, cafe_data):
+    from lightrlhf.evaluate import main as evaluate
+    from lightrlhf.plot import main as plot
+
+    assert weights(last_checkpoint(finished)) == weights(last_checkpoint(finished / "iteration-02" / "policy"))
+    small = ["--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
+    (row,) = evaluate(["--experiment_dir", str(finished), *small])
+    assert row["model"] == "rlhf-online-dpo" and "kl" in row
+    plot(["--experiment_dir", str(finished)])
+
+
+STOPS = [  # each start is killed when this is there
+    "iteration-01/responses.args.json",
+    "iteration-01/pairs/args.json",
+    "iteration-01/training/**/checkpoint-000001",
+    "iteration-02/prompts.jsonl",
+    "iteration-02/training/**/metrics.jsonl",
+]
+
+
+def run_until(flags, folder, stop):
+    """As a process of its own: killed as soon as the run in `folder` has a file `stop`."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    if stop is not None:
+        die_when(lambda: any(any(path.parent.glob(stop)) for path in folder.glob("*/*/*/*/args.json")))
+    main(flags)
+
+
+def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
+    """Each start is a process of its own, killed by SIGKILL; the last one ends by itself.
+
+    They are forked off a server without threads: forked off this one, a child would wait for ever for any lock that
+    another thread held at that moment.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightrlhf.online_dpo"])
+    flags = [*flags, "--log_dir", str(tmp_path), "--save_interval", "1"]
+    run = None
+    for stop in [*STOPS, None]:
+        resume = ["--resume_from", str(run)] if run else []
+        child = context.Process(target=run_until, args=([*flags, *resume], tmp_path, stop), daemon=True)
+        child.start()
+        child.join(PATIENCE)
+        hangs = child.is_alive()
+        child.kill()
+        assert not hangs, stop
+        assert child.exitcode == (0 if stop is None else -signal.SIGKILL), stop
+        run = next(path.parent for path in tmp_path.glob("*/*/*/*/args.json"))
+    for t in (1, 2):
+        for name in ("responses.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json"):
+            assert (run / f"iteration-0{t}" / name).read_bytes() == (finished / f"iteration-0{t}" / name).read_bytes()
+        ours, theirs = (last_checkpoint(where / f"iteration-0{t}" / "policy") for where in (run, finished))
+        assert weights(ours) == weights(theirs)
+    assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+
+
+def test_two_ranks_do_what_one_does(finished, flags, tmp_path, monkeypatch):
+    """Stages of several devices are programs of their own; half the batch on each of two is the same batch."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "programs")])
+    )
+    given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
+    given |= {"--iterations": "1", "--prompts_per_iteration": "8", "--log_dir": str(tmp_path)}
+    run = Path(main([word for pair in given.items() for word in pair]))
+    ours, theirs = (folder / "iteration-01" for folder in (run, finished))
+    assert (ours / "rewards.jsonl").read_bytes() == (theirs / "rewards.jsonl").read_bytes()
+    one, other = (load_file(last_checkpoint(folder / "policy") / "model.safetensors") for folder in (ours, theirs))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+def test_a_finished_run_is_not_done_again(finished):
+    before = {name: (finished / name).stat().st_mtime_ns for name in listing(finished) if "iteration" in name}
+    main(["--resume_from", str(finished)])
+    assert before == {name: (finished / name).stat().st_mtime_ns for name in listing(finished) if "iteration" in name}
+
+
+def test_stop_strings_and_end_tokens_reach_the_responses_and_stay_in_the_pairs(flags, tmp_path, tokenizer):
+    ends = ["--eos_ids", "20", "30", "--stop_strings", "e", "a"]
+    run = Path(main([*flags, "--log_dir", str(tmp_path), "--iterations", "1", *ends]))
+    rows = read_jsonl(run / "iteration-01" / "rewards.jsonl")
+    stopped = [
+        ids
+        for row in rows
+        for ids, text, cut in zip(row["response_ids"], row["responses"], row["truncated"])
+        if not cut and (ids[-1] in (20, 30) or text[-1] in "ea")
+    ]
+    assert stopped and not any(tokenizer.eos_token_id in ids for ids in stopped)
+    sampled = {(*row["prompt_ids"], *ids) for row in rows for ids in row["response_ids"]}
+    for pair in load_split(run / "iteration-01" / "pairs", "preference", "train"):
+        assert {tuple(pair[f"{side}_input_ids"].tolist()) for side in ("chosen", "rejected")} <= sampled
+
+
+def test_offline_is_the_same_loop_with_the_initial_policy_responding(flags, tmp_path, sft_dir):
+    run = Path(main([*flags, "--log_dir", str(tmp_path), "--responder", "initial", "--reference", "moving"]))
+    told = json.loads((run / "iteration-02/responses.args.json").read_text())
+    assert told["model_name"] == str(last_checkpoint(sft_dir))
+    stored = json.loads((run / "iteration-02/policy/args.json").read_text())
+    assert stored["ref_model"] is None
+    assert stored["sft_experiment_dir"] == str(last_checkpoint(run / "iteration-01" / "policy"))
+
+
+def test_raft_learns_the_best_response_of_each_prompt(flags, tmp_path):
+    run = Path(main([*flags, "--log_dir", str(tmp_path), "--training_step", "raft", "--iterations", "1"]))
+    rows = load_split(run / "iteration-01" / "pairs", "finetune", "train")
+    for row, line in zip(rows, read_jsonl(run / "iteration-01" / "rewards.jsonl")):
+        best = line["rewards"].index(max(line["rewards"]))
+        assert row["input_ids"].tolist() == line["prompt_ids"] + line["response_ids"][best]
+        response = row["targets"][row["prompt_len"] :]
+        assert torch.equal(response, row["input_ids"][row["prompt_len"] :])
+        assert (row["targets"][: row["prompt_len"]] == -100).all()
+    assert json.loads((run / "iteration-01/policy/args.json").read_text())["program"] == "sft"
+
+
+def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_path, cafe_data, sft_dir):
+    from lightrlhf.rm import main as rm
+
+    data = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU]
+    pair_dir = rm([*data, "--sft_experiment_dir", sft_dir, "--loss_type", "pair", "--max_steps", "1"])
+    place = flags.index("--reward_function")
+    flags[place : place + 2] = ["--rm_experiment_dir", pair_dir]
+    options = ["--choose_type", "max_random", "--finetune_mode", "lora"]
+    run = Path(main([*flags, "--log_dir", str(tmp_path), *options]))
+    results = json.loads((run / "results.json").read_text())
+    assert results[0]["reward"] == pytest.approx(0.5) and results[2]["kl"] != results[1]["kl"] != 0
+    rewards = [reward for row in read_jsonl(run / "iteration-01" / "rewards.jsonl") for reward in row["rewards"]]
+    assert sum(rewards) == pytest.approx(len(rewards) / 2)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--prompts_per_iteration", "1000"], "need 2000 prompts, but"),
+        (["--responder", "nobody"], "--responder nobody must be last, initial or an existing directory"),
+        (["--reference", "moving", "--ref_model", "."], "is fixed, so --reference must be initial"),
+        (["--num_responses", "1"], "--num_responses 1 must be at least 2"),
+        (["--do_sample", "False"], "pairs need sampling"),
+        (["--rm_experiment_dir", "."], "--rm_experiment_dir or --reward_function is needed, and not both"),
+        (["--length_penalty", "1"], "is read by --choose_type max_min_p only"),
+        (["--eval_interval", "5"], "--eval_interval 5 has no use here"),
+        (["--sft_experiment_dir", "null", "--model_name", "tiny"], "--model_name tiny is loaded in each iteration"),
+    ],
+)
+def test_bad_flags_are_one_line(wrong, message, flags, tmp_path, capsys):
+    given = dict(zip(flags[::2], flags[1::2])) | dict(zip(wrong[::2], wrong[1::2])) | {"--log_dir": str(tmp_path)}
+    with pytest.raises(SystemExit) as stopped:
+        main([word for pair in given.items() for word in pair])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("args.json"))
+
+
+def test_other_settings_do_not_go_on_with_a_run(finished, capsys):
+    with pytest.raises(SystemExit):
+        main(["--resume_from", str(finished), "--beta", "0.3"])
+    assert "beta was 0.1 there; start a new run" in capsys.readouterr().err

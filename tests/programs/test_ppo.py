@@ -1,0 +1,441 @@
+"""PPO: each loss by its formula, one gradient however it is cut, and a start where policy and reference agree."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, rows_of, weights
+from helpers.rollouts import rollout_of
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data.batch import response_batch
+from lightrlhf.generation.rollout import score_logprobs
+from lightrlhf.maths.macro_actions import fixed
+from lightrlhf.maths.ops import gae, whiten
+from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.roles import TokenStats
+from lightrlhf.ppo import (
+    PPOArgs,
+    PPOBatch,
+    check_start,
+    estimate_advantages,
+    load_critic,
+    macro_policy_loss,
+    main,
+    minibatches,
+    policy_loss,
+    predict_values,
+    score,
+    update_minibatch,
+    value_loss,
+)
+
+EOS = 1
+PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
+
+
+def ppo_args(cafe_data, **changes) -> PPOArgs:
+    sizes = {"rollout_size": 4, "mini_batch_size": 4, "micro_batch_size": 4, "actor_learning_rate": 1e-3}
+    return PPOArgs(data_dir=str(cafe_data), model_name="tiny", reward_function="x:y", **(sizes | changes))
+
+
+def ppo_batch(dtype=torch.float32) -> PPOBatch:
+    batch = response_batch(PROMPTS, RESPONSES, EOS)
+    mask = batch.action_mask
+    noise = torch.randn(4, *mask.shape, dtype=dtype) * mask
+    return PPOBatch(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        action_mask=mask,
+        logprobs=(noise[0] - 3) * mask,
+        values=noise[1],
+        advantages=noise[2],
+        returns=noise[3],
+        segments=fixed(mask, 1),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- losses
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.05])
+def test_the_policy_loss_and_its_gradient_equal_a_float64_reference(entropy_coeff):
+    """Schulman et al. 2017, eq. 7 and the entropy bonus of eq. 9, action by action."""
+    batch = ppo_batch(torch.float64)
+    logprobs = (batch.logprobs + 0.4 * torch.randn_like(batch.logprobs)).requires_grad_()
+    entropy = torch.rand_like(batch.logprobs).requires_grad_()
+    loss = policy_loss(TokenStats(logprobs, entropy, None), batch, 0.2, entropy_coeff)
+    found = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
+    total, clipped = torch.zeros((), dtype=torch.float64), 0
+    for b, t in batch.action_mask.nonzero().tolist():
+        ratio = torch.exp(logprobs[b, t] - batch.logprobs[b, t])
+        advantage = float(batch.advantages[b, t])
+        bounded = min(max(ratio.item(), 0.8), 1.2)
+        if ratio.item() * advantage <= bounded * advantage:
+            total = total - ratio * advantage
+        else:
+            total, clipped = total - bounded * advantage, clipped + 1
+        total = total - entropy_coeff * entropy[b, t]
+    assert clipped > 1  # both branches are met
+    expected = torch.autograd.grad(total, (logprobs, entropy))
+    assert float(loss) == pytest.approx(float(total), abs=1e-10)
+    for mine, reference in zip(found, expected):
+        assert torch.allclose(mine, reference, atol=1e-12)
+
+
+def test_the_value_loss_and_its_gradient_equal_a_float64_reference():
+    batch = ppo_batch(torch.float64)
+    values = (batch.values + 0.4 * torch.randn_like(batch.values)).requires_grad_()
+    loss = value_loss(values, batch, 0.2)
+    (found,) = torch.autograd.grad(loss, values)
+    total, clipped = torch.zeros((), dtype=torch.float64), 0
+    for b, t in batch.action_mask.nonzero().tolist():
+        value, old, target = values[b, t], float(batch.values[b, t]), float(batch.returns[b, t])
+        bounded = min(max(value.item(), old - 0.2), old + 0.2)
+        plain = (value - target) ** 2
+        if (bounded - target) ** 2 > plain.item():
+            total, clipped = total + 0.5 * (bounded - target) ** 2, clipped + 1
+        else:
+            total = total + 0.5 * plain
+    assert clipped > 1
+    (expected,) = torch.autograd.grad(total, values)
+    assert float(loss) == pytest.approx(float(total), abs=1e-10)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def test_at_ratio_one_the_gradient_is_the_policy_gradient():
+    batch = ppo_batch(torch.float64)
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss = policy_loss(TokenStats(logprobs, torch.zeros_like(logprobs), None), batch, 0.2, 0.0)
+    (found,) = torch.autograd.grad(loss, logprobs)
+    assert torch.allclose(found, -batch.advantages * batch.action_mask)
+
+
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.1])
+def test_the_gradients_of_an_update_are_the_same_for_every_micro_batch_size(
+    entropy_coeff, base_model, cafe_data, tokenizer
+):
+    actor = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
+    critic = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).eval()
+    batch = ppo_batch()
+    batch.logprobs = score_logprobs(actor, batch, 0.7, 4) + 0.1 * torch.randn_like(batch.logprobs) * batch.action_mask
+    found, reported = [], []
+    for micro_batch_size in (4, 1, 2):
+        changes = {"micro_batch_size": micro_batch_size, "temperature": 0.7, "entropy_coeff": entropy_coeff}
+        run = RunOfOneStep(ppo_args(cafe_data, **changes), policy=actor, critic=critic)
+        reported.append(update_minibatch(run, actor, critic, batch))
+        found.append(run.gradients)
+    for other in found[1:]:
+        for name in ("policy", "critic"):
+            assert_same_gradients(found[0][name], other[name], atol=2e-6)
+    for name, value in reported[0].items():
+        assert [row[name] for row in reported] == pytest.approx([value] * 3, abs=1e-5)
+
+
+def test_the_gradient_of_an_update_is_that_of_the_formula_at_the_sampling_temperature(base_model, cafe_data, tokenizer):
+    actor = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
+    critic = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).eval()
+    batch = ppo_batch()
+    batch.logprobs = score_logprobs(actor, batch, 0.7, 4)
+    run = RunOfOneStep(ppo_args(cafe_data, temperature=0.7, vf_coeff=0.5), policy=actor, critic=critic)
+    update_minibatch(run, actor, critic, batch)
+    exact = copy.deepcopy(actor).double()
+    loss, value_part = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    exact_critic = copy.deepcopy(critic).double()
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        ids = torch.tensor([prompt + response])
+        logprobs = (exact.model(ids, use_cache=False).logits[0] / 0.7).log_softmax(-1)
+        hidden = exact_critic.model.base_model(ids, use_cache=False).last_hidden_state
+        values = exact_critic.model.score(hidden)[0, :, 0]
+        for t in range(len(prompt) - 1, ids.shape[1] - 1):
+            new = logprobs[t, ids[0, t + 1]]
+            loss = loss - torch.exp(new - new.detach()) * batch.advantages[row, t].double()
+            old, target = batch.values[row, t].double(), batch.returns[row, t].double()
+            bounded = old + (values[t] - old).clamp(-0.2, 0.2)
+            value_part = value_part + 0.5 * torch.maximum((values[t] - target) ** 2, (bounded - target) ** 2)
+    (loss / batch.num_actions).backward()
+    (0.5 * value_part / batch.num_actions).backward()
+    for name, module in (("policy", exact), ("critic", exact_critic)):
+        reference = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        assert_same_gradients(reference, run.gradients[name], atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ the rollout
+def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    rewards = torch.zeros(rollout.action_mask.shape)
+    for row, number in enumerate([5.0, -5.0, 5.0, -5.0]):
+        rewards[row][rollout.action_mask[row].nonzero()[-1]] = number
+    values = torch.zeros_like(rewards)
+    batch = estimate_advantages(
+        RunOfOneStep(ppo_args(cafe_data)), rollout, rewards, values, fixed(rollout.action_mask, 1)
+    )
+    means = [float(batch.advantages[row][batch.action_mask[row]].mean()) for row in range(4)]
+    assert means[0] > 0.3 and means[2] > 0.3 and means[1] < -0.3 and means[3] < -0.3
+    counted = batch.advantages[batch.action_mask]
+    assert abs(float(counted.mean())) < 1e-5 and float(counted.std(correction=0)) == pytest.approx(1, abs=1e-3)
+    assert (batch.advantages[~batch.action_mask] == 0).all()
+
+
+def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data):
+    args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
+    rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
+    raw = torch.tensor([9.0, 9.0, -9.0, 0.5])
+    assert score(rollout, lambda _: raw, args).tolist() == [2.0, 1.0, -2.0, -0.5]
+    free = ppo_args(cafe_data, clip_rewards=False)
+    assert score(rollout, lambda _: raw, free).tolist() == raw.tolist()
+
+
+def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
+    """Its actions are gone, so neither gradients nor the whitening of the others know that it was there."""
+    actor = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
+    critic = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).eval()
+    found = []
+    for keep, scores in (([0, 1, 2, 3], [1.0, math.nan, -1.0, 0.3]), ([0, 2, 3], [1.0, -1.0, 0.3])):
+        torch.manual_seed(0)
+        rollout = rollout_of([PROMPTS[i] for i in keep], [RESPONSES[i] for i in keep])
+        rollout.logprobs = score_logprobs(actor, rollout, 1.0, 4)
+        rollout.ref_logprobs = rollout.logprobs
+        run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
+        scored = score(rollout, lambda _, scores=scores: torch.tensor(scores), run.args)
+        rewards = torch.zeros(rollout.action_mask.shape)
+        last = (rollout.attention_mask.sum(1) - 2)[:, None]
+        rewards = rewards.scatter(1, last, scored[:, None]) * rollout.action_mask
+        batch = estimate_advantages(run, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1))
+        assert torch.isfinite(batch.advantages).all()
+        update_minibatch(run, actor, critic, batch)
+        found.append(run.gradients)
+    for name in ("policy", "critic"):
+        assert_same_gradients(found[1][name], found[0][name], atol=2e-6)
+
+
+def test_values_are_those_of_the_state_each_action_was_taken_in(base_model, tokenizer):
+    critic = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).train()
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    values = predict_values(critic, rollout, batch_size=3)
+    assert critic.training
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        ids = torch.tensor([prompt + response])
+        alone = critic.eval()(ids, ids >= 0)[0]
+        start = len(prompt) - 1
+        assert torch.allclose(values[row, start : start + len(response)], alone[start:-1], atol=1e-5)
+    assert (values[~rollout.action_mask] == 0).all()
+
+
+@pytest.mark.parametrize("rows, size, fullest", [(8, 4, 8), (7, 4, 8), (5, 2, 5), (3, 8, 3)])
+def test_minibatches_hold_every_row_once_and_are_as_many_on_every_rank(rows, size, fullest):
+    batch = response_batch(rows_of(*[2] * rows), [[10 + i, EOS] for i in range(rows)], 0)
+    parts = list(minibatches(batch, size, fullest, torch.Generator().manual_seed(0)))
+    assert len(parts) == math.ceil(fullest / size)
+    assert sorted(int(ids[2]) for part in parts for ids in part.input_ids) == [10 + i for i in range(rows)]
+    assert max(map(len, parts)) <= size
+
+
+def test_a_policy_that_differs_from_its_reference_before_the_first_update_stops_the_run():
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    with pytest.raises(RunFailure, match="before the first update"):
+        check_start(rollout)
+    rollout.ref_logprobs = torch.full_like(rollout.logprobs, math.nan)
+    with pytest.raises(RunFailure, match="before the first update"):
+        check_start(rollout)
+    rollout.ref_logprobs = rollout.logprobs
+    check_start(rollout)
+
+
+# ------------------------------------------------------------------------------------------------------- the program
+def reward_by_length(prompts, completions, **columns):
+    """A reward function for these tests: longer is better."""
+    return [len(completion) / 10 for completion in completions]
+
+
+SMALL = ["--max_steps", "2", "--rollout_size", "8", "--mini_batch_size", "8", "--micro_batch_size", "4"]
+SMALL += ["--rollout_mini_batch_size", "4", "--max_new_tokens", "8", "--log_interval", "1", "--eval_interval", "2"]
+SMALL += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
+CHECKPOINT = [
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "manifest.json",
+    "model.safetensors",
+    "resume.pt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+OBJECTIVE = ["objective/kl", "objective/score", "objective/reward", "objective/entropy", "objective/kl_coeff"]
+POLICY = ["policy/loss", "policy/clipfrac", "policy/approxkl", "policy/ratio", "policy/grad_norm"]
+VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
+COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "completions/eos_ratio"]
+
+
+def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm_dir, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir]
+    flags += ["--min_p", "0.01", "--eos_ids", "7", "9", "--stop_strings", "a b", "--log_dir", str(tmp_path)]
+    folder = main([*flags, *SMALL, *CPU])
+    found = [name for name in listing(folder) if "events.out" not in name]
+    names = ["README.md", "args.json", "metrics.jsonl", "samples.jsonl"]
+    assert found == sorted(names + [f"checkpoint-000002/{name}" for name in CHECKPOINT])
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 2]
+    assert rows[0].keys() >= {"step", "train/lr", *OBJECTIVE, *POLICY, *VALUE, *COMPLETIONS}
+    assert rows[2].keys() >= {"step", "val/score", "val/kl", "val/mean_length", "val/truncated_ratio"}
+    times = json.loads(open(f"{folder}/metrics.jsonl").readline())
+    assert {"time/rollout", "time/score", "time/update", "time/tokens_per_second"} <= times.keys()
+    samples = [json.loads(line) for line in open(f"{folder}/samples.jsonl")]
+    assert samples and all({"step", "prompt", "response", "score"} <= row.keys() for row in samples)
+    config = json.loads((last_checkpoint(folder) / "generation_config.json").read_text())
+    assert config["max_new_tokens"] == 8 and config["do_sample"] is True
+    assert config["min_p"] == 0.01 and config["eos_token_id"][1:] == [7, 9] and config["stop_strings"] == ["a b"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--temperature", "0.7", "--top_k", "20", "--top_p", "0.9"],
+        ["--finetune_mode", "lora"],
+        ["--disable_dropout", "False"],
+        ["--finetune_mode", "last_layer", "--kl_estimator", "k3", "--entropy_coeff", "0.01"],
+    ],
+)
+def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero(flags, cafe_data, base_model, tmp_path):
+    """One minibatch in one pass: what the update sees is the policy that sampled. The next step has moved."""
+    more = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
+    more += ["--reward_function", "test_ppo:reward_by_length"]
+    first, second, _ = metrics(main([*more, *SMALL, *flags, *CPU]))
+    assert first["policy/ratio"] == pytest.approx(1, abs=1e-5)
+    assert first["policy/approxkl"] == pytest.approx(0, abs=1e-7)
+    assert first["policy/clipfrac"] == 0
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert second["objective/kl"] != first["objective/kl"]
+
+
+def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, tmp_path):
+    from lightrlhf.sft import main as sft
+
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path)]
+    steps = ["--max_steps", "2", "--finetune_mode", "lora", "--learning_rate", "1e-2", "--lr_warmup_steps", "0"]
+    start = sft([*flags, "--model_name", str(base_model), *steps, *CPU])
+    more = ["--sft_experiment_dir", start, "--reward_function", "test_ppo:reward_by_length", "--finetune_mode", "lora"]
+    first = metrics(main([*flags, *more, *SMALL, *CPU]))[0]
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert first["policy/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_several_epochs_and_minibatches_take_that_many_updates(cafe_data, base_model, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
+    flags += ["--reward_function", "test_ppo:reward_by_length", *SMALL, "--mini_batch_size", "4", "--ppo_epochs", "3"]
+    state = torch.load(last_checkpoint(main([*flags, *CPU])) / "resume.pt", weights_only=True)
+    for name in ("policy", "critic"):
+        assert state["schedulers"][name]["last_epoch"] == 2 * 3 * 2
+        steps = {int(entry["step"]) for entry in state["optimizers"][name]["state"].values()}
+        assert steps == {2 * 3 * 2}
+
+
+def test_a_reward_for_length_makes_answers_longer(cafe_data, base_model, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
+    flags += ["--reward_function", "test_ppo:reward_by_length", "--max_steps", "12", "--eval_interval", "0"]
+    flags += ["--epochs", "9", "--rollout_size", "32", "--init_kl_coeff", "0", "--actor_learning_rate", "1e-2"]
+    flags += ["--save_interval", "100", "--ppo_epochs", "2"]
+    rows = metrics(main([*flags, *CPU]))
+    assert rows[-1]["objective/score"] > rows[0]["objective/score"] + 0.1
+    assert rows[-1]["objective/kl"] > 0.1
+
+
+def test_the_critic_starts_from_the_reward_model_or_the_policy(cafe_data, sft_dir, rm_dir, tokenizer):
+    args = PPOArgs(data_dir=str(cafe_data), sft_experiment_dir=sft_dir, rm_experiment_dir=rm_dir)
+    reward = load_scalar(rm_dir, ModelArgs(), tokenizer, seed=0)
+    policy = load_policy(sft_dir, ModelArgs(), tokenizer)
+    from_reward = load_critic(args, tokenizer, policy)
+    assert all(torch.equal(a, b) for a, b in zip(reward.state_dict().values(), from_reward.state_dict().values()))
+    from_policy = load_critic(dataclasses.replace(args, critic_init="policy"), tokenizer, policy)
+    body = policy.model.base_model.state_dict()
+    mine = from_policy.model.base_model.state_dict()
+    assert all(torch.equal(value, mine[name]) for name, value in body.items())
+    assert not torch.equal(from_policy.model.score.weight, reward.model.score.weight)
+
+
+def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
+    folder = last_checkpoint(main([*flags, "--reward_function", "test_ppo:reward_by_length", *SMALL, *CPU]))
+    assert weights(folder) != (base_model / "model.safetensors").read_bytes()
+    state = torch.load(folder / "resume.pt", weights_only=True)["learned"]["policy"]
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, saved[name.removeprefix("model.")]) for name, value in state.items())
+
+
+def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
+    flags += ["--eval_interval", "0"]
+    folder = last_checkpoint(main([*flags, "--reward_function", "test_ppo:always_nan", *CPU]))
+    assert weights(folder) == (base_model / "model.safetensors").read_bytes()
+
+
+def always_nan(prompts, completions, **columns):
+    return [math.nan] * len(completions)
+
+
+def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
+    batch = ppo_batch()
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    mask = rollout.action_mask
+    advantages, returns = gae(batch.returns, batch.values, mask, 1.0, 0.95)
+    run = RunOfOneStep(ppo_args(cafe_data, ngram=1))
+    found = estimate_advantages(run, rollout, batch.returns, batch.values, fixed(mask, 1))
+    assert torch.equal(found.advantages, whiten(advantages, mask))
+    assert torch.equal(found.returns, returns)
+    stats = TokenStats(batch.logprobs + 0.1 * batch.values, batch.values.abs(), None)
+    assert torch.equal(macro_policy_loss(stats, batch, 0.2, 0.01), policy_loss(stats, batch, 0.2, 0.01))
+
+
+def test_the_macro_ratio_is_the_product_over_a_segment():
+    """-sum over segments of min(rho A, clip(rho) A), rho the product of token ratios, in float64 with plain loops."""
+    batch = ppo_batch(torch.float64)
+    batch.segments = fixed(batch.action_mask, 2)
+    logprobs = (batch.logprobs + 0.15 * batch.values).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    per_segment = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        places = batch.action_mask[row].nonzero()[:, 0].tolist()
+        for number, start in enumerate(range(0, len(places), 2)):
+            group, advantage = places[start : start + 2], per_segment[row, number]
+            batch.advantages[row, group] = advantage
+            ratio = torch.exp(sum(logprobs[row, t] - batch.logprobs[row, t] for t in group))
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    expected = torch.autograd.grad(total, logprobs)[0]
+    stats = TokenStats(logprobs, torch.zeros_like(logprobs), None)
+    loss = macro_policy_loss(stats, batch, 0.2, 0.0)
+    assert loss.item() == pytest.approx(total.item(), abs=1e-12)
+    assert torch.allclose(torch.autograd.grad(loss, logprobs)[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ngram=0", "--value_function=first"],
+        ["--ngram=3", "--macro_ratio=segment", "--macro_discount=length", "--gae_gamma=0.99"],
+        ["--termination_condition=randomized", "--repeat_times=1", "--value_function=position"],
+        ["--termination_condition=ppl", "--value_function=unit"],
+        ["--termination_condition=parsing", "--parsing_cutoff=3", "--ngram=2"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_macro_actions_train(flags, cafe_data, tmp_path):
+    where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
+    sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=2"]
+    reward = "--reward_function=test_ppo:length_reward"
+    rows = metrics(main([*where, *sizes, *flags, reward, "--log_interval=1", "--eval_interval=0"]))
+    assert all(row["completions/macro_length"] > 1 and row["completions/parse_failures"] == 0 for row in rows)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def length_reward(prompts, completions, **columns) -> list[float]:
+    return [float(len(completion)) for completion in completions]

@@ -1,0 +1,392 @@
+"""More than one rank: the same weights as one, no rank waits for ever for another, memory that runs out is explained.
+
+Two ranks on gloo and the CPU. What needs many pairs of processes is forked off one that has imported the libraries
+(`two_ranks.py`), all at once; torchrun and Fabric's own launcher are started as a user does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from helpers import CPU, ROOT, environment, last_checkpoint, metrics, run_program
+from helpers.processes import PATIENCE, started
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import newest_checkpoint
+from lightrlhf.training.distributed import processes
+from lightrlhf.training.memory_advice import allocation, memory_flags
+
+LATE = 20  # seconds after which ranks stop waiting for one that hangs; any that works comes earlier
+
+PROGRAMS = {  # what is run, and the flags beside those of all
+    "sft": ["sft"],
+    "rm": ["rm"],
+    "dpo": ["dpo"],
+    "ppo": ["ppo"],
+    "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
+}
+LEAVES = """
+import os, signal
+def main(flags):
+    from lightrlhf import sft
+    from lightrlhf.common.run import Run
+    speed = Run.speed
+    def killed(run, *arguments):
+        if run.rank == 1 and run.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return speed(run, *arguments)
+    Run.speed = killed
+    sft.main(flags)
+"""
+TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
+MODULE = """
+import os, time
+calls = 0
+def steady(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+def fails(prompts, completions, **columns):
+    turn("fail")
+    return steady(prompts, completions)
+def hangs(prompts, completions, **columns):
+    turn("hang")
+    return steady(prompts, completions)
+def turn(what):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["LOCAL_RANK"] == "1":
+        if what == "fail":
+            raise ValueError("no more")
+        time.sleep(100)
+def main(flags):
+    from lightrlhf import sft
+    from lightrlhf.common.run import Run
+    setup = Run.setup
+    def checked(run, *arguments):
+        model = setup(run, *arguments)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held < 0.6 * sum(p.numel() for p in model.parameters()), held
+        return model
+    Run.setup = checked
+    sft.main(flags)
+    Run.setup = setup
+"""
+
+
+def main_of(program: str):
+    import importlib
+
+    return importlib.import_module(f"lightrlhf.{program}").main
+
+
+# ----------------------------------------------------------------------------------------------- what the jobs are
+@pytest.fixture(scope="module")
+def odd_data(cafe_data, tmp_path_factory):
+    """27 training rows and 5 for validation of each kind: neither epochs nor evaluations divide by two."""
+    folder = tmp_path_factory.mktemp("odd") / "cafe" / "odd"
+    shutil.copytree(cafe_data, folder)
+    for path in folder.glob("*_*.pt"):
+        if path.stem.endswith(("_train", "_validation")):
+            rows = torch.load(path, weights_only=True)
+            torch.save(rows[: 27 if "train" in path.stem else 5], path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "rewards_of_ranks.py").write_text(MODULE)
+    (folder / "rank_that_leaves.py").write_text(LEAVES)
+    return folder
+
+
+def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[str]:
+    """A run of two steps, the second with one row less; micro-batches of one row, so ranks have 7 and 6 of them."""
+    flags = ["--data_dir", data, "--model_name", model, "--log_interval", 1, "--eval_interval", 2, "--logger", "csv"]
+    flags += ["--accelerator", "cpu", "--optimizer_eps", "1e-2", "--micro_batch_size", 1, "--devices", ranks]
+    flags += ["--mini_batch_size", global_batch // ranks, "--lr_warmup_steps", 0]
+    flags += PROGRAMS[program][1:] or ["--experiment_name", program]
+    if PROGRAMS[program][0] == "ppo":
+        flags += ["--rollout_size", global_batch // ranks, "--reward_function", "rewards_of_ranks:steady"]
+        flags += ["--max_new_tokens", 6, "--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2"]
+        flags += ["--rollout_mini_batch_size", 2, "--adaptive_kl_coeff", True]
+    else:
+        flags += ["--learning_rate", "1e-2"]
+    return [str(flag) for flag in flags]
+
+
+@pytest.fixture(scope="module")
+def alone(odd_data, base_model, functions, tmp_path_factory):
+    """Each program on one rank, and SFT stopped after its first step."""
+    sys.path.insert(0, str(functions))
+    logs = tmp_path_factory.mktemp("alone")
+    found = {}
+    for program in PROGRAMS:
+        flags = flags_of(program, odd_data, base_model, 14, 1)
+        found[program] = Path(main_of(PROGRAMS[program][0])([*flags, "--log_dir", str(logs)]))
+    flags = [*flags_of("sft", odd_data, base_model, 14, 1), "--log_dir", str(logs / "begun")]
+    found["begun"] = Path(main_of("sft")([*flags, "--max_steps", "1"]))
+    sys.path.remove(str(functions))
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(odd_data, base_model, functions, alone, tmp_path_factory):
+    """What comes of all jobs of two ranks, and the folder of their experiments."""
+    logs = tmp_path_factory.mktemp("together")
+    jobs = []
+    for strategy in ("ddp", "fsdp"):
+        calls = []
+        for program in PROGRAMS:
+            where = ["--strategy", strategy, "--log_dir", str(logs / strategy)]
+            calls.append(
+                [f"lightrlhf.{PROGRAMS[program][0]}", [*flags_of(program, odd_data, base_model, 14, 2), *where]]
+            )
+        if strategy == "fsdp":
+            calls[0][0] = "rewards_of_ranks"  # whose main is that of sft, and looks at what a rank holds
+        begun = calls[0][1][:-1] + [str(logs / f"{strategy}-begun"), "--max_steps", "1"]
+        taken_over = shutil.copytree(alone["begun"], logs / f"{strategy}-taken-over")
+        more = ["--devices", "2", "--strategy", strategy, "--mini_batch_size", "7", "--max_steps", "2"]
+        calls += [["lightrlhf.sft", begun], ["lightrlhf.sft", ["--resume_from", str(taken_over), *more]]]
+        jobs.append({"name": strategy, "calls": calls})
+
+    for name, strategy, function in (
+        ("fails", "fsdp", "fails"),
+        ("hangs", "ddp", "hangs"),
+        ("killed", "fsdp", "steady"),
+    ):
+        flags = flags_of("ppo", odd_data, base_model, 14, 2)
+        flags[flags.index("rewards_of_ranks:steady")] = f"rewards_of_ranks:{function}"
+        flags += ["--strategy", strategy, "--epochs", "99", "--eval_interval", "0", "--save_interval", "1"]
+        flags += ["--log_dir", str(logs / name)]
+        if name == "hangs":
+            flags += ["--ddp_timeout", str(LATE)]
+        job = {"name": name, "calls": [["lightrlhf.ppo", flags]], "log_dir": str(logs / name)}
+        jobs.append(job | ({"kill": 0} if name == "killed" else {}))
+
+    flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "99", "--log_dir", str(logs / "leaves")]
+    jobs.append({"name": "leaves", "calls": [["rank_that_leaves", flags]]})
+
+    folders = [tmp_path_factory.mktemp(f"machine{rank}") for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        shutil.copytree(odd_data, folder / "data")
+        if rank:
+            rows = torch.load(folder / "data" / "finetune_validation.pt", weights_only=True)
+            torch.save(rows[:-1], folder / "data" / "finetune_validation.pt")
+    slurm = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 7}
+    variables = [slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
+    calls = [["lightrlhf.sft", flags_of("sft", "data", base_model, 14, 1) + ["--log_dir", str(logs / "data")]]]
+    places = [str(folder) for folder in folders]
+    jobs.append({"name": "data", "calls": calls, "folders": places, "variables": variables})
+
+    env = environment() | {"PYTHONPATH": f"{ROOT}:{functions}"}
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "two_ranks.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command, env=env, **pipes) as process:
+        out, err = process.communicate(json.dumps(jobs), timeout=3 * PATIENCE)
+    assert process.returncode == 0, err
+    return json.loads(out), logs
+
+
+def experiment(folder: Path) -> Path:
+    (args,) = folder.rglob("args.json")
+    return args.parent
+
+
+def gap(one: Path, other: Path) -> float:
+    """Largest difference between the weights of two experiments' last checkpoints."""
+    from safetensors.torch import load_file
+
+    assert last_checkpoint(one).name == last_checkpoint(other).name
+    a, b = (load_file(next(last_checkpoint(folder).glob("*model.safetensors"))) for folder in (one, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def said(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+# --------------------------------------------------------------------------------------------------- as one rank does
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_learn_as_one_does(strategy, together, alone):
+    """SFT, reward model, DPO and PPO, with uneven batches, rollouts and evaluations: metrics, weights and moments."""
+    ending, logs = together
+    assert ending[strategy]["status"] == [0, 0], ending[strategy]["text"]
+    for program in PROGRAMS:
+        one, two = alone[program], experiment(logs / strategy / program)
+        for row, other in zip(metrics(one), metrics(two), strict=True):
+            assert other == pytest.approx(row, abs=2e-5, rel=1e-4), (program, row["step"])
+        assert gap(one, two) < TOLERANCE, program
+        assert max(row.get("policy/grad_norm", row.get("train/grad_norm", 0)) for row in metrics(one)) > 0.1, program
+        kept = [torch.load(last_checkpoint(folder) / "resume.pt", weights_only=True) for folder in (one, two)]
+        assert kept[0]["learned"].keys() == kept[1]["learned"].keys()
+        for model, optimizer in kept[0]["optimizers"].items():
+            for index, state in optimizer["state"].items():
+                for name, value in state.items():
+                    other = kept[1]["optimizers"][model]["state"][index][name]
+                    torch.testing.assert_close(other, value, atol=TOLERANCE, rtol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_begun_on_one_rank_ends_on_two_and_the_other_way_round(strategy, together, alone):
+    ending, logs = together
+    assert gap(alone["sft"], logs / f"{strategy}-taken-over") < TOLERANCE
+    begun = experiment(logs / f"{strategy}-begun")
+    assert last_checkpoint(begun).name == "checkpoint-000001"
+    main_of("sft")(
+        ["--resume_from", str(begun), *CPU, "--strategy", "auto", "--mini_batch_size", "14", "--max_steps=2"]
+    )
+    assert gap(alone["sft"], begun) < TOLERANCE
+
+
+def test_torchrun_starts_the_ranks_without_a_flag(odd_data, base_model, alone, tmp_path):
+    flags = flags_of("sft", odd_data, base_model, 14, 2)
+    del flags[flags.index("--devices") : flags.index("--devices") + 2]
+    command = ["--standalone", "--nproc_per_node", "2", "-m", "lightrlhf.sft", *flags, "--log_dir", str(tmp_path)]
+    run_program("torch.distributed.run", *command)
+    found = experiment(tmp_path)
+    stored = torch.load(last_checkpoint(found) / "resume.pt", weights_only=True)
+    assert stored["world_size"] == 2
+    assert gap(alone["sft"], found) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "environment, flags, found",
+    [
+        ({}, {"devices": 4, "num_nodes": 2}, (4, 2)),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, {}, (4, 2)),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, {"devices": 4}, (4, 2)),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"devices": 4}, "--devices 4, but"),
+        ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}, {}, (8, 2)),
+        (
+            {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"},
+            {"num_nodes": 3},
+            "--num_nodes 3, but",
+        ),
+        ({"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"}, {"devices": 2}, (2, 1)),
+    ],
+)
+def test_torchrun_and_slurm_say_how_many_processes_there_are(environment, flags, found, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(found, tuple):
+        assert processes(TrainArgs(**flags)) == found
+    else:
+        with pytest.raises(UsageError, match=found):
+            processes(TrainArgs(**flags))
+
+
+# ---------------------------------------------------------------------------------------------------- when one is lost
+def test_a_rank_that_fails_ends_the_other_which_says_so(together):
+    ending, logs = together
+    first, second = ending["fails"]["text"]
+    assert ending["fails"]["status"] == [1, 1]
+    (line,) = said(second)
+    assert "the reward function failed with ValueError: no more" in line
+    (line,) = said(first)
+    assert line.startswith("error: rank 1 stopped at score of step 3; it says above why; the last good checkpoint is")
+    newest_checkpoint(experiment(logs / "fails"), "--resume_from")  # raises when it is not intact
+
+
+def test_a_rank_that_does_not_come_is_named(together):
+    ending, _ = together
+    assert ending["hangs"]["status"] == [1, 1]
+    (line,) = said("".join(ending["hangs"]["text"]))
+    assert f"rank 1 (at score of step 3) did not arrive where the others wait within --ddp_timeout {LATE} s" in line
+
+
+def test_the_other_rank_ends_when_the_first_is_killed(together):
+    ending, logs = together
+    assert ending["killed"]["status"] == [-signal.SIGKILL, 1]
+    (line,) = said("".join(ending["killed"]["text"]))
+    assert line.startswith("error: rank 0 is gone; the last good checkpoint is")
+    newest_checkpoint(experiment(logs / "killed"), "--resume_from")
+
+
+def test_a_rank_lost_between_two_phases_is_told(together):
+    """Where the other waits for it while it writes a row of metrics."""
+    ending, _ = together
+    assert ending["leaves"]["status"] == [1, -signal.SIGKILL]
+    text = "".join(ending["leaves"]["text"])
+    (line,) = said(text)
+    assert line.startswith("error: rank 1 is gone") and "Traceback" not in text
+
+
+def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model, tmp_path):
+    """Fabric starts the second rank; it is killed, and the first ends by itself, non-zero, with the line."""
+    flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "999", "--save_interval", "1"]
+    command = [sys.executable, "-m", "lightrlhf.sft", *flags, "--log_dir", str(tmp_path)]
+    with started(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("*/*/*/*/checkpoint-*")) and process.poll() is None:
+            time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[1]
+        (child,) = psutil.Process(process.pid).children()
+        child.kill()
+        _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, text
+    assert len(said(text)) == 1, text
+    (line,) = said(text)
+    assert line.startswith("error: rank 1 is gone (killed, or its machine is); last seen at")
+    newest_checkpoint(experiment(tmp_path), "--resume_from")
+
+
+def test_a_rank_with_other_data_is_refused_before_anything_is_trained(together):
+    ending, logs = together
+    assert ending["data"]["status"] == [2, 2], ending["data"]["text"]
+    (line,) = said("".join(ending["data"]["text"]))
+    assert line.startswith("error: --data_dir data: finetune_validation.pt of rank 1 is not that of rank 0; copy")
+    assert not list((logs / "data").rglob("args.json"))
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+def test_memory_that_runs_out_is_told_with_the_phase_and_three_flags(
+    cafe_data, base_model, tmp_path, monkeypatch, capsys
+):
+    """A batch of 2**40 rows, which is a view until the model computes with it; the allocator's own error."""
+    from lightrlhf import rm
+
+    small = rm.preference_batch
+    monkeypatch.setattr(
+        rm, "preference_batch", lambda rows, pad: small(rows, pad).map(lambda t: t[:1].expand(2**40, -1))
+    )
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *CPU]
+    with pytest.raises(SystemExit) as stop:
+        rm.main(flags)
+    assert stop.value.code == 1
+    (line,) = said(capsys.readouterr().err.replace("\r", "\n"))
+    assert line.startswith("error: out of memory in update of step 1: ") and "GiB more were asked for" in line
+    assert "--micro_batch_size 4 (" in line and "--finetune_mode lora (" in line and line.count(" --") == 3
+
+
+def test_the_flags_that_help_fit_the_phase_and_what_is_set():
+    from lightrlhf.ppo import PPOArgs
+
+    args = PPOArgs(data_dir=".", model_name="tiny", reward_function="a:b", rollout_mini_batch_size=16)
+    flags = memory_flags(args, "rollout", 2**32, 10**9, 1)
+    assert [flag.split()[0] for flag in flags][:2] == ["--rollout_mini_batch_size", "--max_new_tokens"]
+    assert flags[0] == "--rollout_mini_batch_size 8 (that allocation becomes 2.00 GiB)"
+    flags = memory_flags(args, "update", 2**32, 10**9, 1)
+    assert flags[0].startswith("--micro_batch_size 4 ")
+    assert "--finetune_mode lora (saves 11.18 GiB of gradients and moments)" in flags  # 12 bytes of 10**9 parameters
+
+
+@pytest.mark.parametrize(
+    "message, size",
+    [
+        ("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.1 GiB", 1.5 * 2**30),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("std::bad_alloc", 0),
+    ],
+)
+def test_the_size_of_an_allocation_is_read_from_its_error(message, size):
+    assert allocation(RuntimeError(message)) == size
