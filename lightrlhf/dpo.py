@@ -25,7 +25,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.args import (
+    DataArgs,
+    EvalArgs,
+    ModelArgs,
+    StartArgs,
+    TrainArgs,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+)
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, micro_batches, preference_batch
@@ -52,13 +61,11 @@ SCORING_TOLERANCE = 1e-2  # nats per token
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOArgs(TrainArgs, ModelArgs):
-    """Direct preference optimisation on preference pairs."""
+class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
+    """Direct preference optimisation."""
 
     experiment_name: str = "rlhf-dpo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-    sft_experiment_dir: str | None = None
-    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
     ref_model: str | None = None
     """Experiment dir, checkpoint or folder of another reference; the policy as it starts when not given."""
     learning_rate: float = 1e-6
@@ -111,7 +118,6 @@ class DPOArgs(TrainArgs, ModelArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model()
-        check_data_dir(self)
         check_positive(self, "learning_rate", "beta", "margin_scale")
         for name in ("length_alpha", "rpo_alpha", "rapo_lambda"):
             check_at_least(self, name, 0)
@@ -131,13 +137,22 @@ class DPOArgs(TrainArgs, ModelArgs):
                 f"--max_prompt_length {self.max_prompt_length} leaves no room for a response in --max_length "
                 f"{self.max_length}; try --max_prompt_length {self.max_length // 2}"
             )
-        if self.model_name is None and self.sft_experiment_dir is None:
-            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOArgs(DPOLossArgs, EvalArgs):
+    """Direct preference optimisation on preference pairs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_eval()
 
 
 # --------------------------------------------------------------------------------------------------------- program
 def train(args: DPOArgs) -> Path:
     """DPO; returns the experiment dir."""
+    check_data_dir(args)
+    args.check_start()
     pairs, notes = load_pairs(args, "train")
     validation = load_pairs(args, "validation")[0] if args.eval_interval else []
     run = Run(args, "dpo")

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, RewardArgs, SamplingArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
@@ -49,7 +49,7 @@ STAGES = {"generate": generate, "annotate": annotate, "dpo": dpo, "sft": sft}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     experiment_name: str = "rlhf-online-dpo"
@@ -60,12 +60,8 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
     """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
     num_responses: int = 8
     """Responses per prompt."""
-    rm_experiment_dir: str | None = None
-    """Reward model or pair-preference model that scores them."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    reward_function: str | None = None
-    """Python function by `package.module:function` instead: f(prompts, completions, **columns) -> list of floats."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
     """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
     length_penalty: float = 0.0
@@ -86,8 +82,6 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
     """Passes over the pairs of an iteration."""
     lr_warmup_steps: int = 5
     """Steps of linear warm-up from 0, in each iteration: a fresh Adam at the full rate can throw a policy far off."""
-    eval_interval: int = 0
-    """Not used: policies are evaluated on held-out prompts after each iteration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,26 +92,19 @@ class OnlineDPOArgs(dpo.DPOArgs, GenerationArgs):
         check_at_least(self, "num_responses", 2)
         if self.prompts_per_iteration is not None:
             check_at_least(self, "prompts_per_iteration", 1)
-        if (self.rm_experiment_dir is None) == (self.reward_function is None):
-            raise ValueError("--rm_experiment_dir or --reward_function is needed, and not both: what scores responses")
-        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
-            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
-        if not self.do_sample:
-            raise ValueError("--do_sample False would give the same response each time; pairs need sampling")
         if self.responder not in ("last", "initial") and not Path(self.responder).is_dir():
             raise ValueError(f"--responder {self.responder} must be last, initial or an existing directory")
         if self.reference == "moving" and self.ref_model:
             raise ValueError(f"--ref_model {self.ref_model} is fixed, so --reference must be initial")
         if self.length_penalty and self.choose_type != "max_min_p":
             raise ValueError(f"--length_penalty {self.length_penalty} is read by --choose_type max_min_p only")
-        if self.eval_interval:
-            raise ValueError(
-                f"--eval_interval {self.eval_interval} has no use here; there is an evaluation an iteration"
-            )
 
 
 def train(args: OnlineDPOArgs) -> Path:
     """Online preference learning in iterations; returns the experiment dir."""
+    check_data_dir(args)
+    args.check_start()
+    args.check_reward()
     shards = prompt_shards(args)
     held_out = load_prompts(args.data_dir, "validation")[: args.eval_prompts]
     directory, initial = open_directory(args, "online_dpo")
@@ -205,19 +192,22 @@ def learn(args: OnlineDPOArgs, folder: Path, number: int, policy: str, initial: 
         "data_dir": folder / "pairs",
         "log_dir": folder,
         "experiment_name": "training",
-        "eval_interval": 0,
         "seed": args.seed * 1000 + number,
         "resume_from": resume,
         "push_to_hub": None,
     }
     if args.training_step == "raft":
         write_best(args, folder)
-        run_stage("sft", args, {**values_of(args, sft.SFTArgs), **shared, "model_name": policy, "use_targets": True})
+        run_stage(
+            "sft",
+            args,
+            {**values_of(args, sft.SFTArgs), "eval_interval": 0, **shared, "model_name": policy, "use_targets": True},
+        )
     else:
         fixed = args.ref_model or initial
         models = {"sft_experiment_dir": policy, "model_name": None}
         models["ref_model"] = fixed if args.reference == "initial" else None
-        run_stage("dpo", args, {**values_of(args, dpo.DPOArgs), **shared, **models})
+        run_stage("dpo", args, {**values_of(args, dpo.DPOArgs), "eval_interval": 0, **shared, **models})
     keep_policy(folder)
 
 

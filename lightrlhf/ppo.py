@@ -29,7 +29,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.args import (
+    DataArgs,
+    EvalArgs,
+    ModelArgs,
+    RewardArgs,
+    SamplingArgs,
+    StartArgs,
+    TrainArgs,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+)
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
@@ -51,17 +62,11 @@ from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
+class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-    sft_experiment_dir: str | None = None
-    """Experiment dir or checkpoint of the policy to start from, also the reference; otherwise `model_name`."""
-    rm_experiment_dir: str | None = None
-    """Experiment dir or checkpoint of the reward model."""
-    reward_function: str | None = None
-    """Python function `package.module:name` that scores instead of a reward model."""
     critic_init: Literal["reward", "policy"] | None = None
     """What the critic starts from; the reward model where there is one."""
     share_backbone: bool = True
@@ -135,7 +140,7 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
         super().__post_init__()
         self.check_model()
         self.check_generation()
-        check_data_dir(self)
+        self.check_eval()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
         check_at_least(self, "ngram", 0)
@@ -150,21 +155,10 @@ class PPOArgs(TrainArgs, ModelArgs, GenerationArgs):
             raise ValueError(
                 f"--mini_batch_size {self.mini_batch_size} must not exceed --rollout_size {self.rollout_size}"
             )
-        if self.sft_experiment_dir is None and self.model_name is None:
-            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
-        if (self.rm_experiment_dir is None) == (self.reward_function is None):
-            raise ValueError("give either --rm_experiment_dir or --reward_function to score responses")
         if self.critic_init == "reward" and self.rm_experiment_dir is None:
             raise ValueError("--critic_init reward needs --rm_experiment_dir; use --critic_init policy")
         if self.termination_condition == "parsing":
             check_parser(self.parser, self.parser_model)
-        if not self.do_sample:
-            raise ValueError("--do_sample False: a rollout must be sampled; lower --temperature instead")
-        if self.repetition_penalty != 1:
-            raise ValueError(
-                f"--repetition_penalty {self.repetition_penalty}: a rollout must be sampled from the policy itself; "
-                "leave it at 1, and let the reward punish repetition"
-            )
 
 
 @dataclass(kw_only=True)
@@ -185,6 +179,9 @@ class PPOBatch(Batch):
 
 def train(args: PPOArgs) -> Path:
     """PPO; returns the experiment dir."""
+    check_data_dir(args)
+    args.check_start()
+    args.check_reward()
     prompts = load_prompts(args.data_dir, "train")
     held_out = load_prompts(args.data_dir, "validation") if args.eval_interval else []
     run = Run(args, "ppo")

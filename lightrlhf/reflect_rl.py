@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs, TrainArgs, check_at_least, check_positive
+from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS
 from lightrlhf.cli.parser import parse
@@ -57,7 +57,7 @@ from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReflectRLArgs(TrainArgs, ModelArgs, ActingArgs):
+class ReflectRLArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, ActingArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
     experiment_name: str = "reflect-rl"
@@ -70,8 +70,6 @@ class ReflectRLArgs(TrainArgs, ModelArgs, ActingArgs):
     """Options of the environment as name=value, such as pickup_bonus=1."""
     horizon: int | None = None
     """Steps until an episode is cut; the environment's own number when not given."""
-    sft_experiment_dir: str | None = None
-    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
     reflect_experiment_dir: str | None = None
     """Experiment dir or checkpoint of the reflector; without it the policy acts alone."""
     trainer: Literal["pg", "ppo"] = "pg"
@@ -167,8 +165,7 @@ class ReflectRLArgs(TrainArgs, ModelArgs, ActingArgs):
             raise ValueError(f"--gae_lambd {self.gae_lambd} needs values: give --use_critic True, or leave it at 1")
         if (self.merge_first_two or self.merge_after_first_k) and not self.depth_curriculum:
             raise ValueError("--merge_first_two and --merge_after_first_k need --depth_curriculum True")
-        if self.sft_experiment_dir is None and self.model_name is None:
-            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
+        self.check_eval()
         if self.trainer == "ppo" and self.lr_scheduler_type in ("linear", "cosine"):
             raise ValueError(
                 f"--lr_scheduler_type {self.lr_scheduler_type} needs the number of updates, which --trainer ppo finds "
@@ -199,6 +196,7 @@ class DecisionBatch(Batch):
 
 def train(args: ReflectRLArgs) -> Path:
     """Reflect-RL; returns the experiment dir."""
+    args.check_start()
     args = dataclasses.replace(args, data_dir=args.data_dir or f"{args.env.rpartition(':')[2]}/episodes")
     envs = make_envs(args)
     stages = curriculum(args, envs[0].levels)

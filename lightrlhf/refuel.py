@@ -41,7 +41,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrlhf import annotate
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs, check_at_least, check_data_dir, check_positive
+from lightrlhf.cli.args import (
+    DataArgs,
+    EvalArgs,
+    ModelArgs,
+    RewardArgs,
+    SamplingArgs,
+    StartArgs,
+    TrainArgs,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batches
@@ -85,7 +96,7 @@ CHUNK = 256  # dialogues between two writes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
+class RefuelArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs, UserArgs):
     """Multi-turn RLHF by regressing the relative future."""
 
     experiment_name: str = "rlhf-refuel"
@@ -98,8 +109,6 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
     """How often all stages are done, each time from the last policy."""
     output_dir: str | None = None
     """Experiment dir to write, or to go on with; below `log_dir` when not given."""
-    sft_experiment_dir: str | None = None
-    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
     num_data: int = 0
     """Dialogues of an iteration, in a seeded order of the training split, which goes round; 0 takes all."""
     horizon: Literal["random", "final"] = "random"
@@ -120,12 +129,8 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
     """Divides the logits, for sampling and for every log-probability of the samples."""
     validation_percentage: float = 0.05
     """Share of dialogues whose pairs go into the validation split, and as many into the test split."""
-    rm_experiment_dir: str | None = None
-    """Reward model that scores dialogues."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    reward_function: str | None = None
-    """Python function by `package.module:function` instead: f(prompts, completions, **columns) -> list of floats."""
     rollout_mini_batch_size: int = 64
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
     eval_dialogues: int = 100
@@ -160,7 +165,7 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
         self.check_model()
         self.check_generation()
         self.check_user()
-        check_data_dir(self)
+        self.check_eval()
         find_device(self.accelerator)
         for name in ("iterations", "total_length", "rollout_mini_batch_size", "rollout_size", "noptepochs"):
             check_at_least(self, name, 1)
@@ -169,12 +174,6 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
         check_positive(self, "learning_rate", "eta", "beta")
         if not 0 <= self.validation_percentage < 0.5:
             raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 0.5), such as 0.05")
-        if self.model_name is None and self.sft_experiment_dir is None:
-            raise ValueError("--sft_experiment_dir or --model_name is needed: the policy to start from")
-        if (self.rm_experiment_dir is None) == (self.reward_function is None):
-            raise ValueError("--rm_experiment_dir or --reward_function is needed, and not both: what scores dialogues")
-        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
-            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
         if self.num_layers_unfrozen and self.finetune_mode != "all":
             raise ValueError(
                 f"--num_layers_unfrozen {self.num_layers_unfrozen} and --finetune_mode {self.finetune_mode} both say "
@@ -184,8 +183,6 @@ class RefuelArgs(TrainArgs, ModelArgs, GenerationArgs, UserArgs):
             for name, plain in (("output_dir", None), ("stage", "all"), ("user_function", None), ("user_model", None)):
                 if getattr(self, name) != plain:
                     raise ValueError(f"--{name} {getattr(self, name)} has no place in --setting online")
-        if not self.do_sample:
-            raise ValueError("--do_sample False would give the same reply each time; pairs need sampling")
 
 
 # ------------------------------------------------------------------------------------------------------------- loss
@@ -228,6 +225,9 @@ class PolicyCollapsed(UsageError):
 
 def train(args: RefuelArgs) -> Path:
     """REFUEL; returns the experiment dir."""
+    check_data_dir(args)
+    args.check_start()
+    args.check_reward()
     if args.setting == "online":
         return online(args)
     if args.stage in ("all", "generate"):

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import DataArgs, EvalArgs, StartArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
@@ -44,13 +44,11 @@ from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMArgs(TrainArgs, ModelArgs):
+class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
     """Reward modelling on preference pairs."""
 
     experiment_name: str = "rlhf-reward-modelling"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-    sft_experiment_dir: str | None = None
-    """Experiment dir or checkpoint to start from; otherwise `model_name`."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     lr_warmup_steps: int = 100
@@ -61,10 +59,8 @@ class RMArgs(TrainArgs, ModelArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model()
-        check_data_dir(self)
+        self.check_eval()
         check_positive(self, "learning_rate")
-        if self.model_name is None and self.sft_experiment_dir is None:
-            raise ValueError("--sft_experiment_dir or --model_name is needed to start from")
 
 
 def rm_loss(scores: Tensor, input_ids: Tensor, attention_mask: Tensor, loss_type: str) -> Tensor:
@@ -98,6 +94,8 @@ def rm_loss(scores: Tensor, input_ids: Tensor, attention_mask: Tensor, loss_type
 
 def train(args: RMArgs) -> Path:
     """Reward modelling; returns the experiment dir."""
+    check_data_dir(args)
+    args.check_start()
     pairs = load_split(args.data_dir, "preference", "train")
     validation = load_split(args.data_dir, "preference", "validation")
     run = Run(args, "rm")

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs, TrainArgs, check_data_dir, check_positive
-from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
 from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
@@ -31,7 +31,7 @@ from lightrlhf.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTArgs(TrainArgs, ModelArgs):
+class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
     """Supervised fine-tuning on demonstrations."""
 
     experiment_name: str = "rlhf-supervised-finetuning"
@@ -50,12 +50,10 @@ class SFTArgs(TrainArgs, ModelArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model()
-        check_data_dir(self)
+        self.check_eval()
         check_positive(self, "learning_rate")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 1)")
-        if self.model_name is None and self.resume_from is None:
-            raise ValueError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
 
 
 def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -68,6 +66,9 @@ def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.
 
 def train(args: SFTArgs) -> Path:
     """Supervised fine-tuning; returns the experiment dir."""
+    check_data_dir(args)
+    if args.model_name is None:
+        raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
     examples = load_split(args.data_dir, "finetune", "train")
     validation = load_split(args.data_dir, "finetune", "validation") if args.eval_interval else []
     run = Run(args, "sft")

@@ -10,79 +10,119 @@ import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.lists import TEXTS, _items, names
+
+RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
+STARTS = {"required": "a model to start from"}  # metadata of flags of which a program needs exactly one
+SCORES = {"required": "what scores responses"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArgs:
-    """What every training program shares."""
+class DataArgs:
+    """Data."""
+
+    data_dir: str = "data"
+    """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs:
+    """Run."""
 
     experiment_name: str = "lightrlhf"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     log_dir: str = "logs"
     """Root folder of all experiment dirs."""
-    data_dir: str = "data"
-    """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
     resume_from: str | None = None
-    """Experiment dir of an interrupted run to go on with; its own arguments become the defaults."""
+    """Experiment dir of an interrupted run to resume; its own arguments become the defaults."""
     seed: int = 42
     """Seed of data order, initialisation, dropout and sampling."""
     epochs: int = 1
-    """Passes over the training split."""
+    """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after this many optimiser steps (PPO: rollouts), whatever `epochs` says."""
+    """Stop after this many steps, whatever `epochs` says."""
     mini_batch_size: int = 8
     """Examples per optimiser step and device."""
     micro_batch_size: int = 8
     """Examples per forward and backward pass; smaller saves memory and never changes a gradient."""
     save_interval: int = 500
     """Steps between checkpoints; a kill loses at most this many."""
-    keep_last: int = 2
-    """How many checkpoints are kept; 0 keeps all."""
+    keep_last: int = field(default=2, metadata=RARE)
+    """Checkpoints to keep; 0 keeps all."""
+    log_interval: int = 5
+    """Steps between two rows of metrics."""
+    logger: Literal["tensorboard", "csv", "wandb"] = field(default="tensorboard", metadata=RARE)
+    """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
+    profile: bool = field(default=False, metadata=RARE)
+    """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
+    push_to_hub: str | None = None
+    """Hub repository to upload the last checkpoint to when training ends; private if it is new."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArgs:
+    """Evaluation during training."""
+
     eval_interval: int = 100
     """Steps between evaluations on the validation split; 0 switches them off."""
     eval_iters: int | None = None
-    """Micro-batches per evaluation; all of the split when not given."""
-    log_interval: int = 5
-    """Steps between two rows of metrics."""
-    optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
-    """Optimiser class of `torch.optim`, or of bitsandbytes: its state in 8 bits, or paged out of the GPU's memory."""
-    optimizer_beta1: float = 0.9
+    """Micro-batches per evaluation; the whole split when not given."""
+
+    def check_eval(self) -> None:
+        """Raises: ValueError, one line, when a value is out of range."""
+        check_at_least(self, "eval_interval", 0)
+        if self.eval_iters is not None:
+            check_at_least(self, "eval_iters", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerArgs:
+    """Optimiser and schedule."""
+
+    optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = field(default="AdamW", metadata=RARE)
+    """Optimiser class of `torch.optim`, or of bitsandbytes: 8-bit state, or state paged out of the GPU's memory."""
+    optimizer_beta1: float = field(default=0.9, metadata=RARE)
     """Decay of the first moment."""
-    optimizer_beta2: float = 0.95
+    optimizer_beta2: float = field(default=0.95, metadata=RARE)
     """Decay of the second moment."""
-    optimizer_eps: float = 1e-6
+    optimizer_eps: float = field(default=1e-6, metadata=RARE)
     """Added to the denominator of the optimiser's step."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; biases and norms are not decayed."""
-    gradient_clip_val: float = 1.0
+    gradient_clip_val: float = field(default=1.0, metadata=RARE)
     """Largest global gradient norm; 0 switches clipping off."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
-    lr_warmup_ratio: float | None = None
+    lr_warmup_ratio: float | None = field(default=None, metadata=RARE)
     """Share of all steps for that warm-up, instead of `lr_warmup_steps`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceArgs:
+    """Devices (Lightning Fabric)."""
+
     accelerator: str = "auto"
-    """Fabric: cpu, cuda, mps or auto."""
+    """cpu, cuda, mps or auto."""
     devices: int = 1
-    """Fabric: processes on this machine, one device each."""
-    num_nodes: int = 1
-    """Fabric: machines."""
+    """Processes on this machine, one device each."""
+    num_nodes: int = field(default=1, metadata=RARE)
+    """Machines."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = "auto"
-    """Fabric: whole models on each rank (ddp, auto's choice for several), split ones (fsdp), or DeepSpeed's ZeRO-2."""
-    ddp_timeout: int = 1800
+    """Whole models on each rank (ddp, auto's choice for several), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
+    ddp_timeout: int = field(default=1800, metadata=RARE)
     """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Fabric: arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
-    logger: Literal["tensorboard", "csv", "wandb"] = "tensorboard"
-    """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
-    profile: bool = False
-    """Write `profile.json` and `profile.md`: the time of each phase beside the least this machine needs for it."""
-    push_to_hub: str | None = None
-    """Hub repository that gets the last checkpoint when training ends, private if it is new."""
+    """Arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
+    """Flags that every training program has."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "mini_batch_size"):
@@ -95,7 +135,7 @@ class TrainArgs:
             )
         for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
             check_at_least(self, name, 1)
-        for name in ("eval_interval", "keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
+        for name in ("keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
         for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
             if getattr(self, flag) == package and find_spec(package) is None:
@@ -114,18 +154,17 @@ class TrainArgs:
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1)")
-        for name in ("max_steps", "eval_iters"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, 1)
+        if self.max_steps is not None:
+            check_at_least(self, "max_steps", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """Which model, and which part of it learns."""
+    """Model, and which of its weights are trained."""
 
-    model_name: str | None = None
+    model_name: str | None = field(default=None, metadata=STARTS)
     """Hub name, local folder, experiment dir, or `tiny` (a small Llama built from its config)."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = field(default=False, metadata=RARE)
     """Let a hub model run the code of its own repository."""
     disable_dropout: bool = False
     """Set the probability of every dropout module to 0."""
@@ -135,9 +174,9 @@ class ModelArgs:
     """Rank of the adapters."""
     lora_alpha: float = 16.0
     """Scale of the adapters: their product is multiplied by alpha / rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = field(default=0.0, metadata=RARE)
     """Dropout on the input of the adapters."""
-    lora_targets: str = "all-linear"
+    lora_targets: str = field(default="all-linear", metadata=RARE)
     """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
 
     load_in_8bit: bool = False
@@ -146,7 +185,7 @@ class ModelArgs:
     """Hold the frozen weights below the adapters in 4 bits (nf4, bitsandbytes); needs `finetune_mode` lora."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
-    merge: bool = False
+    merge: bool = field(default=False, metadata=RARE)
     """Write merged weights instead of adapters; by default a checkpoint of `lora` is a peft folder naming its base."""
 
     def lora_target_names(self) -> list[str]:
@@ -184,26 +223,54 @@ class ModelArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationArgs:
-    """How responses are sampled."""
+class StartArgs(ModelArgs):
+    """Model, and which of its weights are trained."""
 
+    sft_experiment_dir: str | None = field(default=None, metadata=STARTS)
+    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
+
+    def check_start(self, policy: object = None) -> None:
+        """Raises: UsageError when no flag names a model to start from and no `policy` is given."""
+        if policy is None and self.sft_experiment_dir is None and self.model_name is None:
+            raise UsageError("--sft_experiment_dir or --model_name is needed: the policy to start from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardArgs:
+    """Reward."""
+
+    rm_experiment_dir: str | None = field(default=None, metadata=SCORES)
+    """Experiment dir or checkpoint of the reward model."""
+    reward_function: str | None = field(default=None, metadata=SCORES)
+    """Python function `package.module:name` instead: f(prompts, completions, **columns) -> list of floats."""
+
+    def check_reward(self, reward: object = None) -> None:
+        """Raises: UsageError unless exactly one of the flags and `reward` says what scores responses."""
+        if [self.rm_experiment_dir, self.reward_function, reward].count(None) != 2:
+            raise UsageError("--rm_experiment_dir or --reward_function is needed, and not both: what scores responses")
+        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
+            raise UsageError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingArgs:
+    """Sampling of responses."""
+
+    do_sample: ClassVar[bool] = True
+    repetition_penalty: ClassVar[float] = 1.0
     max_new_tokens: int = 128
     """Longest response, end token included."""
-    do_sample: bool = True
-    """Sample; when false take the most likely token."""
     temperature: float = 1.0
     """Divides the logits, for sampling and for every log-probability of the samples."""
     top_k: int = 0
     """Sample among the k most likely tokens; 0 takes all."""
     top_p: float = 1.0
     """Sample among the most likely tokens that together have this probability."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=RARE)
     """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
-    eos_ids: list[int] = field(default_factory=list)
-    """Token ids that end a response beside the tokenizer's end token."""
-    stop_strings: list[str] = field(default_factory=list, metadata=TEXTS)
+    eos_ids: list[int] = field(default_factory=list, metadata=RARE)
+    """Token ids that end a response, besides the tokenizer's end token."""
+    stop_strings: list[str] = field(default_factory=list, metadata=TEXTS | RARE)
     """Texts that end a response as soon as it contains one, each a word of its own; its tokens stay as sampled."""
 
     def check_generation(self) -> None:
@@ -211,7 +278,8 @@ class GenerationArgs:
         check_at_least(self, "max_new_tokens", 1)
         check_at_least(self, "top_k", 0)
         if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
+            remedy = "; for greedy text use --do_sample False" if isinstance(self, GenerationArgs) else ""
+            raise ValueError(f"--temperature {self.temperature} must be above 0{remedy}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top_p {self.top_p} must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
@@ -221,6 +289,16 @@ class GenerationArgs:
             raise ValueError(f"--eos_ids {min(self.eos_ids)} must be at least 0")
         if "" in self.stop_strings:
             raise ValueError("--stop_strings '' would end every response at once; give a text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationArgs(SamplingArgs):
+    """Sampling of responses."""
+
+    do_sample: bool = True  # type: ignore[misc]  # a program that learns from its samples has no such flag
+    """Sample; when false take the most likely token."""
+    repetition_penalty: float = field(default=1.0, metadata=RARE)  # type: ignore[misc]
+    """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
 
 
 def check_at_least(args: Any, name: str, least: float) -> None:
@@ -244,9 +322,9 @@ def needs_package(what: str, package: str, extra: str) -> str:
 
 
 def check_data_dir(args: Any) -> None:
-    """Raises: ValueError when `--data_dir` does not exist; called at parse time, before any model is loaded."""
+    """Raises: UsageError when `--data_dir` does not exist; called before any model is loaded."""
     if not Path(args.data_dir).is_dir():
-        raise ValueError(
+        raise UsageError(
             f"--data_dir {args.data_dir} does not exist; "
             f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {args.data_dir}"
         )

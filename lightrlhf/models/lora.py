@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on a Hugging Face model: added, loaded, switched, concatenated, merged.
 
 The layers are peft's. A model may carry several adapters by name; a role (see `model.py`) is some of them, in order:
-a frozen one it started from, and a new one that learns. `speaking` switches between roles by the list of active
+a frozen one it started from, and a new one that learns. `active` switches between roles by the list of active
 names alone: peft's own `set_adapter` also changes what requires gradients, and a backward pass after it would
 silently lose some.
 
@@ -169,15 +169,15 @@ def active(model: nn.Module, adapters: Sequence[str], training: bool) -> Iterato
         _switch(model, layers, before, was_training)
 
 
-def _switch(model: nn.Module, layers: list[Any], active: list[Any], training: bool) -> None:
-    for layer, names in zip(layers, active):
+def _switch(model: nn.Module, layers: list[Any], adapters: list[Any], training: bool) -> None:
+    for layer, names in zip(layers, adapters):
         layer._active_adapter = names
     if model.training != training:
         model.train(training)
 
 
 def set_up(model: nn.Module, active: Sequence[str], learning: Sequence[str]) -> None:
-    """Say once which adapters are active outside of `speaking`, and which ones learn; nothing else does."""
+    """Say once which adapters are active outside of `active`, and which ones learn; nothing else does."""
     model.requires_grad_(False)
     for layer in lora_layers(model).values():
         layer._active_adapter = list(active)
@@ -192,8 +192,8 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, Abstra
 
     The backward pass itself may then run anywhere, inside another role too.
     """
-    active = next(layer._active_adapter for layer in model.modules() if hasattr(layer, "lora_A"))
-    return nullcontext(), active(model, active, model.training)
+    now = next(layer._active_adapter for layer in model.modules() if hasattr(layer, "lora_A"))
+    return nullcontext(), active(model, now, model.training)
 
 
 # --------------------------------------------------------------------------------------------------- out of memory

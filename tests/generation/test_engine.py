@@ -475,7 +475,7 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
     eos = tokenizer.eos_token_id
     answers = [[40, 41, eos], [42, 43, 44, 45], [eos]]
     said = Completions(answers, [[-0.1, -0.2, -0.3], [-0.4, -0.5, -0.6, -0.7], [-0.8]], [False, True, False], 0.0)
-    monkeypatch.setattr(engine, "generate", lambda *args: said)
+    monkeypatch.setattr("lightrlhf.generation.rollout.generate", lambda *args: said)
     policy = load_policy(str(base_model), ModelArgs(), tokenizer)
     rows = [{"input_ids": torch.tensor(ids), "columns": {"n": n}} for n, ids in enumerate(rows_of(4, 1, 6))]
     args = GenerationArgs(max_new_tokens=4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -42,15 +42,12 @@ def commands_of(script: str, parse_only: bool = False) -> list[Command]:
 
 
 def args_class(module: str) -> type:
-    """The args dataclass of a program: the one defined in its own file."""
+    """The args dataclass of a program: the one that its `main` parses."""
     program = importlib.import_module(module)
-    own = [
-        value
-        for value in vars(program).values()
-        if dataclasses.is_dataclass(value) and value.__module__ == module and value.__name__.endswith("Args")
-    ]
-    assert len(own) == 1, f"{module} defines {own}"
-    return own[0]
+    if hasattr(program, "__path__"):  # a folder, started by its name
+        program = importlib.import_module(f"{module}.page")
+    (name,) = re.findall(r"\bparse\((\w+), argv", inspect.getsource(program))
+    return getattr(program, name)
 
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:

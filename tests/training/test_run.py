@@ -183,7 +183,7 @@ def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, monkeypatc
         shares = []
         for rank in range(world_size):
             monkeypatch.setattr(Run, "rank", rank)
-            shares.append([row["number"] for row in one.share(batch)])
+            shares.append([row["number"] for row in one.shard(batch)])
         assert all(shares) and max(map(len, shares)) - min(map(len, shares)) <= 1
         assert sum(shares, []) == [row["number"] for row in batch]
         seen += sum(shares, [])

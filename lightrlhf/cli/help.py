@@ -1,0 +1,89 @@
+"""Help: the flags of a program under titles, its own first; rarer ones with `--help_all`.
+
+A group is the dataclass that declares a flag, its title the first line of that class's docstring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+WIDTH, COLUMN = 100, 29
+KINDS = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
+ALWAYS = {
+    "config": ("FILE", "YAML file of flags; flags given after it win."),
+    "print_config": ("", "Print the flags as YAML for --config, and exit."),
+    "print_completion": ("SHELL", "Print the completion script of bash, zsh or tcsh, and exit."),
+    "help": ("", "Print the common flags, and exit."),
+    "help_all": ("", "Print all flags, and exit."),
+}
+
+
+def help_text(args_class: type, program: str, docs: dict[str, str], everything: bool) -> str:
+    """All of `--help`, or with `everything` of `--help_all`; docs: a sentence by flag."""
+    title = first_line(args_class)
+    fields = {field.name: field for field in dataclasses.fields(args_class)}
+    hints = get_type_hints(args_class)
+    lines = [f"usage: {program} [flags]", "", title]
+    hidden = 0
+    for owner, names in grouped(args_class).items():
+        shown = [name for name in names if everything or not fields[name].metadata.get("rare")]
+        hidden += len(names) - len(shown)
+        if shown:
+            lines += ["", "Flags of this program:" if owner is args_class else f"{first_line(owner).rstrip('.')}:"]
+        for name in shown:
+            lines += entry(name, kind_of(hints[name]), f"{docs.get(name, '')} {state_of(fields[name])}".strip())
+    lines += ["", "Help and configuration:"]
+    for name, (kind, sentence) in ALWAYS.items():
+        more = f" ({hidden} rarer ones are not shown here)" if name == "help_all" and hidden else ""
+        lines += entry(name, kind, sentence[:-12] + more + sentence[-12:] if more else sentence)
+    return "\n".join(lines) + "\n"
+
+
+def grouped(args_class: type) -> dict[type, list[str]]:
+    """Flags by the class that declares them first, in order: the program's own, then those of its bases."""
+    owners = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
+    groups: dict[type, list[str]] = {owner: [] for owner in owners}
+    by_title: dict[str, type] = {}
+    for field in dataclasses.fields(args_class):
+        first = [owner for owner in owners if field.name in owner.__dict__.get("__annotations__", {})][-1]
+        groups[by_title.setdefault(first_line(first), first)].append(field.name)
+    return {owner: names for owner, names in groups.items() if names}
+
+
+def first_line(owner: type) -> str:
+    return (owner.__doc__ or "").strip().splitlines()[0]
+
+
+def kind_of(hint: Any) -> str:
+    """The word for a value of this type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, get_args(hint))) + "}"
+    if get_origin(hint) is list:
+        return f"{kind_of(get_args(hint)[0])}…"
+    return KINDS.get(hint, "TEXT")
+
+
+def state_of(field: Any) -> str:
+    """Default of a flag, or that it must be given."""
+    if "required" in field.metadata:
+        return f"[one is required: {field.metadata['required']}]"
+    if field.default is dataclasses.MISSING:
+        return "[required]" if field.default_factory is dataclasses.MISSING else ""
+    return "" if field.default in (None, "") else f"[{field.default}]"
+
+
+def entry(name: str, kind: str, sentence: str) -> list[str]:
+    """Lines of one flag: `--name KIND`, then its sentence in a column of its own."""
+    head = f"  --{name} {kind}".rstrip()
+    if len(head) > COLUMN + 12 and kind.startswith("{"):  # long choices belong to the text
+        head, sentence = f"  --{name}", f"{sentence} {kind}"
+    indent = " " * COLUMN
+    if len(head) < COLUMN - 1:
+        return textwrap.wrap(sentence, WIDTH, initial_indent=head.ljust(COLUMN), subsequent_indent=indent) or [head]
+    text = textwrap.wrap(sentence, WIDTH, initial_indent=f"{head}  ", subsequent_indent=indent)
+    return text or [head]
