@@ -11,7 +11,15 @@ EXTRAS = {
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "playwright>=1.50", "ruff>=0.8"]
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "playwright>=1.50",
+        "ruff>=0.8",
+        "mypy>=1.15",
+        "types-pyyaml>=6.0",
+    ]
     + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9", "pyyaml>=6.0"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
@@ -27,7 +35,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightrlhf*", "datasets_prep*"]),
-    package_data={"datasets_prep.cafe": ["base/*"]},
+    package_data={"lightrlhf": ["py.typed"], "datasets_prep.cafe": ["base/*"]},
     install_requires=[
         "torch>=2.6",
         "lightning>=2.5",

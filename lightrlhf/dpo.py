@@ -271,7 +271,7 @@ def truncate(row: Row, args: DPOArgs) -> Row:
 
 
 # ------------------------------------------------------------------------------------------------------- reference
-def reference_logps(run: Run, policy: Policy, rows: list[Row], tokenizer: Any) -> dict[str, Any]:
+def reference_logps(run: Run[DPOArgs], policy: Policy, rows: list[Row], tokenizer: Any) -> dict[str, Any]:
     """Log-probabilities of all chosen, then all rejected responses under the reference, with a hash of both.
 
     A resumed run takes those of its checkpoint where the hash of the reference's weights and of the data is the same.
@@ -312,7 +312,7 @@ def with_reference(rows: list[Row], logps: list[float]) -> list[Row]:
     return [{**row, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected} for row, chosen, rejected in halves]
 
 
-def check_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> None:
+def check_start(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> None:
     """Raises: RunFailure when the policy does not start at the reference (they are the same weights)."""
     rows = rows[: max(run.args.micro_batch_size, run.world_size)]
     pairs = make_pairs(run.args, rows, score_pairs(run, model, rows, pad_id))
@@ -328,7 +328,7 @@ def sequence_logps(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def score_pairs(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+def score_pairs(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
     """Log-probabilities of N pairs, dropout off, the work split over ranks: (2N,) on each, the chosen ones first."""
     was_training = model.training
     model.eval()
@@ -376,7 +376,9 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
     )
 
 
-def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> dict[str, float]:
+def train_step(
+    run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0
+) -> dict[str, float]:
     """One optimiser step on the pairs of all ranks; returns their metrics."""
     args = run.args
     if args.loss_type in RANKED_LOSSES:
@@ -398,7 +400,7 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baselin
     return {**losses, "train/grad_norm": run.optimize("policy"), **metrics}
 
 
-def with_slopes(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> list[Row]:
+def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> list[Row]:
     """The rows of a whole step, each with the derivatives of a ranked loss by its two log-probabilities.
 
     Ranks need all pairs of the step, gradients only some at a time: a first pass without gradients finds how the loss
@@ -440,7 +442,9 @@ def pair_metrics(args: DPOArgs, means: list[float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> dict[str, float]:
+def evaluate(
+    run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0
+) -> dict[str, float]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; a ranked loss ranks all of it together."""
     args = run.args
     rows = rows[: args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None]

@@ -243,9 +243,9 @@ def train(args: PPOArgs) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------- the models
-def make_scorer(run: Run, tokenizer: Any, policy: Policy) -> Scorer:
+def make_scorer(run: Run[PPOArgs], tokenizer: Any, policy: Policy) -> Scorer:
     """The reward model (with its own tokenizer) or the reward function, as `Rollout -> (B,)`."""
-    args: PPOArgs = run.args
+    args = run.args
     if args.reward_function:
         return FunctionScorer(load_function(args.reward_function, "--reward_function"), tokenizer)
     source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
@@ -276,7 +276,7 @@ def set_generation_config(policy: nn.Module, args: PPOArgs, tokenizer: Any) -> N
 
 # ------------------------------------------------------------------------------------------------------ the rollout
 def sample_rollout(
-    run: Run, actor: nn.Module, reference: nn.Module, rows: list[Row], noise: list[Tensor], tokenizer: Any
+    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, rows: list[Row], noise: list[Tensor], tokenizer: Any
 ) -> Rollout:
     """This rank's responses with their log-probabilities under actor and reference."""
     with run.autocast():
@@ -317,13 +317,13 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
 
 
 def segment_responses(
-    run: Run, rollout: Rollout, num_rows: int, step: int, tokenizer: Any, parser: Parser | None
+    run: Run[PPOArgs], rollout: Rollout, num_rows: int, step: int, tokenizer: Any, parser: Parser | None
 ) -> tuple[Tensor, int]:
     """The macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
     num_rows counts those of all ranks.
     """
-    args: PPOArgs = run.args
+    args = run.args
     if args.termination_condition == "parsing":
         fallback = {"ngram": args.ngram, "token": 1, "raise": None}[args.on_parse_error]
         return parsed_segments(rollout, tokenizer, parser, args.parsing_cutoff, fallback)
@@ -336,9 +336,11 @@ def segment_responses(
     return macro.randomized(rollout.action_mask, torch.stack(run.shard(noise))), 0
 
 
-def estimate_advantages(run: Run, rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor) -> PPOBatch:
+def estimate_advantages(
+    run: Run[PPOArgs], rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor
+) -> PPOBatch:
     """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks."""
-    args: PPOArgs = run.args
+    args = run.args
     macro_rewards = macro.discounted_sum(rewards, segments, args.gae_gamma)  # (B, M)
     macro_values = macro.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
     discounts = torch.full_like(macro_values, args.gae_gamma)  # (B, M)
@@ -393,9 +395,9 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
         yield batch.select(rows.to(batch.input_ids.device))
 
 
-def update(run: Run, actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> dict[str, float]:
+def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> dict[str, float]:
     """All optimiser steps of one rollout; returns means over them."""
-    args: PPOArgs = run.args
+    args = run.args
     fullest = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
     sums: dict[str, float] = {}
     parts = 0
@@ -407,9 +409,9 @@ def update(run: Run, actor: nn.Module, critic: nn.Module, batch: PPOBatch, step:
     return {name: value / parts for name, value in sums.items()}
 
 
-def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> dict[str, float]:
+def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> dict[str, float]:
     """One optimiser step of actor and critic; the gradient does not depend on how micro-batches are cut."""
-    args: PPOArgs = run.args
+    args = run.args
     count = max(run.total(minibatch.num_actions), 1.0)
     by_segment = args.macro_ratio == "segment"
     policy_count = max(run.total(minibatch.num_segments), 1.0) if by_segment else count
@@ -445,7 +447,9 @@ def update_minibatch(run: Run, actor: nn.Module, critic: nn.Module, minibatch: P
 
 
 # ------------------------------------------------------------------------------------------------------ the metrics
-def rollout_metrics(run: Run, rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch) -> dict[str, float]:
+def rollout_metrics(
+    run: Run[PPOArgs], rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch
+) -> dict[str, float]:
     """Means over the responses of all ranks; `objective/kl` is the k1 estimate summed over a response, in nats."""
     mask = rollout.action_mask
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
@@ -479,10 +483,10 @@ def rollout_metrics(run: Run, rollout: Rollout, scores: Tensor, rewards: Tensor,
 
 @torch.no_grad()
 def evaluate(
-    run: Run, actor: nn.Module, reference: nn.Module, scorer: Scorer, rows: list[Row], tokenizer: Any
+    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, scorer: Scorer, rows: list[Row], tokenizer: Any
 ) -> dict[str, float]:
     """Score, KL and length on held-out prompts, always with the same noise; keeps a few texts in `samples.jsonl`."""
-    args: PPOArgs = run.args
+    args = run.args
     rows = rows[: args.eval_iters * args.rollout_mini_batch_size * run.world_size if args.eval_iters else None]
     noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(-1))
     rollout = sample_rollout(run, actor, reference, run.shard(rows), run.shard(noise), tokenizer)

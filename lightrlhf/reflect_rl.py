@@ -272,9 +272,9 @@ class ValueHead(nn.Module):
         return self.score(hidden.float())[..., 0]
 
 
-def load_models(run: Run, labels: int) -> tuple[ModelAgent, nn.Module | None, Policy | None, Any]:
+def load_models(run: Run[ReflectRLArgs], labels: int) -> tuple[ModelAgent, nn.Module | None, Policy | None, Any]:
     """The agent with policy and reflector, the critic and the reference where there are such, and the tokenizer."""
-    args: ReflectRLArgs = run.args
+    args = run.args
     source, flag = starting_model(args)
     tokenizer = load_tokenizer(None, source)
     policy = load_policy(source, args, tokenizer, flag)
@@ -287,7 +287,7 @@ def load_models(run: Run, labels: int) -> tuple[ModelAgent, nn.Module | None, Po
     return agent, critic, reference, tokenizer
 
 
-def load_reflector(args: ReflectRLArgs, run: Run) -> Reflector | None:
+def load_reflector(args: ReflectRLArgs, run: Run[ReflectRLArgs]) -> Reflector | None:
     """The frozen model of `--reflect_experiment_dir`, in eval mode, with a tokenizer of its own."""
     if args.reflect_experiment_dir is None:
         return None
@@ -300,7 +300,7 @@ def load_reflector(args: ReflectRLArgs, run: Run) -> Reflector | None:
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
-def make_batch(run: Run, episodes: Sequence[Episode], agent: ModelAgent) -> DecisionBatch:
+def make_batch(run: Run[ReflectRLArgs], episodes: Sequence[Episode], agent: ModelAgent) -> DecisionBatch:
     """The decisions of episodes in their order, on the device; values and advantages are still 0."""
     decisions = [decision for episode in episodes for decision in episode.decisions]
     ids = [one.prompt_ids for one in decisions], [one.response_ids for one in decisions]
@@ -335,7 +335,7 @@ def by_length(batch: Batch, size: int) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def score(run: Run, policy: nn.Module, batch: DecisionBatch, agent: ModelAgent) -> Tensor:
+def score(run: Run[ReflectRLArgs], policy: nn.Module, batch: DecisionBatch, agent: ModelAgent) -> Tensor:
     """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""
     was_training = policy.training
     policy.eval()
@@ -348,14 +348,14 @@ def score(run: Run, policy: nn.Module, batch: DecisionBatch, agent: ModelAgent) 
     return out
 
 
-def check_start(run: Run, actor: nn.Module, batch: DecisionBatch, agent: ModelAgent) -> None:
+def check_start(run: Run[ReflectRLArgs], actor: nn.Module, batch: DecisionBatch, agent: ModelAgent) -> None:
     """Raises: RunFailure when sampling and scoring differ before the first update."""
     gap = float((score(run, actor, batch, agent) - batch.logprobs).abs().max())
     if not gap < (1e-2 if run.args.precision == "32-true" else 0.5):
         raise RunFailure(f"log-probabilities differ by {gap} between sampling and scoring of the same weights")
 
 
-def add_penalty(run: Run, batch: DecisionBatch, reference: nn.Module | None, agent: ModelAgent) -> None:
+def add_penalty(run: Run[ReflectRLArgs], batch: DecisionBatch, reference: nn.Module | None, agent: ModelAgent) -> None:
     """Take the log-ratio to the starting policy off the rewards that are learned from."""
     if reference is not None:
         ratio = (batch.logprobs - score(run, reference, batch, agent)) * batch.action_mask  # (B, T-1)
@@ -364,10 +364,14 @@ def add_penalty(run: Run, batch: DecisionBatch, reference: nn.Module | None, age
 
 # --------------------------------------------------------------------------------------------------------- advantages
 def estimate_advantages(
-    run: Run, batch: DecisionBatch, episodes: Sequence[Episode], critic: nn.Module | None, whitened: bool = True
+    run: Run[ReflectRLArgs],
+    batch: DecisionBatch,
+    episodes: Sequence[Episode],
+    critic: nn.Module | None,
+    whitened: bool = True,
 ) -> None:
     """Fill in values, advantages and returns, (B,) each."""
-    args: ReflectRLArgs = run.args
+    args = run.args
     lengths = torch.tensor([len(episode.decisions) for episode in episodes], device=batch.rewards.device)
     steps = torch.arange(int(lengths.max()), device=lengths.device)
     played = steps < lengths[:, None]  # (E, S) bool; row by row these are the decisions in their order
@@ -394,7 +398,7 @@ def group_advantages(returns: Tensor, group_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def predict_values(run: Run, critic: nn.Module | None, batch: DecisionBatch) -> Tensor:
+def predict_values(run: Run[ReflectRLArgs], critic: nn.Module | None, batch: DecisionBatch) -> Tensor:
     """The critic's value of each decision's state, 0 without a critic: (B,)."""
     values = torch.zeros(len(batch), device=batch.input_ids.device)
     if critic is not None:
@@ -435,10 +439,15 @@ def value_loss(values: Tensor, batch: DecisionBatch) -> Tensor:
 
 
 def update(
-    run: Run, actor: nn.Module, critic: nn.Module | None, batch: DecisionBatch, agent: ModelAgent, step: int
+    run: Run[ReflectRLArgs],
+    actor: nn.Module,
+    critic: nn.Module | None,
+    batch: DecisionBatch,
+    agent: ModelAgent,
+    step: int,
 ) -> dict[str, float]:
     """All optimiser steps of an iteration; means over them."""
-    args: ReflectRLArgs = run.args
+    args = run.args
     found = [
         update_minibatch(run, actor, critic, minibatch, agent, clip=args.trainer == "ppo")
         for minibatch in minibatches(run, batch, step)
@@ -451,9 +460,9 @@ def update(
     return metrics
 
 
-def minibatches(run: Run, batch: DecisionBatch, step: int) -> Iterator[DecisionBatch]:
+def minibatches(run: Run[ReflectRLArgs], batch: DecisionBatch, step: int) -> Iterator[DecisionBatch]:
     """For pg the whole batch; for ppo its rows in shuffled order, in as many parts on every rank."""
-    args: ReflectRLArgs = run.args
+    args = run.args
     if args.trainer == "pg":
         yield batch
         return
@@ -467,7 +476,7 @@ def minibatches(run: Run, batch: DecisionBatch, step: int) -> Iterator[DecisionB
 
 
 def update_minibatch(
-    run: Run,
+    run: Run[ReflectRLArgs],
     actor: nn.Module,
     critic: nn.Module | None,
     batch: DecisionBatch,
@@ -476,7 +485,7 @@ def update_minibatch(
     replayed: bool = False,
 ) -> dict[str, float]:
     """One optimiser step of policy and critic; the gradient does not depend on how micro-batches are cut."""
-    args: ReflectRLArgs = run.args
+    args = run.args
     total = max(run.total(len(batch)), 1.0)  # decisions of all ranks
     sums = torch.zeros(6, device=run.device)
     micros = by_length(batch, args.micro_batch_size)
@@ -551,7 +560,12 @@ class Replay:
 
 
 def replay_step(
-    run: Run, actor: nn.Module, replay: Replay, episodes: Sequence[Episode], agent: ModelAgent, stage: Stage
+    run: Run[ReflectRLArgs],
+    actor: nn.Module,
+    replay: Replay,
+    episodes: Sequence[Episode],
+    agent: ModelAgent,
+    stage: Stage,
 ) -> dict[str, float]:
     """A step of the policy on past successes, then this iteration's are kept.
 
@@ -576,7 +590,9 @@ def level_name(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def rates_by_level(run: Run, episodes: Sequence[Episode], levels: Sequence[str]) -> tuple[dict, dict[str, dict]]:
+def rates_by_level(
+    run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels: Sequence[str]
+) -> tuple[dict, dict[str, dict]]:
     """Means over the episodes of all ranks, altogether and by level, of levels that were played."""
     parts = [[one for one in episodes if one.level == level] for level in range(len(levels))]
     counts = torch.tensor([count(part) for part in (episodes, *parts)], dtype=torch.float64, device=run.device)
@@ -584,7 +600,7 @@ def rates_by_level(run: Run, episodes: Sequence[Episode], levels: Sequence[str])
     return rates(total), {level_name(name): rates(row) for name, row in zip(levels, each) if row[0]}
 
 
-def episode_metrics(run: Run, episodes: Sequence[Episode], levels: Sequence[str]) -> dict[str, float]:
+def episode_metrics(run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels: Sequence[str]) -> dict[str, float]:
     """Success, cost, length and invalid actions; none of them knows of entropy or KL."""
     overall, by_level = rates_by_level(run, episodes, levels)
     logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
@@ -596,12 +612,14 @@ def episode_metrics(run: Run, episodes: Sequence[Episode], levels: Sequence[str]
     return metrics
 
 
-def evaluate(run: Run, envs: Sequence[Any], agent: ModelAgent, stages: Sequence[Stage]) -> dict[str, float]:
+def evaluate(
+    run: Run[ReflectRLArgs], envs: Sequence[Any], agent: ModelAgent, stages: Sequence[Stage]
+) -> dict[str, float]:
     """Sampled episodes from validation starts of all the curriculum's levels, always with the same random numbers.
 
     Keeps four of them as text in `trajectories/`.
     """
-    args: ReflectRLArgs = run.args
+    args = run.args
     levels = sorted({level for stage in stages for level in stage.levels})
     share = args.eval_iters and max(args.eval_iters * args.num_envs // len(levels), 1)
     starts = [start for level in levels for start in envs[0].starts("validation", level)[:share]]

@@ -382,7 +382,7 @@ def train_iteration(args: RefuelArgs, directory: Path, folder: Path, number: int
 STAGES = {"generate": generate_dialogues, "rank": rank, "tokenize": tokenize, "train": train_iteration}
 
 
-def learn(run: Run, tokenizer: Any) -> None:
+def learn(run: Run[RefuelArgs], tokenizer: Any) -> None:
     """The training loop on the pairs of an iteration."""
     args = run.args
     rows = load_split(args.data_dir, "refuel", "train")
@@ -425,7 +425,7 @@ def load_learner(args: RefuelArgs, source: str, flag: str, tokenizer: Any) -> Po
     return policy
 
 
-def old_logps(run: Run, policy: Policy, rows: Sequence[Row], pad_id: int) -> Tensor:
+def old_logps(run: Run[RefuelArgs], policy: Policy, rows: Sequence[Row], pad_id: int) -> Tensor:
     """S_old of both sides of all rows, (2, N), under the policy that this training begins with, on this machine.
 
     Kept beside the pairs with a hash of the weights, the rows, precision, device and torch's version: other machines
@@ -445,7 +445,7 @@ def old_logps(run: Run, policy: Policy, rows: Sequence[Row], pad_id: int) -> Ten
     return logps
 
 
-def fingerprint(run: Run, policy: Policy, rows: Sequence[Row]) -> str:
+def fingerprint(run: Run[RefuelArgs], policy: Policy, rows: Sequence[Row]) -> str:
     """SHA-256 of all that log-probabilities depend on."""
     device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
     about = (run.args.precision, device, torch.__version__, run.args.temperature, run.args.micro_batch_size)
@@ -464,7 +464,7 @@ def with_old(rows: Sequence[Row], logps: Tensor) -> list[Row]:
     return [{**row, "old_logps": pair} for row, pair in zip(rows, logps.T.tolist())]
 
 
-def score(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
+def score(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """S of both sides of N rows, the work split over ranks: (2, N) on each."""
     logps = torch.zeros(2, len(rows), device=run.device)
     mine = run.shard(range(len(rows)))
@@ -473,7 +473,7 @@ def score(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tenso
 
 
 @torch.no_grad()
-def score_here(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
+def score_here(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """S of both sides of this rank's B rows, dropout off: (2, B)."""
     was_training = model.training
     model.eval()
@@ -487,7 +487,7 @@ def score_here(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> 
     return logps
 
 
-def train_step(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+def train_step(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
     """One optimiser step on the pairs of all ranks, `rows` being this one's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
     total = run.total(len(rows))
@@ -535,14 +535,14 @@ def mean_metrics(prefix: str, means: Sequence[float]) -> dict[str, float]:
     }
 
 
-def validate(run: Run, model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+def validate(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
     """The same metrics on held-out pairs."""
     logps = score(run, model, rows, pad_id).reshape(-1)
     _, sums = pair_losses(run.args, logps, rows)
     return mean_metrics("val/", (sums / len(rows)).tolist())
 
 
-def log_samples(run: Run, policy: Policy, rows: Sequence[Row], tokenizer: Any) -> None:
+def log_samples(run: Run[RefuelArgs], policy: Policy, rows: Sequence[Row], tokenizer: Any) -> None:
     """What the policy now says at turn h of rows, beside both replies that it learned from."""
     samples = []
     for row in rows:
@@ -598,7 +598,7 @@ def online(args: RefuelArgs) -> Path:
     return run.finish(results)
 
 
-def with_room(run: Run, policy: Policy, split: str) -> list[Dialogue]:
+def with_room(run: Run[RefuelArgs], policy: Policy, split: str) -> list[Dialogue]:
     """The dialogues of a split that the model has positions for, each turn taken as long as it may become.
 
     Raises: UsageError when there are none.
@@ -621,7 +621,7 @@ def with_room(run: Run, policy: Policy, split: str) -> list[Dialogue]:
 
 
 def online_pairs(
-    run: Run, model: nn.Module, reference: Policy, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
+    run: Run[RefuelArgs], model: nn.Module, reference: Policy, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
 ) -> tuple[list[Row], dict[str, float]]:
     """A pair from each dialogue of this rank, with `old_logps` and rewards, and the means over all ranks.
 
@@ -663,7 +663,7 @@ def online_pairs(
 
 
 def online_roll_out(
-    run: Run, model: nn.Module, starts: list[Dialogue], ends: Sequence[int], tokenizer: Any, key: int
+    run: Run[RefuelArgs], model: nn.Module, starts: list[Dialogue], ends: Sequence[int], tokenizer: Any, key: int
 ) -> list[Dialogue]:
     """Dialogues of this rank to their ends, with the data's user."""
     policy, slots = getattr(model, "module", model), run.args.rollout_mini_batch_size
@@ -671,7 +671,7 @@ def online_roll_out(
         return roll_out(policy, tokenizer, starts, ends, recorded_user, run.args, mix_seed(run.args.seed, key), slots)
 
 
-def online_scores(run: Run, scorer: Any, dialogues: Sequence[Dialogue]) -> list[float | None]:
+def online_scores(run: Run[RefuelArgs], scorer: Any, dialogues: Sequence[Dialogue]) -> list[float | None]:
     """The score of each whole dialogue."""
     with at_work(getattr(scorer, "model", None), run.device, run.args.offload):
         return [score for (score,) in scorer([[sample_of(row, row.num_turns - 1)] for row in dialogues])]
@@ -692,7 +692,9 @@ def shares_parameters(one: nn.Module, other: nn.Module) -> bool:
     return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())
 
 
-def online_score(run: Run, model: nn.Module, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any) -> dict[str, float]:
+def online_score(
+    run: Run[RefuelArgs], model: nn.Module, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
+) -> dict[str, float]:
     """Mean score of held-out dialogues that the policy held from their openings, the same noise each time."""
     mine = run.shard(rows)
     rolled = online_roll_out(run, model, [r.before(0) for r in mine], [r.num_turns for r in mine], tokenizer, -1)

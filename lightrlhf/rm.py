@@ -148,7 +148,7 @@ def reward_metrics(chosen: float, rejected: float, accuracy: float) -> dict[str,
     }
 
 
-def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict[str, float]:
+def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> dict[str, float]:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
     count = run.total(len(rows))
@@ -166,7 +166,9 @@ def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> dict
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[dict[str, float], dict[str, float]]:
+def evaluate(
+    run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
     model.eval()

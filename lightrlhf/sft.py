@@ -101,7 +101,7 @@ def train(args: SFTArgs) -> Path:
     return run.finish(results)
 
 
-def train_step(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
+def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
     micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
@@ -124,7 +124,7 @@ def layout(args: SFTArgs, rows: list[Row], pad_id: int) -> Batch:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> float:
+def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
     model.eval()

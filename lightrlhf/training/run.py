@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,25 @@ from lightrlhf.training.watchdog import RankWatchdog
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
 
 
-class Run:
+AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
+Item = TypeVar("Item")
+
+
+class Learner(NamedTuple):
+    """A model that learns, with its optimiser and learning-rate schedule."""
+
+    module: Any  # as Fabric wrapped it
+    optimizer: Any
+    scheduler: Any
+
+
+class Run(Generic[AnyArgs]):
     """One training run: where it lives, what it logs, and how it stops and goes on.
 
     Raises: UsageError when the experiment dir cannot be written or there is nothing to resume from.
     """
 
-    def __init__(self, args: TrainArgs, program: str) -> None:
+    def __init__(self, args: AnyArgs, program: str) -> None:
         from lightning.fabric import seed_everything
 
         self.args, self.program = args, program
@@ -62,7 +74,7 @@ class Run:
         seed_everything(args.seed, verbose=False)
         self.resumed = self._read_resume_state()
         self.step: int = self.resumed["step"] if self.resumed else 0
-        self.optimizers: dict[str, tuple[nn.Module, Any, Any]] = {}
+        self.learners: dict[str, Learner] = {}
         self._timed: list[dict[str, Any]] = []  # for --profile: times of the logged steps and how much they did
         self.meta_copies: dict[str, nn.Module] = {}  # what a split model is put together in
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
@@ -96,12 +108,12 @@ class Run:
         """Sum of a number over all ranks."""
         return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
 
-    def shard(self, rows: Sequence[Any]) -> list[Any]:
+    def shard(self, rows: Sequence[Item]) -> list[Item]:
         """This rank's part of the rows of a global batch, contiguous and as even as can be."""
         start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
         return list(rows[start:end])
 
-    def pad_passes(self, parts: Iterable[Any]) -> list[Any]:
+    def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
         """This rank's micro-batches; with empty ones behind under `fsdp`, so that all ranks have equally many.
 
         There every pass gathers weights from all ranks, who wait for each other.
@@ -132,7 +144,7 @@ class Run:
             self.seconds[name] = time.perf_counter() - started
 
     def _memory_advice(self, phase: str, problem: Exception) -> str:
-        modules = [entry[0] for entry in self.optimizers.values()]
+        modules = [learner.module for learner in self.learners.values()]
         learning = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
         wanted = allocation(problem)
         flags = memory_flags(self.args, phase, wanted, learning, self.world_size)
@@ -164,7 +176,7 @@ class Run:
             if args.strategy == "fsdp":
                 self.meta_copies[name] = meta_copy(module)
             if args.strategy == "deepspeed":
-                if self.optimizers:
+                if self.learners:
                     raise UsageError("--strategy deepspeed trains one model at a time; use --strategy fsdp")
                 wrapped, optimizer = self.fabric.setup(module, self._optimizer(module, learning_rate))
             else:
@@ -181,7 +193,7 @@ class Run:
             scheduler.load_state_dict(self.resumed["schedulers"][name])
             for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
                 group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
-        self.optimizers[name] = (wrapped, optimizer, scheduler)
+        self.learners[name] = Learner(wrapped, optimizer, scheduler)
         return wrapped
 
     def _optimizer(self, module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -231,7 +243,7 @@ class Run:
 
         Raises: RunFailure, naming the step, when a gradient is not finite; weights are then as before.
         """
-        module, optimizer, scheduler = self.optimizers[name]
+        module, optimizer, scheduler = self.learners[name]
         with self._meeting():
             norm = full_tensors(
                 nn.utils.clip_grad_norm_(
@@ -246,7 +258,7 @@ class Run:
         return float(norm)
 
     def learning_rate(self, name: str) -> float:
-        return self.optimizers[name][2].get_last_lr()[0]
+        return self.learners[name].scheduler.get_last_lr()[0]
 
     def _last_good(self) -> str:
         found = checkpoints(self.directory)
@@ -259,7 +271,7 @@ class Run:
         steps = per_epoch * self.args.epochs
         return min(steps, self.args.max_steps) if self.args.max_steps else steps
 
-    def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:
+    def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
         """All ranks' rows of one step (counted from 0), in the seeded order of its epoch."""
         per_epoch = math.ceil(len(rows) / (batch_size * self.world_size))
         epoch, index = divmod(step, per_epoch)
@@ -356,11 +368,14 @@ class Run:
             "python_rng": random.getstate(),
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,
-            "learned": {name: learned_state(entry[0].module, self.is_first) for name, entry in self.optimizers.items()},
-            "optimizers": {
-                name: full_tensors(entry[1].state_dict(), self.is_first) for name, entry in self.optimizers.items()
+            "learned": {
+                name: learned_state(learner.module.module, self.is_first) for name, learner in self.learners.items()
             },
-            "schedulers": {name: entry[2].state_dict() for name, entry in self.optimizers.items()},
+            "optimizers": {
+                name: full_tensors(learner.optimizer.state_dict(), self.is_first)
+                for name, learner in self.learners.items()
+            },
+            "schedulers": {name: learner.scheduler.state_dict() for name, learner in self.learners.items()},
             "extra": extra or {},
         }
 
@@ -380,7 +395,7 @@ class Run:
     def _put_together(self, module: nn.Module) -> nn.Module:
         """The module itself, or a copy of a split one that is whole."""
         for name, meta_copies in self.meta_copies.items():
-            if self.optimizers[name][0].module is module and is_sharded(module):
+            if self.learners[name].module.module is module and is_sharded(module):
                 return materialize(meta_copies, module, keep=self.is_first)
         return module
 
@@ -415,7 +430,7 @@ class Run:
 
         dtype = torch.bfloat16 if self.args.precision == "bf16-mixed" else torch.float32
         ceilings = roofline.measure_ceilings(self.device, dtype)
-        roles = {name: entry[0].module for name, entry in self.optimizers.items()}
+        roles = {name: learner.module.module for name, learner in self.learners.items()}
         shapes = {name: roofline.Shape.of(role.model, role) for name, role in roles.items()}
         phases = roofline.profile(self._timed, shapes, self.args, ceilings, self.world_size)
         write_text(self.directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
