@@ -20,7 +20,7 @@ EXTRAS = {
         "mypy>=1.15",
         "types-pyyaml>=6.0",
     ]
-    + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9", "pyyaml>=6.0"],
+    + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
@@ -60,6 +60,7 @@ setup(
         "httpx2>=2.0",
         "tenacity>=8.2",
         "rich>=13",
+        "pyyaml>=6.0",
     ],
     extras_require=EXTRAS,
     entry_points={

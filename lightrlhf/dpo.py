@@ -55,7 +55,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import Policy, count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.training.run import Run
+from lightrlhf.training.run import Metrics, Run
 
 SCORING_TOLERANCE = 1e-2  # nats per token
 
@@ -376,9 +376,7 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
     )
 
 
-def train_step(
-    run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0
-) -> dict[str, float]:
+def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """One optimiser step on the pairs of all ranks; returns their metrics."""
     args = run.args
     if args.loss_type in RANKED_LOSSES:
@@ -425,7 +423,7 @@ def pair_sums(pairs: Pairs) -> list[Tensor]:
     return [x.sum() for x in (chosen, rejected, right, pairs.policy_chosen_logps, pairs.policy_rejected_logps)]
 
 
-def pair_metrics(args: DPOArgs, means: list[float]) -> dict[str, float]:
+def pair_metrics(args: DPOArgs, means: list[float]) -> Metrics:
     """Means over pairs by their names."""
     loss, nll, chosen, rejected, right, chosen_logps, rejected_logps = means
     return {
@@ -442,9 +440,7 @@ def pair_metrics(args: DPOArgs, means: list[float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0
-) -> dict[str, float]:
+def evaluate(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; a ranked loss ranks all of it together."""
     args = run.args
     rows = rows[: args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None]

@@ -58,7 +58,7 @@ from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, Scorer, load_function, reward_statistics
-from lightrlhf.training.run import Run
+from lightrlhf.training.run import Metrics, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,11 +395,11 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
         yield batch.select(rows.to(batch.input_ids.device))
 
 
-def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> dict[str, float]:
+def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
     """All optimiser steps of one rollout; returns means over them."""
     args = run.args
     fullest = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
-    sums: dict[str, float] = {}
+    sums: Metrics = {}
     parts = 0
     for epoch in range(args.ppo_epochs):
         for minibatch in minibatches(batch, args.mini_batch_size, fullest, run.generator(step, epoch)):
@@ -409,7 +409,7 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
     return {name: value / parts for name, value in sums.items()}
 
 
-def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> dict[str, float]:
+def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> Metrics:
     """One optimiser step of actor and critic; the gradient does not depend on how micro-batches are cut."""
     args = run.args
     count = max(run.total(minibatch.num_actions), 1.0)
@@ -447,9 +447,7 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
 
 
 # ------------------------------------------------------------------------------------------------------ the metrics
-def rollout_metrics(
-    run: Run[PPOArgs], rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch
-) -> dict[str, float]:
+def rollout_metrics(run: Run[PPOArgs], rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch) -> Metrics:
     """Means over the responses of all ranks; `objective/kl` is the k1 estimate summed over a response, in nats."""
     mask = rollout.action_mask
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
@@ -484,7 +482,7 @@ def rollout_metrics(
 @torch.no_grad()
 def evaluate(
     run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, scorer: Scorer, rows: list[Row], tokenizer: Any
-) -> dict[str, float]:
+) -> Metrics:
     """Score, KL and length on held-out prompts, always with the same noise; keeps a few texts in `samples.jsonl`."""
     args = run.args
     rows = rows[: args.eval_iters * args.rollout_mini_batch_size * run.world_size if args.eval_iters else None]

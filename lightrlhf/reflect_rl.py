@@ -53,7 +53,7 @@ from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import Policy, TokenStats, count_parameters, model_inputs, policy_inputs
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.training.run import Run
+from lightrlhf.training.run import Metrics, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def train(args: ReflectRLArgs) -> Path:
     if run.resumed:
         replay.load(run.resumed["extra"])
 
-    results: dict[str, float] = {}
+    results: Metrics = {}
     for step in run.steps(num_steps):
         stage = stages[step * len(stages) // num_steps]
         starts = starts_of(stage, pools, step, per_step, args)
@@ -445,7 +445,7 @@ def update(
     batch: DecisionBatch,
     agent: ModelAgent,
     step: int,
-) -> dict[str, float]:
+) -> Metrics:
     """All optimiser steps of an iteration; means over them."""
     args = run.args
     found = [
@@ -483,7 +483,7 @@ def update_minibatch(
     agent: ModelAgent,
     clip: bool,
     replayed: bool = False,
-) -> dict[str, float]:
+) -> Metrics:
     """One optimiser step of policy and critic; the gradient does not depend on how micro-batches are cut."""
     args = run.args
     total = max(run.total(len(batch)), 1.0)  # decisions of all ranks
@@ -566,7 +566,7 @@ def replay_step(
     episodes: Sequence[Episode],
     agent: ModelAgent,
     stage: Stage,
-) -> dict[str, float]:
+) -> Metrics:
     """A step of the policy on past successes, then this iteration's are kept.
 
     Their rewards to come are the advantages: whitened, the worse half of the successes would be unlearned.
@@ -600,7 +600,7 @@ def rates_by_level(
     return rates(total), {level_name(name): rates(row) for name, row in zip(levels, each) if row[0]}
 
 
-def episode_metrics(run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels: Sequence[str]) -> dict[str, float]:
+def episode_metrics(run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
     """Success, cost, length and invalid actions; none of them knows of entropy or KL."""
     overall, by_level = rates_by_level(run, episodes, levels)
     logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
@@ -612,9 +612,7 @@ def episode_metrics(run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels
     return metrics
 
 
-def evaluate(
-    run: Run[ReflectRLArgs], envs: Sequence[Any], agent: ModelAgent, stages: Sequence[Stage]
-) -> dict[str, float]:
+def evaluate(run: Run[ReflectRLArgs], envs: Sequence[Any], agent: ModelAgent, stages: Sequence[Stage]) -> Metrics:
     """Sampled episodes from validation starts of all the curriculum's levels, always with the same random numbers.
 
     Keeps four of them as text in `trajectories/`.

@@ -90,7 +90,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.training.iterate import keep_policy, link_checkpoint, mean, open_directory, run_begun
-from lightrlhf.training.run import Run
+from lightrlhf.training.run import Metrics, Run
 
 CHUNK = 256  # dialogues between two writes
 
@@ -487,7 +487,7 @@ def score_here(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_
     return logps
 
 
-def train_step(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+def train_step(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Metrics:
     """One optimiser step on the pairs of all ranks, `rows` being this one's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
     total = run.total(len(rows))
@@ -522,7 +522,7 @@ def pair_losses(args: RefuelArgs, logps: Tensor, rows: Sequence[Row]) -> tuple[T
     return losses, torch.stack([x.sum() for x in (losses.detach(), moved, wanted, aligned, first, second)])
 
 
-def mean_metrics(prefix: str, means: Sequence[float]) -> dict[str, float]:
+def mean_metrics(prefix: str, means: Sequence[float]) -> Metrics:
     """Means over pairs by their names."""
     loss, moved, wanted, aligned, chosen, rejected = means
     return {
@@ -535,7 +535,7 @@ def mean_metrics(prefix: str, means: Sequence[float]) -> dict[str, float]:
     }
 
 
-def validate(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> dict[str, float]:
+def validate(run: Run[RefuelArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Metrics:
     """The same metrics on held-out pairs."""
     logps = score(run, model, rows, pad_id).reshape(-1)
     _, sums = pair_losses(run.args, logps, rows)
@@ -622,7 +622,7 @@ def with_room(run: Run[RefuelArgs], policy: Policy, split: str) -> list[Dialogue
 
 def online_pairs(
     run: Run[RefuelArgs], model: nn.Module, reference: Policy, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
-) -> tuple[list[Row], dict[str, float]]:
+) -> tuple[list[Row], Metrics]:
     """A pair from each dialogue of this rank, with `old_logps` and rewards, and the means over all ranks.
 
     R = s - kl_coef (S_old - S_ref) at turn h, where s is the score of the whole dialogue, or `penalty_reward_value`
@@ -694,7 +694,7 @@ def shares_parameters(one: nn.Module, other: nn.Module) -> bool:
 
 def online_score(
     run: Run[RefuelArgs], model: nn.Module, scorer: Any, rows: Sequence[Dialogue], tokenizer: Any
-) -> dict[str, float]:
+) -> Metrics:
     """Mean score of held-out dialogues that the policy held from their openings, the same noise each time."""
     mine = run.shard(rows)
     rolled = online_roll_out(run, model, [r.before(0) for r in mine], [r.num_turns for r in mine], tokenizer, -1)

@@ -40,7 +40,7 @@ from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import count_parameters, last_token, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.scorers import STATISTICS
-from lightrlhf.training.run import Run
+from lightrlhf.training.run import Metrics, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, T
     return chosen.sum(), rejected.sum(), right.sum()
 
 
-def reward_metrics(chosen: float, rejected: float, accuracy: float) -> dict[str, float]:
+def reward_metrics(chosen: float, rejected: float, accuracy: float) -> Metrics:
     """The metrics of preference learning by their names in this library."""
     return {
         "rewards/chosen": chosen,
@@ -148,7 +148,7 @@ def reward_metrics(chosen: float, rejected: float, accuracy: float) -> dict[str,
     }
 
 
-def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> dict[str, float]:
+def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
     count = run.total(len(rows))
@@ -166,9 +166,7 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int
-) -> tuple[dict[str, float], dict[str, float]]:
+def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[Metrics, Metrics]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
     model.eval()

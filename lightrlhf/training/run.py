@@ -43,6 +43,7 @@ from lightrlhf.training.watchdog import RankWatchdog
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
 
 
+Metrics = dict[str, float]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 Item = TypeVar("Item")
 

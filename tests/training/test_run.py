@@ -223,7 +223,7 @@ def test_the_gradient_norm_is_clipped_to_the_given_value(run):
     wrapped = one.setup("policy", module, 1e-3, 10)
     one.backward(wrapped(100 * torch.ones(1, 3)).sum())
     assert one.optimize("policy") == pytest.approx(math.sqrt(3 * 100**2 + 1), rel=1e-3)  # told before clipping
-    (state, *_) = one.optimizers["policy"][1].optimizer.state.values()
+    (state, *_) = one.learners["policy"].optimizer.optimizer.state.values()
     first_moment = math.sqrt(float(state["exp_avg"].pow(2).sum())) / (1 - 0.9)
     assert first_moment == pytest.approx(0.5, rel=1e-3)  # of the weight; the bias has a hundredth of it
 
@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run
 def test_biases_and_norms_are_not_decayed(run):
     one = run(weight_decay=0.1)
     one.setup("policy", linear(), 1e-3, 10)
-    groups = one.optimizers["policy"][1].param_groups
+    groups = one.learners["policy"].optimizer.param_groups
     assert [(group["weight_decay"], group["params"][0].dim()) for group in groups] == [(0.1, 2), (0.0, 1)]
 
 
