@@ -13,19 +13,23 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """A mistake in what the user gave, told in one line before anything is trained; exit status 2."""
+    """Invalid input. Printed as one line before training starts; exit status 2."""
 
     exit_status = 2
 
 
 class RunFailure(UsageError):
-    """What went wrong while running, told in one line; exit status 1."""
+    """A failure during the run. Printed as one line; exit status 1."""
 
     exit_status = 1
 
 
+class StopTraining(Exception):
+    """Raised by `on_step` to end training after the current step, with a last evaluation and checkpoint."""
+
+
 def first_line(problem: BaseException) -> str:
-    """What another library's error says first, for a line of our own; its class where it says nothing."""
+    """First non-empty line of an exception's message, or the name of its class."""
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
 
 

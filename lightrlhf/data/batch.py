@@ -163,6 +163,14 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(num_rows, generator=generator).tolist()
 
 
+def mix_seed(*key: int, start: int = 0) -> int:
+    """A seed that depends on all parts of a key and on their order."""
+    value = start
+    for part in key:
+        value = (value * 1_000_003 + part + 1) % (2**63 - 1)
+    return value
+
+
 def row_length(row: Row) -> int:
     """Tokens of a row; of both sides for a pair."""
     return sum(len(value) for key, value in row.items() if key.endswith("input_ids"))

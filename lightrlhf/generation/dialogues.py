@@ -21,6 +21,7 @@ import torch
 
 from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
@@ -140,14 +141,6 @@ class User(Protocol):
 
 
 # -------------------------------------------------------------------------------------------------------- rolling on
-def mix_seed(*key: int) -> int:
-    """A seed that follows from all parts of a key and from their order."""
-    value = 0
-    for part in key:
-        value = (value * 1_000_003 + part + 1) % (2**63 - 1)
-    return value
-
-
 def noise_of(seed: int, dialogue: Dialogue, max_new_tokens: int) -> torch.Tensor:
     """(max_new_tokens,) uniform numbers of a dialogue's next reply."""
     generator = torch.Generator().manual_seed(mix_seed(seed, dialogue.index, dialogue.num_turns))

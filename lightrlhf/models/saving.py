@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure, first_line
 from lightrlhf.models import lora
 from lightrlhf.models.loading import _choose_what_learns, _load
 from lightrlhf.models.names import base_name, holds_reward_model
@@ -105,3 +106,20 @@ def self_contained(folder: Path) -> Iterator[Path]:
         shutil.copytree(folder, whole, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
         model.save_pretrained(whole)
         yield whole
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Upload a checkpoint to a hub repository, without the files that only a resumed run reads.
+
+    A new repository is private. Raises: RunFailure naming the checkpoint, which is kept.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        with self_contained(folder) as whole:
+            api.upload_folder(repo_id=repository, folder_path=whole, ignore_patterns=["resume.pt", MANIFEST])
+    except Exception as problem:  # the hub client, the network and the login raise their own
+        line = first_line(problem)
+        raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem

@@ -7,6 +7,7 @@ from elsewhere too.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,28 @@ def read_growing(path: Path) -> list[dict[str, Any]] | None:
             if number < len(lines):
                 raise UsageError(f"{path} line {number} is not JSON") from None
     return rows
+
+
+def make_parent(parent: Path, flag: str) -> Path:
+    """Create a directory and those above it. Raises: UsageError naming `flag` when it cannot be written."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
+    return parent
+
+
+def new_run_dir(parent: Path, flag: str) -> Path:
+    """Create a directory below `parent` that is named by the time; two runs of one second get two.
+
+    Raises: UsageError naming `flag` when it cannot be written.
+    """
+    directory = make_parent(parent, flag) / time.strftime("%Y-%m-%d_%H-%M-%S")
+    while True:
+        try:
+            directory.mkdir()
+            return directory
+        except FileExistsError:
+            directory = directory.with_name(f"{directory.name}x")
+        except OSError as problem:
+            raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None

@@ -100,7 +100,8 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
 
     Raises: UsageError on rank 0, naming the rank and the flag or file; the others leave with the same exit status.
     """
-    files = {path.name: sha256(path) for path in sorted(Path(args.data_dir).glob("*.pt"))}
+    data_dir = getattr(args, "data_dir", None)
+    files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt")) if data_dir else []}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
     found: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(found, (flags, files))
@@ -114,7 +115,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
             one, other = found[0][0].get(flag), their_flags.get(flag)
             raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
         raise UsageError(
-            f"--data_dir {args.data_dir}: {file} of rank {rank} is not that of rank 0; "
+            f"--data_dir {data_dir}: {file} of rank {rank} is not that of rank 0; "
             "copy the same prepared data to every machine"
         )
 

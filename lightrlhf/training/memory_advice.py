@@ -14,8 +14,20 @@ def is_out_of_memory(problem: Exception) -> bool:
     return isinstance(problem, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(problem)
 
 
+def memory_advice(
+    args: TrainArgs, phase: str, problem: Exception, trainable: int, world_size: int, device: torch.device
+) -> str:
+    """What was requested, what is in use, and up to three flags that lower the memory of this phase."""
+    requested, held = allocation(problem), ""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = f", {gib(torch.cuda.memory_allocated(device))} of {gib(total)} are in use"
+    flags = memory_flags(args, phase, requested, trainable, world_size)
+    return f"{gib(requested)} more were requested{held}; what helps: {', '.join(flags)}"
+
+
 def allocation(problem: Exception) -> float:
-    """Bytes that an out-of-memory error says were asked for; 0 when it does not."""
+    """Bytes that an out-of-memory error says were requested; 0 when it does not say."""
     found = re.search(r"allocate (?:memory: you tried to allocate )?([\d.]+) (bytes|[KMGT]iB)", str(problem))
     units = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
     return float(found[1]) * 1024 ** units[found[2]] if found else 0.0

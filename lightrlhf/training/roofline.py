@@ -12,15 +12,19 @@ the measured bandwidth says, so for very small models a ratio below 1 would be n
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from lightrlhf.storage.checkpoint import write_text
 
 OPTIMIZER_BYTES = 7 * 4  # per weight: AdamW reads weight, gradient and two moments, writes weight and moments
 
@@ -297,3 +301,19 @@ def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
         floor, ratio = (f"{row['floor']:.4f}", f"{row['ratio']:.1f}") if row["floor"] else ("", "")
         lines.append(f"| {name} | {row['seconds']:.4f} | {floor} | {ratio} |")
     return "\n".join(lines) + "\n"
+
+
+def write_profile(
+    directory: Path,
+    timed: Sequence[dict[str, Any]],
+    roles: dict[str, Any],
+    args: Any,
+    device: torch.device,
+    world_size: int,
+) -> None:
+    """Write `profile.json` and `profile.md` of a run; roles: its learning models by name."""
+    ceilings = measure_ceilings(device, torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32)
+    shapes = {name: Shape.of(role.model, role) for name, role in roles.items()}
+    phases = profile(timed, shapes, args, ceilings, world_size)
+    write_text(directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
+    write_text(directory / "profile.md", table(phases, ceilings))

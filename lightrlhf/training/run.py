@@ -1,26 +1,21 @@
-"""Run: what a training loop keeps beside its maths.
+"""Run: the services of a training loop.
 
-Seeds, the experiment dir, metrics, optimisers, the order of the data, checkpoints and resuming.
-A run is bitwise repeatable on CPU at the same thread and rank count: the order of an epoch follows from (seed, epoch),
-sampling noise from (seed, step), and everything else is in `resume.pt`.
+Ranks, seeds, the experiment dir, metrics, optimisers, the order of the data, checkpoints and resuming. A run is bitwise
+reproducible on a CPU at the same thread and rank count: the order of an epoch follows from (seed, epoch), sampling
+noise from (seed, step), and everything else is in `resume.pt`.
 
-Left out: base trainers and callbacks. The loops stay in the algorithm files; this file has no loop over steps.
+Left out: base trainers and callbacks but `on_step`. The loops stay in the algorithm files; this file has no loop over
+steps.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import random
-import shutil
-import subprocess
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -28,22 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.errors import RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
-from lightrlhf.data.batch import epoch_order, row_length
+from lightrlhf.data.batch import epoch_order, mix_seed, row_length
 from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
-from lightrlhf.models.saving import export, self_contained
+from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, newest_checkpoint, save_checkpoint, write_text
+from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, write_text
+from lightrlhf.storage.run_dir import make_parent, new_run_dir
 from lightrlhf.training.distributed import check_same, launch, make_fabric
-from lightrlhf.training.memory_advice import allocation, gib, is_out_of_memory, memory_flags
+from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
+from lightrlhf.training.model_card import model_card
+from lightrlhf.training.optimizers import make_optimizer
+from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.watchdog import RankWatchdog
 
-VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
-
-
+IN_PROGRESS_BAR = ("train/loss", "rewards/accuracies", "objective/score", "objective/kl")
 Metrics = dict[str, float]
+OnStep = Callable[[int, Metrics], None]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 Item = TypeVar("Item")
 
@@ -57,28 +55,43 @@ class Learner(NamedTuple):
 
 
 class Run(Generic[AnyArgs]):
-    """One training run: where it lives, what it logs, and how it stops and goes on.
+    """One training run: its experiment dir, logs, learners and checkpoints; how it stops and resumes.
 
-    Raises: UsageError when the experiment dir cannot be written or there is nothing to resume from.
+    on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
+    `StopTraining`. given: objects that `train` was called with, by name (see `given_objects`); a resumed run requires
+    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given.
+    Raises: UsageError when the experiment dir cannot be written, there is nothing to resume from, or the given objects
+    are not those the run began with.
     """
 
-    def __init__(self, args: AnyArgs, program: str) -> None:
+    def __init__(
+        self,
+        args: AnyArgs,
+        program: str,
+        on_step: OnStep | None = None,
+        given: dict[str, str] | None = None,
+        data: str | None = None,
+    ) -> None:
         from lightning.fabric import seed_everything
 
-        self.args, self.program = args, program
+        self.args, self.program, self.on_step, self.given = args, program, on_step, given or {}
+        self.data: str = data or getattr(args, "data_dir", program)
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
-        self.directory = self._choose_directory()  # created by `steps`: what is refused before leaves none behind
-        self.watch = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good) if self.world_size > 1 else None
-        if self.watch:
+        self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
+        self.watchdog: RankWatchdog | None = None
+        if self.world_size > 1:
+            self.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
         self.resumed = self._read_resume_state()
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
-        self._timed: list[dict[str, Any]] = []  # for --profile: times of the logged steps and how much they did
-        self.meta_copies: dict[str, nn.Module] = {}  # what a split model is put together in
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
+        self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
+        self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
+        self._stopping = False  # on_step has raised StopTraining: the current step is the last
+        self._bar: Any = None
         self._started = time.perf_counter()
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -102,7 +115,7 @@ class Run(Generic[AnyArgs]):
         """Sum of a tensor over all ranks; the tensor itself on one."""
         if self.world_size == 1:
             return value
-        with self._meeting():
+        with self._collective():
             return self.fabric.all_reduce(value, reduce_op="sum")
 
     def total(self, value: float) -> float:
@@ -110,64 +123,56 @@ class Run(Generic[AnyArgs]):
         return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
 
     def shard(self, rows: Sequence[Item]) -> list[Item]:
-        """This rank's part of the rows of a global batch, contiguous and as even as can be."""
+        """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
         start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
         return list(rows[start:end])
 
     def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
-        """This rank's micro-batches; with empty ones behind under `fsdp`, so that all ranks have equally many.
+        """This rank's micro-batches, padded with empty ones under `fsdp` so that all ranks run equally many passes.
 
-        There every pass gathers weights from all ranks, who wait for each other.
+        There every pass gathers weights from all ranks.
         """
         parts = list(parts)
         if self.args.strategy != "fsdp" or self.world_size == 1:
             return parts
-        with self._meeting():
+        with self._collective():
             most = self.fabric.all_reduce(torch.tensor(len(parts), device=self.device), reduce_op="max")
         return parts + [[]] * (int(most) - len(parts))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step, for messages and timing. Raises: RunFailure, naming it, when memory runs out."""
+        """Time a part of a step and name it in errors. Raises: RunFailure when memory runs out."""
         started = time.perf_counter()
         where = f"{name} of step {self.step + 1}"
-        if self.watch:
-            self.watch.where = where
+        if self.watchdog:
+            self.watchdog.where = where
         try:
             yield
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
-                raise RunFailure(f"out of memory in {where}: {self._memory_advice(name, problem)}") from None
-            if self.watch:
-                self.watch.explain(problem)
+                advice = memory_advice(self.args, name, problem, self._trainable(), self.world_size, self.device)
+                raise RunFailure(f"out of memory in {where}: {advice}{self._last_good()}") from None
+            if self.watchdog:
+                self.watchdog.explain(problem)
             raise
         finally:
             self.seconds[name] = time.perf_counter() - started
 
-    def _memory_advice(self, phase: str, problem: Exception) -> str:
+    def _trainable(self) -> int:
+        """Number of parameters that are trained."""
         modules = [learner.module for learner in self.learners.values()]
-        learning = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-        wanted = allocation(problem)
-        flags = memory_flags(self.args, phase, wanted, learning, self.world_size)
-        held = ""
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            held = f", {gib(torch.cuda.memory_allocated(self.device))} of {gib(total)} are in use"
-        return f"{gib(wanted)} more were asked for{held}; what helps: {', '.join(flags)}{self._last_good()}"
+        return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
 
-    def _meeting(self, counted: bool = True) -> AbstractContextManager:
-        return self.watch.waiting(counted) if self.watch else nullcontext()
+    def _collective(self, counted: bool = True) -> AbstractContextManager:
+        return self.watchdog.waiting(counted) if self.watchdog else nullcontext()
 
     def generator(self, *key: int) -> torch.Generator:
-        """A generator whose numbers follow from the run's seed and `key` alone, on every rank alike."""
-        mixed = self.args.seed
-        for part in key:
-            mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
-        return torch.Generator().manual_seed(mixed)
+        """A random generator that depends on the run's seed and `key` only, and is the same on every rank."""
+        return torch.Generator().manual_seed(mix_seed(*key, start=self.args.seed))
 
     # ------------------------------------------------------------------------------------------------- learning
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
-        """Wrap a learning module with its optimiser and schedule; `optimize(name, …)` steps them."""
+        """Wrap a trainable module with its optimiser and schedule, which `optimize(name)` steps."""
         from transformers import get_scheduler
 
         args = self.args
@@ -175,14 +180,14 @@ class Run(Generic[AnyArgs]):
             self._load_learned(name, module)
         with self.phase("setup"):
             if args.strategy == "fsdp":
-                self.meta_copies[name] = meta_copy(module)
+                self._meta_copies[name] = meta_copy(module)
             if args.strategy == "deepspeed":
                 if self.learners:
                     raise UsageError("--strategy deepspeed trains one model at a time; use --strategy fsdp")
-                wrapped, optimizer = self.fabric.setup(module, self._optimizer(module, learning_rate))
+                wrapped, optimizer = self.fabric.setup(module, make_optimizer(args, module, learning_rate))
             else:
-                wrapped = self.fabric.setup_module(module)  # first, for splitting replaces the parameters
-                optimizer = self.fabric.setup_optimizers(self._optimizer(module, learning_rate))
+                wrapped = self.fabric.setup_module(module)  # first, for sharding replaces the parameters
+                optimizer = self.fabric.setup_optimizers(make_optimizer(args, module, learning_rate))
         wrapped.train()
         warmup = args.lr_warmup_steps
         if args.lr_warmup_ratio is not None:
@@ -197,33 +202,18 @@ class Run(Generic[AnyArgs]):
         self.learners[name] = Learner(wrapped, optimizer, scheduler)
         return wrapped
 
-    def _optimizer(self, module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        args = self.args
-        learning = [p for p in module.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in learning if p.dim() >= 2], "weight_decay": args.weight_decay},
-            {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        options: dict[str, Any] = {"betas": (args.optimizer_beta1, args.optimizer_beta2), "eps": args.optimizer_eps}
-        if hasattr(torch.optim, args.optimizer):
-            optimizer_class = getattr(torch.optim, args.optimizer)
-            options["fused"] = True  # a sixth of the time, on a CPU too
-        else:
-            optimizer_class = bitsandbytes_optimizer(args.optimizer)
-        return optimizer_class([group for group in groups if group["params"]], lr=learning_rate, **options)
-
     def freeze(self, module: nn.Module) -> nn.Module:
-        """A frozen module in eval mode, whole on this rank's device; never wrapped for gradients, never split."""
+        """Freeze a module: no gradients, eval mode, unsharded on this rank's device."""
         return module.requires_grad_(False).eval().to(self.device)
 
     def autocast(self) -> AbstractContextManager:
-        """The run's precision, for passes that do not go through a wrapped module."""
+        """Autocast to the run's precision, for passes that do not go through a wrapped module."""
         return self.fabric.autocast()
 
     @contextmanager
     def accumulate(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Around the passes of one micro-batch; while `enabled`, gradients are not yet summed over ranks."""
-        with self._meeting(counted=False):
+        """Accumulate gradients: around the passes of a micro-batch; while `enabled`, ranks do not sum gradients yet."""
+        with self._collective(counted=False):
             if enabled and self.world_size > 1:
                 with self.fabric.no_backward_sync(module):
                     yield
@@ -231,7 +221,7 @@ class Run(Generic[AnyArgs]):
                 yield
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of a sum that was divided by its global count; undoes the ranks' averaging of gradients.
+        """Backward pass of a sum divided by its global count; undoes the averaging of gradients over ranks.
 
         Raises: RunFailure, naming the step, when the loss is not finite.
         """
@@ -240,12 +230,12 @@ class Run(Generic[AnyArgs]):
         self.fabric.backward(loss * self.world_size)
 
     def optimize(self, name: str) -> float:
-        """Clip, check and step the optimiser and schedule of `name`; returns the gradient norm before clipping.
+        """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
 
-        Raises: RunFailure, naming the step, when a gradient is not finite; weights are then as before.
+        Raises: RunFailure, naming the step, when a gradient is not finite; the weights are unchanged then.
         """
         module, optimizer, scheduler = self.learners[name]
-        with self._meeting():
+        with self._collective():
             norm = full_tensors(
                 nn.utils.clip_grad_norm_(
                     [p for p in module.parameters() if p.grad is not None], self.args.gradient_clip_val or math.inf
@@ -267,33 +257,33 @@ class Run(Generic[AnyArgs]):
 
     # ----------------------------------------------------------------------------------------------------- data
     def num_steps(self, num_rows: int, batch_size: int) -> int:
-        """Steps of the whole run at `batch_size` rows per device and step; the last of an epoch may be smaller."""
+        """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller."""
         per_epoch = math.ceil(num_rows / (batch_size * self.world_size))
         steps = per_epoch * self.args.epochs
         return min(steps, self.args.max_steps) if self.args.max_steps else steps
 
     def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
-        """All ranks' rows of one step (counted from 0), in the seeded order of its epoch."""
+        """Rows of all ranks of one step (counted from 0), in the seeded order of its epoch."""
         per_epoch = math.ceil(len(rows) / (batch_size * self.world_size))
         epoch, index = divmod(step, per_epoch)
         order = epoch_order(len(rows), self.args.seed, epoch)
         size = batch_size * self.world_size
         chosen = order[index * size : (index + 1) * size]
-        if len(chosen) < self.world_size:  # a tail too short to give every rank a row borrows from the epoch's start
+        if len(chosen) < self.world_size:  # too few for a row per rank: borrow from the epoch's start
             chosen += order[: self.world_size - len(chosen)]
         return [rows[i] for i in chosen]
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Step numbers still to do, counted from 0, under a progress bar; `self.step` counts the finished ones."""
+        """Remaining step numbers, counted from 0, with a progress bar; `self.step` counts finished steps."""
         from tqdm import tqdm
 
         self._open_directory()
         if self.resumed:
-            self._restore_rng()  # as late as this: a new head or adapter draws numbers while it is loaded
+            self._restore_rng()  # only now: loading a new head or adapter draws random numbers
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
         self._bar = bar
         try:
-            while self.step < num_steps:
+            while self.step < num_steps and not self._stopping:
                 yield self.step
                 bar.update(self.step - bar.n)
         except KeyboardInterrupt:
@@ -302,28 +292,45 @@ class Run(Generic[AnyArgs]):
             bar.close()
 
     def due(self, interval: int, num_steps: int) -> bool:
-        """Whether after the current step something with this interval is to be done; always after the last step."""
-        return interval > 0 and (self.step % interval == 0 or self.step == num_steps)
+        """Whether something with this interval is due after the current step; always after the last step."""
+        return interval > 0 and (self.step % interval == 0 or self.step == num_steps or self._stopping)
+
+    def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
+        """The first `--eval_iters` batches of all ranks, or all rows."""
+        limit: int | None = getattr(self.args, "eval_iters", None)
+        return list(rows[: limit * batch_size * self.world_size if limit else None])
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log(self, metrics: dict[str, float]) -> None:
-        """Write one row of metrics of the current step to every log (first rank only)."""
-        if not self.is_first:
-            return
-        row = {"step": self.step, **{name: float(value) for name, value in metrics.items()}}
+        """Log metrics of the current step and call `on_step` with them."""
+        if self.is_first:
+            self._write_metrics(metrics)
+        if self.on_step is not None:
+            self._stopping |= self._asks_to_stop(metrics)
+
+    def _asks_to_stop(self, metrics: Metrics) -> bool:
+        stop = False
+        if self.is_first and self.on_step is not None:
+            try:
+                self.on_step(self.step, {name: float(value) for name, value in metrics.items()})
+            except StopTraining:
+                stop = True
+                self.print0(f"stopped by on_step at step {self.step}")
+        return self.total(float(stop)) > 0
+
+    def _write_metrics(self, metrics: Metrics) -> None:
+        row: dict[str, Any] = {"step": self.step, **{name: float(value) for name, value in metrics.items()}}
         if self.args.profile and "time/rollout" in row:
             self._timed.append(row)
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, self.step)
-        shown = [
-            name for name in ("train/loss", "rewards/accuracies", "objective/score", "objective/kl") if name in row
-        ]
-        if shown and hasattr(self, "_bar"):
+        shown = [name for name in IN_PROGRESS_BAR if name in row]
+        if shown and self._bar is not None:
             self._bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
 
     def speed(self, rows: Sequence[Row], started: float) -> dict[str, float]:
-        """Seconds of a step that began at `started`, and real tokens (no padding) per second over all ranks."""
+        """Seconds of a step that began at `started`, and tokens per second over all ranks, padding not counted."""
         seconds = time.perf_counter() - started
         tokens = self.total(sum(map(row_length, rows)))
         if self.args.profile:
@@ -331,7 +338,7 @@ class Run(Generic[AnyArgs]):
         return {"time/update": seconds, "time/tokens_per_second": tokens / seconds}
 
     def log_samples(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Append texts of the current step to `samples.jsonl` (first rank only)."""
+        """Append samples of the current step to `samples.jsonl` (first rank only)."""
         if self.is_first:
             with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": self.step, **row}, ensure_ascii=False) + "\n" for row in samples)
@@ -351,18 +358,18 @@ class Run(Generic[AnyArgs]):
         extra: dict[str, Any] | None = None,
         files: dict[str, str] | None = None,
     ) -> None:
-        """Write `checkpoint-{step}`: the model as a Hugging Face folder, and all a resumed run needs.
+        """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
 
-        `extra` holds the loop's own state as plain values, `files` more texts by name.
-        Raises: RunFailure, with the last good checkpoint.
+        extra: the loop's own state as plain values; files: further text files by name.
+        Raises: RunFailure, naming the last good checkpoint.
         """
-        with self.phase("saving"), self._meeting():
+        with self.phase("saving"), self._collective():
             self._save(module, tokenizer, extra, files)
 
     def _save(
-        self, module: nn.Module, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
+        self, module: Policy | ScalarModel, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
     ) -> None:
-        module = self._put_together(module)
+        full = self._full(module)
         state = {
             "step": self.step,
             **self._rng_states(),
@@ -381,7 +388,7 @@ class Run(Generic[AnyArgs]):
         }
 
         def write(folder: Path) -> None:
-            export(module, folder, self.directory / "base", self.args.merge)
+            export(full, folder, self.directory / "base", merge=getattr(self.args, "merge", False))
             tokenizer.save_pretrained(folder)
             torch.save(state, folder / "resume.pt")
             for name, text in {"README.md": self._card(), **(files or {})}.items():
@@ -393,15 +400,15 @@ class Run(Generic[AnyArgs]):
             self.print0(f"saved {saved}")
         self.fabric.barrier()
 
-    def _put_together(self, module: nn.Module) -> nn.Module:
-        """The module itself, or a copy of a split one that is whole."""
-        for name, meta_copies in self.meta_copies.items():
+    def _full(self, module: Any) -> Any:
+        """The module itself, or a full copy of a sharded one."""
+        for name, meta in self._meta_copies.items():
             if self.learners[name].module.module is module and is_sharded(module):
-                return materialize(meta_copies, module, keep=self.is_first)
+                return materialize(meta, module, keep=self.is_first)
         return module
 
     def _rng_states(self) -> dict[str, Tensor]:
-        """The state of torch's generators on all ranks: (ranks, bytes) each."""
+        """States of torch's random generators on all ranks: (ranks, bytes) each."""
         states = {"rng": torch.get_rng_state()}
         if self.device.type == "cuda":
             states["cuda_rng"] = torch.cuda.get_rng_state(self.device)
@@ -411,10 +418,10 @@ class Run(Generic[AnyArgs]):
             torch.distributed.all_gather_object(found, states)
         return {name: torch.stack([theirs[name] for theirs in found]) for name in states}
 
-    def finish(self, results: dict[str, float] | None = None) -> Path:
-        """Close the logs and tell where the run is; `results` go into its model card."""
-        if self.watch:
-            self.watch.close()
+    def finish(self, results: Metrics | None = None) -> Path:
+        """Close the logs and print the experiment dir; `results` go into its model card."""
+        if self.watchdog:
+            self.watchdog.close()
         if self.is_first:
             self._logger.finalize("success")
             if self._timed:
@@ -423,52 +430,20 @@ class Run(Generic[AnyArgs]):
                 write_text(self.directory / "README.md", self._card(results))
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
-                self._push_to_hub(self.args.push_to_hub)
+                upload(checkpoints(self.directory)[-1], self.args.push_to_hub)
+                self.print0(f"uploaded {checkpoints(self.directory)[-1]} to {self.args.push_to_hub}")
         return self.directory
 
     def _write_profile(self) -> None:
-        from lightrlhf.training import roofline
+        from lightrlhf.training.roofline import write_profile
 
-        dtype = torch.bfloat16 if self.args.precision == "bf16-mixed" else torch.float32
-        ceilings = roofline.measure_ceilings(self.device, dtype)
         roles = {name: learner.module.module for name, learner in self.learners.items()}
-        shapes = {name: roofline.Shape.of(role.model, role) for name, role in roles.items()}
-        phases = roofline.profile(self._timed, shapes, self.args, ceilings, self.world_size)
-        write_text(self.directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
-        write_text(self.directory / "profile.md", roofline.table(phases, ceilings))
+        write_profile(self.directory, self._timed, roles, self.args, self.device, self.world_size)
 
-    def _push_to_hub(self, repository: str) -> None:
-        """Upload the last checkpoint, less what only a resumed run reads. Raises: RunFailure; the run is kept."""
-        from huggingface_hub import HfApi
-
-        folder = checkpoints(self.directory)[-1]
-        try:
-            api = HfApi()
-            api.create_repo(repository, private=True, exist_ok=True)
-            with self_contained(folder) as whole:
-                api.upload_folder(repo_id=repository, folder_path=whole, ignore_patterns=["resume.pt", MANIFEST])
-        except Exception as problem:  # the hub client, the network and the login raise their own
-            said = first_line(problem)
-            raise RunFailure(f"--push_to_hub {repository} failed: {said}; the checkpoint is {folder}") from problem
-        self.print0(f"uploaded {folder} to {repository}")
-
-    def _card(self, results: dict[str, float] | None = None) -> str:
-        lines = [
-            "---",
-            "library_name: transformers",
-            f"tags: [lightrlhf, {self.program}]",
-            "---",
-            f"# {self.args.experiment_name}",
-            "",
-            f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{self.args.data_dir}`.",
-            "",
-            "| argument | value |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in to_dict(self.args).items() if value is not None),
-        ]
-        if results:
-            lines += ["", "| result | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
-        return "\n".join(lines) + "\n"
+    def _card(self, results: Metrics | None = None) -> str:
+        summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{self.data}`."
+        title = self.args.experiment_name
+        return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
 
     def _read_resume_state(self) -> dict[str, Any] | None:
         if not self.args.resume_from:
@@ -480,6 +455,13 @@ class Run(Generic[AnyArgs]):
             raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
         if stored.get("program") != self.program:
             raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {self.program}")
+        before = stored.get("given", {})
+        for name in sorted(before.keys() | self.given.keys()):
+            if before.get(name) != self.given.get(name):
+                raise UsageError(
+                    f"--resume_from {directory}: {name} was {before.get(name, 'not given')} and is "
+                    f"{self.given.get(name, 'not given')}; resume with the objects that the run began with"
+                )
         path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
         state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # ranks share its pages
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
@@ -502,42 +484,23 @@ class Run(Generic[AnyArgs]):
         module.load_state_dict(learned, strict=False)
 
     def _choose_directory(self) -> Path:
-        args = self.args
-        if args.resume_from:
-            return Path(args.resume_from)
-        data = Path(args.data_dir).resolve()
-        parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise UsageError(f"--log_dir {args.log_dir} cannot be written: {problem.strerror}") from None
-        return parent / time.strftime("%Y-%m-%d_%H-%M-%S")
+        if self.args.resume_from:
+            return Path(self.args.resume_from)
+        data = Path(self.data).resolve()
+        parent = Path(self.args.log_dir) / self.args.experiment_name / data.parent.name / data.name
+        return make_parent(parent, f"--log_dir {self.args.log_dir}")
 
     def _open_directory(self) -> None:
         if self.is_first and self.resumed:
             _forget_rows_after(self.directory / "metrics.jsonl", self.step)
             _forget_rows_after(self.directory / "samples.jsonl", self.step)
         elif self.is_first:
-            while True:
-                try:
-                    self.directory.mkdir()
-                    break
-                except FileExistsError:  # two runs of one second
-                    self.directory = self.directory.with_name(f"{self.directory.name}x")
-                except OSError as problem:
-                    raise UsageError(f"--log_dir {self.args.log_dir} cannot be written: {problem.strerror}") from None
-            write_text(self.directory / "args.json", json.dumps(self._describe(), indent=1))
+            self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")
+            described = {**to_dict(self.args), "program": self.program, "versions": versions()}
+            described |= {"git_commit": git_commit()} | ({"given": self.given} if self.given else {})
+            write_text(self.directory / "args.json", json.dumps(described, indent=1))
         self.directory = Path(self.fabric.broadcast(str(self.directory)))
         self._logger = self._make_logger()
-
-    def _describe(self) -> dict[str, Any]:
-        versions = {"python": platform.python_version()}
-        for package in VERSIONED:
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                continue
-        return {**to_dict(self.args), "program": self.program, "versions": versions, "git_commit": _git_commit()}
 
     def _make_logger(self) -> Any:
         from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
@@ -550,21 +513,13 @@ class Run(Generic[AnyArgs]):
         return kind(root_dir=str(self.directory), name="logs", version="")
 
 
-def bitsandbytes_optimizer(name: str) -> Any:
-    """The optimiser class of this name. A CPU has nothing to page to: of that its help tells, not a warning."""
-    import bitsandbytes
-
-    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-    return getattr(bitsandbytes.optim, name)
-
-
 def learned_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """The parameters that learn, by name, on the CPU, put together where they are split; see `gathered`."""
+    """Trainable parameters by name, gathered on the CPU; see `full_tensors`."""
     return {name: full_tensors(p, keep) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _forget_rows_after(path: Path, step: int) -> None:
-    """Drop logged rows of steps that will be done again."""
+    """Drop logged rows of steps that a resumed run repeats."""
     if path.is_file():
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # a text may hold U+2028
@@ -574,17 +529,3 @@ def _forget_rows_after(path: Path, step: int) -> None:
             except ValueError:
                 continue  # a line cut by the kill
         write_text(path, "".join(kept))
-
-
-def _git_commit() -> str | None:
-    """Commit of the library's checkout, when it runs from one."""
-    if not shutil.which("git"):
-        return None
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(here.parents[2])},
-    )
-    return done.stdout.strip() or None

@@ -1,0 +1,31 @@
+"""Model cards: the README.md of a checkpoint. What was trained, from what, how, and with which results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def model_card(
+    title: str,
+    program: str,
+    summary: str,
+    args: Mapping[str, Any],
+    results: Mapping[str, float] | Sequence[str] = (),
+    given: Mapping[str, str] | None = None,
+) -> str:
+    """A Hugging Face model card in Markdown.
+
+    args: flags by name, those that are None left out; results: values by name, or the lines of a table; given: objects
+    that `train` was called with, by name.
+    """
+    lines = ["---", "library_name: transformers", f"tags: [lightrlhf, {program}]", "---", f"# {title}", "", summary, ""]
+    if given:
+        lines += ["| given from Python | |", "|---|---|", *(f"| {name} | {kind} |" for name, kind in given.items()), ""]
+    lines += ["| argument | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in args.items() if value is not None]
+    if isinstance(results, Mapping):
+        results = ["| result | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
+    if results:
+        lines += ["", *results]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,98 @@
+"""Provenance: versions of packages, the library's git commit, and hashes of objects that a program was called with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for package in VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the library's checkout; None when it is installed without one."""
+    if not shutil.which("git"):
+        return None
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(here.parents[2])},
+    )
+    return done.stdout.strip() or None
+
+
+def given_objects(**objects: Any) -> dict[str, str]:
+    """What `train` was called with instead of flags, for `args.json`: name -> kind and hash; None objects are left out.
+
+    Models are hashed by their weights, rows by their values, tokenizers by their vocabulary. Functions and environments
+    are named, not hashed.
+    """
+    return {name: _describe(one) for name, one in objects.items() if one is not None}
+
+
+def _describe(one: Any) -> str:
+    if isinstance(one, nn.Module):
+        kind, digest = type(one).__name__, hash_weights(one)
+    elif hasattr(one, "get_vocab"):
+        kind, digest = type(one).__name__, _hash(sorted(one.get_vocab().items()))
+    elif callable(one):
+        return f"{getattr(one, '__module__', '?')}:{getattr(one, '__qualname__', type(one).__qualname__)}"
+    elif isinstance(one, Mapping | list | tuple):
+        kind, digest = f"{len(one)} rows", _hash(one)
+        if isinstance(one, Mapping):
+            kind = ", ".join(f"{name}: {len(rows)} rows" for name, rows in one.items())
+    else:
+        return type(one).__qualname__
+    return f"{kind} sha256:{digest[:16]}"
+
+
+def hash_weights(module: nn.Module) -> str:
+    """SHA-256 of the names and bytes of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _hash(value: Any) -> str:
+    digest = hashlib.sha256()
+    for part in _flat(value):
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor):
+        yield value.tolist()
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield key
+            yield from _flat(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    else:
+        yield value
