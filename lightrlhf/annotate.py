@@ -28,16 +28,8 @@ from lightrlhf.data.splits import Row, save_split
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import (
-    ROW,
-    Encoding,
-    FunctionGroupScorer,
-    GroupScorer,
-    Sample,
-    load_function,
-    load_scorer,
-    score_rows,
-)
+from lightrlhf.rewards.loading import make_scorer
+from lightrlhf.rewards.scorers import ROW, Encoding, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 
@@ -129,7 +121,7 @@ def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list
 
     with JsonlWriter(output, settings_of(args)) as writer:
         if len(writer.rows) < len(rows):
-            scorer = make_scorer(args, args.mini_batch_size)
+            scorer = make_scorer(args, find_device(args.accelerator), args.mini_batch_size)
             bar = tqdm(total=len(rows), initial=len(writer.rows), desc="annotate", unit=" prompts")
             while len(writer.rows) < len(rows):
                 start = len(writer.rows) // CHUNK * CHUNK  # a chunk that was cut is scored again in the same batches
@@ -140,21 +132,6 @@ def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list
                 bar.update(len(chunk) - known)
             bar.close()
         return writer.rows
-
-
-def make_scorer(args: Any, batch_size: int) -> GroupScorer:
-    """The reward model or function that a program's flags name; batch_size: of a pass, at most."""
-    if args.reward_function:
-        function = load_function(args.reward_function, "--reward_function")
-        return FunctionGroupScorer(function, f"--reward_function {args.reward_function}")
-    return load_scorer(
-        args.rm_experiment_dir,
-        find_device(args.accelerator),
-        batch_size,
-        "--rm_experiment_dir",
-        args.trust_remote_code,
-        args.rm_chat_template,
-    )
 
 
 def settings_of(args: AnnotateArgs) -> Row:

@@ -60,15 +60,8 @@ from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import (
-    FunctionGroupScorer,
-    GroupScorer,
-    RewardModelScorer,
-    Scorer,
-    load_function,
-    reward_statistics,
-)
-from lightrlhf.rewards.scorers import load_scorer as load_group_scorer
+from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer, score_rollout
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.run_dir import located, pretrained, short_name, stored
@@ -225,7 +218,8 @@ def evaluate_policy(
         for p, r, row in zip(rollout.prompt_ids(), rollout.response_ids(), prompts)
     ]
     if args.rm_experiment_dir:
-        scores = load_scorer(args, tokenizer, device)(rollout).tolist()
+        scorer = load_scorer(args.rm_experiment_dir, device, args.mini_batch_size, "--rm_experiment_dir", single=True)
+        scores = score_rollout(scorer, rollout, tokenizer).tolist()
         results["reward"] = sum(scores) / len(scores)
         records = [{**record, "reward": value} for record, value in zip(records, scores)]
     judge = stored(data_dir, "judge")
@@ -295,15 +289,6 @@ def rouge(args: EvaluateArgs, policy: Policy, rows: list[Row], tokenizer: Any) -
     return {key: float(scores[f"{key}_fmeasure"]) for key in ("rouge1", "rouge2", "rougeL")}
 
 
-def load_scorer(args: EvaluateArgs, tokenizer: Any, device: torch.device) -> Scorer:
-    """The reward model of `--rm_experiment_dir`, its scores standardised by the statistics stored with it."""
-    source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
-    model = load_scalar(source, ModelArgs(), tokenizer, args.seed, "--rm_experiment_dir", needs_head=True)
-    scorer = RewardModelScorer(_place(model, device), load_tokenizer(None, source), tokenizer, args.mini_batch_size)
-    mean, std = reward_statistics(source)
-    return lambda rollout: (scorer(rollout) - mean) / std
-
-
 def judged(judge: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records with the data's own judge applied: a dict `score` and its parts under `gold`."""
     function = load_function(judge, "the judge of the data")
@@ -353,11 +338,11 @@ def evaluate_by_turn(
 def turn_scorer(args: EvaluateArgs, data_dir: str, device: torch.device) -> GroupScorer:
     """What scores dialogues: the reward model of `--rm_experiment_dir`, else the judge of the data."""
     if args.rm_experiment_dir:
-        return load_group_scorer(args.rm_experiment_dir, device, args.mini_batch_size, "--rm_experiment_dir")
+        return load_scorer(args.rm_experiment_dir, device, args.mini_batch_size, "--rm_experiment_dir")
     judge = stored(data_dir, "judge")
     if judge is None:
         raise UsageError(f"--by_turn True needs --rm_experiment_dir: {data_dir} has no judge of its own")
-    return FunctionGroupScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")
+    return FunctionScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")
 
 
 def results_by_turn(

@@ -34,7 +34,8 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, load_scorer, score_rows
+from lightrlhf.rewards.loading import load_scorer
+from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
 
 WITHOUT_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "local_index", "my_world_size", "temperatures"}

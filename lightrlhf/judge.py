@@ -35,7 +35,8 @@ from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.models.loading import find_device
-from lightrlhf.rewards.scorers import Sample, as_text, load_function, load_scorer
+from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.scorers import Sample, as_text
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 

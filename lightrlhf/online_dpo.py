@@ -40,7 +40,8 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import Encoding, Sample, load_function
+from lightrlhf.rewards.loading import load_function, make_scorer
+from lightrlhf.rewards.scorers import Encoding, Sample
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.training.iterate import keep_policy, link_checkpoint, mean, open_directory, run_begun
@@ -287,7 +288,7 @@ def evaluate_iteration(args: OnlineDPOArgs, folder: Path, policy: str, initial: 
 
 def add_scores(args: OnlineDPOArgs, records: list[Row], before: list[Row]) -> None:
     """Put `reward`, and with a judge `gold`, into the records."""
-    scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
+    scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size)
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]

@@ -57,7 +57,8 @@ from lightrlhf.models.roles import Policy, ScalarModel, TokenStats, count_parame
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
-from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, Scorer, load_function, reward_statistics
+from lightrlhf.rewards.loading import load_function, reward_statistics
+from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, Scorer
 from lightrlhf.training.run import Metrics, Run
 
 

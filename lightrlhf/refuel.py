@@ -40,7 +40,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrlhf import annotate
 from lightrlhf.cli.args import (
     DataArgs,
     EvalArgs,
@@ -87,6 +86,7 @@ from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import Policy, count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.training.iterate import keep_policy, link_checkpoint, mean, open_directory, run_begun
@@ -310,7 +310,7 @@ def rank(args: RefuelArgs, directory: Path, folder: Path, number: int, policy: s
         done = len(writer.rows)
         if done == len(rows):
             return
-        scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
+        scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size)
         for start in range(done // CHUNK * CHUNK, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
             scores = score_turns(scorer, [side_of(row, side) for row in chunk for side in SIDES])
@@ -566,7 +566,7 @@ def online(args: RefuelArgs) -> Path:
     share_prefixes(policy, args.total_length)
     rows, held_out = (with_room(run, policy, split) for split in ("train", "validation"))
     reference = run.freeze(policy.reference())
-    scorer = annotate.make_scorer(args, args.rollout_mini_batch_size)
+    scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size)
     num_steps, results = run.num_steps(len(rows), args.rollout_size), {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.noptepochs * parts)
@@ -717,7 +717,7 @@ def evaluate_iteration(args: RefuelArgs, folder: Path, policy: str) -> None:
     check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(model), args.data_dir)
     slots = args.rollout_mini_batch_size
     rolled = roll_out(model, tokenizer, rows, args.num_turns, load_user(args, device, slots), args, args.seed, slots)
-    scores = score_turns(annotate.make_scorer(args, args.rollout_mini_batch_size), rolled)
+    scores = score_turns(make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size), rolled)
     by_turn = [mean(s[h] for s in scores if len(s) > h and s[h] is not None) for h in range(args.num_turns)]
     lengths = [end - start for row in rolled for start, end in row.turn_spans]
     cut = [flag for row in rolled for flag in row.truncated]

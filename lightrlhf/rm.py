@@ -39,7 +39,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import count_parameters, last_token, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import STATISTICS
+from lightrlhf.rewards.loading import STATISTICS
 from lightrlhf.training.run import Metrics, Run
 
 

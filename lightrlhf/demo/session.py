@@ -26,7 +26,8 @@ from lightrlhf.demo.summaries import summary_fields, summary_prompt
 from lightrlhf.demo.votes import agreement, append_vote, pair_id, read_votes, tally
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import GroupScorer, Messages, load_scorer
+from lightrlhf.rewards.loading import load_scorer
+from lightrlhf.rewards.scorers import GroupScorer, Messages
 from lightrlhf.storage.run_dir import labels, located, read_growing, read_metrics, stored
 
 FORMS = ("dialogue", "summary", "as written")

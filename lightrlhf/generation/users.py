@@ -21,7 +21,8 @@ from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import Messages, load_function
+from lightrlhf.rewards.loading import load_function
+from lightrlhf.rewards.scorers import Messages
 
 INSTRUCTION = """Here is a conversation between a user and an assistant.
 

@@ -8,124 +8,33 @@ are scored as they are, never tokenised again.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import json
 import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response, pair_prompt
-from lightrlhf.models.loading import load_scalar
-from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
-from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import ScalarModel, last_token
-from lightrlhf.models.tokenizer import load_tokenizer
-
-Scorer = Callable[[Rollout], Tensor]
-STATISTICS = "reward_statistics.json"
-
-
-@dataclass
-class RewardModelScorer:
-    """Scores by a reward model; its own tokenizer when it has another one than the policy (text in, score out)."""
-
-    model: ScalarModel
-    tokenizer: Any
-    policy_tokenizer: Any
-    batch_size: int
-
-    @torch.no_grad()
-    def __call__(self, rollout: Rollout) -> Tensor:
-        """(B,) scores at each row's last token."""
-        batch: Any = rollout
-        if not same_tokenizer(self.tokenizer, self.policy_tokenizer):
-            prompts = [
-                encode_prompt(self.tokenizer, decode(self.policy_tokenizer, ids)) for ids in rollout.prompt_ids()
-            ]
-            answers = [
-                encode_response(self.tokenizer, decode(self.policy_tokenizer, ids)) for ids in rollout.response_ids()
-            ]
-            cut = rollout.truncated.tolist()  # what was stopped by its length gets no end token here either
-            answers = [ids[:-1] if truncated else ids for ids, truncated in zip(answers, cut)]
-            batch = response_batch(prompts, answers, self.tokenizer.pad_token_id).to(rollout.input_ids.device)
-        scores = torch.zeros(len(rollout), device=rollout.input_ids.device)
-        for rows in inference_batches(batch.attention_mask.sum(1), self.batch_size):
-            width = max(int(batch.attention_mask[rows].sum(1).max()), 2)
-            ids, mask = batch.input_ids[rows, :width], batch.attention_mask[rows, :width]
-            scores[rows] = last_token(self.model(ids, mask), mask)
-        return scores
-
-
-@dataclass
-class FunctionScorer:
-    """Scores by a Python function `f(prompts, completions, **columns) -> list[float]`; NaN masks a sample."""
-
-    function: Callable[..., list[float]]
-    tokenizer: Any
-
-    def __call__(self, rollout: Rollout) -> Tensor:
-        """(B,) scores. Raises: RunFailure when the function fails or does not return one number per completion."""
-        prompts = [decode(self.tokenizer, ids) for ids in rollout.prompt_ids()]
-        completions = [decode(self.tokenizer, ids) for ids in rollout.response_ids()]
-        names = {name for columns in rollout.columns for name in columns}
-        columns = {name: [row.get(name) for row in rollout.columns] for name in names}
-        try:
-            scores = [float(score) for score in self.function(prompts, completions, **columns)]
-        except Exception as problem:  # whatever a user's function raises
-            where = traceback.extract_tb(problem.__traceback__)[-1]
-            raise RunFailure(
-                f"the reward function failed with {type(problem).__name__}: {problem} ({where.filename}:{where.lineno})"
-            ) from problem
-        if len(scores) != len(prompts):
-            raise RunFailure(f"the reward function returned {len(scores)} scores for {len(prompts)} completions")
-        return torch.tensor(scores, device=rollout.input_ids.device)
-
-
-def load_function(
-    path: str, flag: str, shape: str = "f(prompts, completions, **columns) -> list[float]"
-) -> Callable[..., Any]:
-    """The function behind `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
-    module, colon, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise UsageError(f"{flag} {path} cannot be imported as package.module:function: {problem}") from None
-    if not colon or not callable(function):
-        raise UsageError(f"{flag} {path} is not of the form package.module:function")
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        raise UsageError(f"{flag} {path} must accept **columns: {shape}")
-    return function
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
-    """Whether two tokenizers give the same ids."""
+    """Whether two tokenizers map text to the same ids."""
     return one is other or (one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id)
-
-
-def reward_statistics(model_dir: str | Path) -> tuple[float, float]:
-    """Mean and standard deviation of a reward model's scores on its own validation split; (0, 1) when not stored."""
-    path = Path(model_dir) / STATISTICS
-    if not path.is_file():
-        return 0.0, 1.0
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    return stored["mean"], max(stored["std"], 1e-6)
 
 
 Messages = list[dict[str, str]]
 
 
-# What a row of responses (a line of `lightrlhf.generate`) holds; other names in it are columns of the data.
+# Columns of a row of responses, as `lightrlhf.generate` writes it; all others are the data's own.
 ROW = ("index", "prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards", "response", "reward")
+
+
 ROW += ("errors", "ref_ids", "rejected_ids", "ref_response", "ref_reward", "rejected_response", "rejected_reward")
 
 
@@ -134,27 +43,34 @@ class Sample(NamedTuple):
 
     prompt: str | Messages
     response: str
-    truncated: bool = False  # stopped by its length: no end token is put behind it
+    truncated: bool = False  # stopped by its length: no end token is appended
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
     columns: dict[str, Any] = {}
+    tokenizer: Any = None  # of the ids; where it is not known they are checked against the text
 
 
 Groups = Sequence[Sequence[Sample]]
+
+
 GroupScorer = Callable[[Groups], list[list[float | None]]]
+
+
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 @dataclass
 class Encoding:
-    """How samples become ids of a scorer."""
+    """How samples become token ids of a scorer."""
 
     tokenizer: Any
     wrap_prompts: bool = False  # whether a text prompt becomes a user message
     longest: int | None = None  # positions of the model
+    same: dict[int, bool] = field(default_factory=dict, repr=False)  # other tokenizers, by identity
 
     def prompt_and_response(self, sample: Sample) -> tuple[list[int], list[int]]:
         """Ids of both, the response ending with one end token unless it was truncated."""
-        if ids := self.own_ids(sample):
+        if ids := self.sampled_ids(sample):
             return ids
         prompt = sample.prompt
         if self.wrap_prompts and isinstance(prompt, str):
@@ -163,31 +79,38 @@ class Encoding:
         if isinstance(prompt, str):
             response = encode_response(self.tokenizer, sample.response)
             return start, response[:-1] if sample.truncated else response
-        whole = [*prompt, {"role": "assistant", "content": sample.response}]
-        text = self.tokenizer.apply_chat_template(whole, tokenize=False).rstrip()
+        dialogue = [*prompt, {"role": "assistant", "content": sample.response}]
+        text = self.tokenizer.apply_chat_template(dialogue, tokenize=False).rstrip()
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[: len(start)], ids[len(start) :]
 
-    def own_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
-        """The ids a sample came with, when in this tokenizer they are just this prompt and response."""
+    def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
+        """The ids a sample came with, when in this tokenizer they are the same prompt and response."""
         prompt, response = sample.prompt_ids, sample.response_ids
+        if prompt is None or response is None or (self.wrap_prompts and isinstance(sample.prompt, str)):
+            return None
+        if self.is_same(sample.tokenizer):
+            return prompt, response
         if not prompt or not response or max(*prompt, *response) >= len(self.tokenizer):
             return None
-        wrapped = self.wrap_prompts and isinstance(sample.prompt, str)
-        if (
-            wrapped
-            or not self.may_end(response[-1], sample.truncated)
-            or decode(self.tokenizer, response) != sample.response
-        ):
+        if not self.may_end(response[-1], sample.truncated) or decode(self.tokenizer, response) != sample.response:
             return None
         if isinstance(sample.prompt, str):
-            same = decode(self.tokenizer, prompt) == sample.prompt
+            equal = decode(self.tokenizer, prompt) == sample.prompt
         else:
-            same = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
-        return (list(prompt), list(response)) if same else None
+            equal = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
+        return (list(prompt), list(response)) if equal else None
+
+    def is_same(self, tokenizer: Any) -> bool:
+        """Whether another tokenizer gives the ids of this one; False when it is not known."""
+        if tokenizer is None:
+            return False
+        if id(tokenizer) not in self.same:
+            self.same[id(tokenizer)] = same_tokenizer(self.tokenizer, tokenizer)
+        return self.same[id(tokenizer)]
 
     def may_end(self, last: int, truncated: bool) -> bool:
-        """Whether a response can end with this id: what another tokenizer ends with may be anything in this one."""
+        """Whether a response can end with this id; the end token of another tokenizer may be any token of this one."""
         if truncated or last == self.tokenizer.eos_token_id:
             return not (truncated and last == self.tokenizer.eos_token_id)
         if last not in self.tokenizer.all_special_ids:
@@ -200,9 +123,9 @@ class Encoding:
 
 @dataclass
 class ModelScorer:
-    """A reward model: ours, any sequence classifier with one label, or one whose own code gives a `score`."""
+    """A reward model: one of ours, a sequence classifier with one label, or one whose own code returns a `score`."""
 
-    model: nn.Module
+    model: Any
     encoding: Encoding
     batch_size: int
     mean: float = 0.0
@@ -212,19 +135,20 @@ class ModelScorer:
         """Standardised scores; None for a text with more tokens than the model has positions."""
         samples = [sample for group in groups for sample in group]
         if is_encoder(self.model):
-            values = iter(self._score_texts(samples))
+            scores = self._score_texts(samples)
         else:
-            values = iter(self._score_ids([self.encoding.prompt_and_response(sample) for sample in samples]))
-        return [[finite((next(values) - self.mean) / self.std) for _ in group] for group in groups]
+            scores = self._score_ids([self.encoding.prompt_and_response(sample) for sample in samples])
+        values = iter(((torch.tensor(scores) - self.mean) / self.std).tolist())
+        return [[finite(next(values)) for _ in group] for group in groups]
 
     def _score_ids(self, rows: list[tuple[list[int], list[int]]]) -> list[float]:
         def score(batch: list[tuple[list[int], list[int]]]) -> Tensor:
             pad = self.encoding.tokenizer.pad_token_id
-            laid = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(self.model.device)
+            laid = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(device_of(self.model))
             return score_batch(self.model, laid.input_ids, laid.attention_mask)
 
         lengths = [len(prompt) + len(response) for prompt, response in rows]
-        return in_batches(rows, lengths, self.encoding, self.model.device, self.batch_size, score)
+        return in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
 
     def _score_texts(self, samples: list[Sample]) -> list[float]:
         """Encoders read prompt and response as the two texts of a pair."""
@@ -235,10 +159,10 @@ class ModelScorer:
         def score(batch: list[tuple[str, str]]) -> Tensor:
             prompts, responses = zip(*batch)
             inputs = tokenizer(list(prompts), list(responses), padding=True, return_tensors="pt")
-            return self.model(**inputs.to(self.model.device)).logits[:, 0].float()
+            return self.model(**inputs.to(device_of(self.model))).logits[:, 0].float()
 
         lengths = [len(tokenizer(*text)["input_ids"]) for text in texts]
-        return in_batches(texts, lengths, self.encoding, self.model.device, self.batch_size, score)
+        return in_batches(texts, lengths, self.encoding, device_of(self.model), self.batch_size, score)
 
 
 @dataclass
@@ -266,11 +190,11 @@ class PairScorer:
 
         def score(batch: list[list[int]]) -> Tensor:
             laid = response_batch(batch, [[] for _ in batch], self.encoding.tokenizer.pad_token_id)
-            laid = laid.to(self.model.device)
+            laid = laid.to(device_of(self.model))
             return score_batch(self.model, laid.input_ids, laid.attention_mask)
 
         lengths = [len(row) for row in rows]
-        logits = in_batches(rows, lengths, self.encoding, self.model.device, self.batch_size, score)
+        logits = in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
         chances: list[list[list[float]]] = [[[] for _ in group] for group in groups]
         for (g, a, b), logit in zip(places, logits):
             chance = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
@@ -280,26 +204,40 @@ class PairScorer:
 
 
 @dataclass
-class FunctionGroupScorer:
-    """A Python function `f(prompts, completions, **columns) -> list[float]`, as PPO takes it."""
+class FunctionScorer:
+    """A Python function `f(prompts, completions, **columns) -> list[float | None]`."""
 
-    function: Callable[..., Sequence[float]]
+    function: RewardFunction
     name: str = "the reward function"
-    failures: int = field(default=0, init=False)
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
-        """Its numbers. Raises: RunFailure when it fails or does not return one for each completion."""
+        """Its numbers, None for those that are not finite. Raises: RunFailure when it fails or returns too few."""
         samples = [sample for group in groups for sample in group]
         names = {name for sample in samples for name in sample.columns}
         columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
         try:
-            scores = list(self.function([as_text(s.prompt) for s in samples], [s.response for s in samples], **columns))
+            scores = self.function([as_text(s.prompt) for s in samples], [s.response for s in samples], **columns)
+            values = [None if score is None else finite(float(score)) for score in scores]
         except Exception as problem:  # whatever a user's function raises
-            raise RunFailure(f"{self.name} failed with {type(problem).__name__}: {problem}") from problem
-        if len(scores) != len(samples):
-            raise RunFailure(f"{self.name} returned {len(scores)} scores for {len(samples)} completions")
-        values = iter(scores)
-        return [[number(next(values)) for _ in group] for group in groups]
+            where = traceback.extract_tb(problem.__traceback__)[-1]
+            raise RunFailure(
+                f"{self.name} failed with {type(problem).__name__}: {problem} ({where.filename}:{where.lineno})"
+            ) from problem
+        if len(values) != len(samples):
+            raise RunFailure(f"{self.name} returned {len(values)} scores for {len(samples)} completions")
+        rest = iter(values)
+        return [[next(rest) for _ in group] for group in groups]
+
+
+def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:
+    """Scores (B,) of a rollout's responses, NaN where there is none; tokenizer: the policy's."""
+    prompts, responses, truncated = rollout.prompt_ids(), rollout.response_ids(), rollout.truncated.tolist()
+    samples = [
+        Sample(decode(tokenizer, prompt), decode(tokenizer, response), cut, prompt, response, columns, tokenizer)
+        for prompt, response, cut, columns in zip(prompts, responses, truncated, rollout.columns)
+    ]
+    scores = [math.nan if score is None else score for (score,) in scorer([[sample] for sample in samples])]
+    return torch.tensor(scores, device=rollout.input_ids.device)
 
 
 def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list[float | None]]:
@@ -332,73 +270,6 @@ def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- loading
-def load_scorer(
-    name: str,
-    device: torch.device,
-    batch_size: int,
-    flag: str,
-    trust_remote_code: bool = False,
-    wrap_prompts: bool = False,
-) -> GroupScorer:
-    """The scorer of a reward model or a pair-preference model.
-
-    wrap_prompts: whether a text prompt becomes a user message of the model's chat template.
-    Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
-    """
-    source = resolve(name, flag)
-    config = _config(source)
-    custom = "AutoModelForSequenceClassification" in config.get("auto_map", {})
-    if custom and not trust_remote_code:
-        raise UsageError(f"{flag} {name} needs the code in its own folder; allow it by --trust_remote_code True")
-    if custom:
-        model, tokenizer = _load_custom(source, flag)
-    elif not holds_reward_model(source):
-        raise UsageError(f"{flag} {name} holds no reward model: its head is none that classifies")
-    else:
-        model = load_scalar(source, ModelArgs(), None, 0, flag).model
-        tokenizer = _plain(source) if is_encoder(model) else load_tokenizer(None, source)
-    model = model.requires_grad_(False).eval().to(device)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    encoding = Encoding(tokenizer, wrap_prompts, longest)
-    if getattr(model.config, "compares_pairs", False):
-        return PairScorer(model, encoding, batch_size)
-    return ModelScorer(model, encoding, batch_size, *reward_statistics(source))
-
-
-def _config(source: str) -> dict[str, Any]:
-    try:
-        return json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # loading says what is wrong
-
-
-def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
-    quiet_libraries()
-    from transformers import AutoModelForSequenceClassification
-
-    tokenizer = load_tokenizer(None, source)
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
-    except Exception as problem:  # the folder's code may raise anything
-        raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
-    if is_quantised(model):
-        keep_unpacked(model, f"{flag} {source}", torch.float32)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return model, tokenizer
-
-
-def _plain(source: str) -> Any:
-    """An encoder's tokenizer, which may have no end token."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as problem:
-        raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
-
-
 # ---------------------------------------------------------------------------------------------------------- helpers
 def in_batches(
     rows: Sequence[Any],
@@ -419,31 +290,28 @@ def in_batches(
 
 
 @torch.no_grad()
-def score_batch(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def score_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B, T) right-padded rows -> (B,): the head at the last token, or what the model's own code calls `score`."""
-    if hasattr(model, "score"):
-        return last_token(ScalarModel(model)(input_ids, attention_mask), attention_mask)
+    if isinstance(model, ScalarModel):
+        return last_token(model(input_ids, attention_mask), attention_mask)
     out = model(input_ids=input_ids, attention_mask=attention_mask.long())
     score = getattr(out, "score", None)
     return (out.logits if score is None else score).reshape(len(input_ids), -1)[:, 0].float()
 
 
-def is_encoder(model: nn.Module) -> bool:
-    """Whether a classifier reads pairs of texts (BERT and its kin): no head `score`, no code of its own."""
-    return not hasattr(model, "score") and not hasattr(model.config, "auto_map")
+def is_encoder(model: Any) -> bool:
+    """Whether a classifier reads a pair of texts, as BERT does: no head `score`, no code of its own."""
+    return not isinstance(model, ScalarModel) and not hasattr(model.config, "auto_map")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of a module's parameters, a shared backbone's too."""
+    return next((getattr(module, "model", module)).parameters()).device
 
 
 def as_text(prompt: str | Messages) -> str:
     """A prompt as plain text: of messages, what each says, a line apart."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
-
-
-def number(value: Any) -> float | None:
-    """A finite float, or None."""
-    try:
-        return finite(float(value))
-    except (TypeError, ValueError):
-        return None
 
 
 def finite(value: float) -> float | None:

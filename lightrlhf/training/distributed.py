@@ -101,7 +101,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     Raises: UsageError on rank 0, naming the rank and the flag or file; the others leave with the same exit status.
     """
     data_dir = getattr(args, "data_dir", None)
-    files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt")) if data_dir else []}
+    files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt"))} if data_dir else {}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
     found: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(found, (flags, files))

@@ -371,7 +371,8 @@ def test_a_run_of_adapters_on_a_built_model_keeps_its_base(cafe_data, tmp_path):
 
 def test_an_adapter_of_a_pair_comparing_model_stays_one(cafe_data, base_model, tokenizer, tmp_path):
     from lightrlhf import rm
-    from lightrlhf.rewards.scorers import PairScorer, load_scorer
+    from lightrlhf.rewards.loading import load_scorer
+    from lightrlhf.rewards.scorers import PairScorer
 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode", "lora"]
     folder = rm.main([*flags, "--model_name", str(base_model), "--loss_type", "pair", "--max_steps", "1"])

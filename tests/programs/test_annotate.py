@@ -18,7 +18,7 @@ from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
-from lightrlhf.rewards.scorers import reward_statistics
+from lightrlhf.rewards.loading import reward_statistics
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 DEVICE = ["--accelerator", "cpu"]

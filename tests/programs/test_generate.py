@@ -16,7 +16,7 @@ from lightrlhf.data.tokens import decode
 from lightrlhf.generate import main, subset
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
-from lightrlhf.rewards.scorers import reward_statistics
+from lightrlhf.rewards.loading import reward_statistics
 from lightrlhf.storage.jsonl import read_jsonl
 
 SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]

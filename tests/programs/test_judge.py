@@ -168,7 +168,8 @@ def test_a_function_judges_by_its_scores(tmp_path):
 
 
 def test_a_reward_model_judges_as_it_scores(tmp_path, rm_dir, tokenizer):
-    from lightrlhf.rewards.scorers import Sample, load_scorer
+    from lightrlhf.rewards.loading import load_scorer
+    from lightrlhf.rewards.scorers import Sample
 
     answers = ["Certainly, a muffin.", "Ugh, a bagel. Next!", "What now?"]
     one = write(tmp_path, "one.jsonl", {f"Guest: {i}\nBarista:": answers[i] for i in range(3)})

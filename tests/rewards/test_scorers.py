@@ -16,14 +16,8 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
-from lightrlhf.rewards.scorers import (
-    STATISTICS,
-    FunctionScorer,
-    RewardModelScorer,
-    load_function,
-    reward_statistics,
-    same_tokenizer,
-)
+from lightrlhf.rewards.loading import STATISTICS, load_function, reward_statistics
+from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, same_tokenizer
 
 
 # --------------------------------------------------------------------------------------------------------- rewards

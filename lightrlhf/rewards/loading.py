@@ -1,0 +1,160 @@
+"""Loading scorers: reward models, models that compare two responses, and Python functions by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
+from lightrlhf.models.quantisation import is_quantised, keep_unpacked
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.scorers import Encoding, FunctionScorer, GroupScorer, ModelScorer, PairScorer, RewardFunction
+
+STATISTICS = "reward_statistics.json"
+
+
+def load_function(
+    path: str, flag: str, shape: str = "f(prompts, completions, **columns) -> list[float]"
+) -> Callable[..., Any]:
+    """Import a function by `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
+    module, colon, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise UsageError(f"{flag} {path} cannot be imported as package.module:function: {problem}") from None
+    if not colon or not callable(function):
+        raise UsageError(f"{flag} {path} is not of the form package.module:function")
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        raise UsageError(f"{flag} {path} must accept **columns: {shape}")
+    return function
+
+
+def reward_statistics(model_dir: str | Path) -> tuple[float, float]:
+    """Mean and standard deviation of a reward model's scores on its own validation split; (0, 1) when not stored."""
+    path = Path(model_dir) / STATISTICS
+    if not path.is_file():
+        return 0.0, 1.0
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return stored["mean"], max(stored["std"], 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+def make_scorer(
+    args: Any,
+    device: torch.device,
+    batch_size: int,
+    reward: RewardFunction | None = None,
+    single: bool = False,
+    backbone: Policy | None = None,
+) -> GroupScorer:
+    """The scorer of a program: `reward`, `--reward_function` or `--rm_experiment_dir`.
+
+    batch_size: rows of a forward pass, at most; the others as in `load_scorer`.
+    Raises: UsageError naming the flag when it cannot be loaded.
+    """
+    if reward is not None:
+        return FunctionScorer(reward)
+    if args.reward_function:
+        return FunctionScorer(load_function(args.reward_function, "--reward_function"), args.reward_function)
+    return load_scorer(
+        args.rm_experiment_dir,
+        device,
+        batch_size,
+        "--rm_experiment_dir",
+        args.trust_remote_code,
+        wrap_prompts=getattr(args, "rm_chat_template", False),
+        single=single,
+        backbone=backbone,
+        standardise=getattr(args, "normalize_rewards", True),
+    )
+
+
+def load_scorer(
+    name: str,
+    device: torch.device,
+    batch_size: int,
+    flag: str,
+    trust_remote_code: bool = False,
+    wrap_prompts: bool = False,
+    single: bool = False,
+    backbone: Policy | None = None,
+    standardise: bool = True,
+) -> GroupScorer:
+    """The scorer of a reward model or a pair-preference model.
+
+    wrap_prompts: whether a text prompt becomes a user message of the model's chat template. single: responses come one
+    a prompt, so that a model that compares two is refused. backbone: a policy whose shared backbone it may use.
+    standardise: whether to shift and scale by the mean and deviation stored with the model.
+    Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
+    """
+    source = resolve(name, flag)
+    custom = "AutoModelForSequenceClassification" in _config(source).get("auto_map", {})
+    if custom and not trust_remote_code:
+        raise UsageError(f"{flag} {name} needs the code in its own folder; allow it by --trust_remote_code True")
+    if not custom and not holds_reward_model(source):
+        raise UsageError(
+            f"{flag} {name} holds a language model, not a reward model: it has no classification head; "
+            "give an RM experiment dir"
+        )
+    model: Any
+    if custom:
+        model, tokenizer = _load_custom(source, flag)
+        config = model.config
+    else:
+        frozen = ModelArgs(trust_remote_code=trust_remote_code)
+        model = load_scalar(source, frozen, None, 0, flag, needs_head=single, backbone=backbone)
+        config = model.model.config
+        if hasattr(model.model, "score") or model.shares:
+            tokenizer = load_tokenizer(None, source)
+        else:
+            model, tokenizer = model.model, _plain(source)  # an encoder
+    model = model.requires_grad_(False).eval().to(device)
+    encoding = Encoding(tokenizer, wrap_prompts, getattr(config, "max_position_embeddings", None))
+    if getattr(config, "compares_pairs", False) and backbone is None:
+        return PairScorer(model, encoding, batch_size)
+    mean, std = reward_statistics(source) if standardise else (0.0, 1.0)
+    return ModelScorer(model, encoding, batch_size, mean, std)
+
+
+def _config(source: str) -> dict[str, Any]:
+    try:
+        return json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # loading says what is wrong
+
+
+def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
+    quiet_libraries()
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(None, source)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
+    except Exception as problem:  # the folder's code may raise anything
+        raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
+    if is_quantised(model):
+        keep_unpacked(model, f"{flag} {source}", torch.float32)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _plain(source: str) -> Any:
+    """An encoder's tokenizer, which may have no end token."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
