@@ -28,7 +28,7 @@ from lightrlhf.data.batch import rows_at_once
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import Policy, position_inputs
+from lightrlhf.models.roles import Policy, inference, position_inputs
 
 SPARE_COLUMNS = 64  # refilled slots move the shared column on; about this many steps between two moves of the slab
 STEPS_BETWEEN_LOOKS = {"cpu": 1}  # elsewhere 8: reading which rows have ended waits; fewer than SPARE_COLUMNS
@@ -299,11 +299,8 @@ def generate(
         raise ValueError("stop_strings needs a tokenizer")
     model = policy.model
     check_room(model, prompts, args)
-    was_training = policy.training
-    policy.eval()
-    with policy.active(), no_gradients(model):
+    with inference(policy), policy.active(), no_gradients(model):
         slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, reads), tokenizer)
-    policy.train(was_training)
     return completions_of(slots, eos_ids, tokenizer)
 
 

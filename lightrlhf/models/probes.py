@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.splits import Row, longest_text
-from lightrlhf.models.roles import Policy, ScalarModel
+from lightrlhf.models.roles import Policy, ScalarModel, inference
 
 
-@torch.no_grad()
 def share_prefixes(role: Policy | ScalarModel, longest: int) -> None:
     """From now on what the two texts of a pair begin with is read once, if this architecture allows it: it is tried.
 
@@ -35,19 +34,16 @@ def share_prefixes(role: Policy | ScalarModel, longest: int) -> None:
             return role(ids, mask, mask[:, 1:], paired=paired).logprobs
         return torch.where(mask, role(ids, mask, paired=paired), 0.0)
 
-    was_training = role.training
-    role.eval()
-    alone = found(paired=False)
-    role.shares_prefixes = True
-    try:
-        together = found(paired=True)
-        role.shares_prefixes = torch.allclose(alone, together, atol=0.02 if role.model.dtype != torch.float32 else 1e-4)
-    except (ValueError, RuntimeError):  # this architecture takes no mask of its own making
-        role.shares_prefixes = False
-    role.train(was_training)
+    with inference(role):
+        alone = found(paired=False)
+        role.shares_prefixes = True
+        try:
+            together, atol = found(paired=True), 0.02 if role.model.dtype != torch.float32 else 1e-4
+            role.shares_prefixes = torch.allclose(alone, together, atol=atol)
+        except (ValueError, RuntimeError):  # this architecture takes no mask of its own making
+            role.shares_prefixes = False
 
 
-@torch.no_grad()
 def check_packing(policy: Policy, name: str, longest: int = 0) -> None:
     """Raises: UsageError when two packed examples do not score as they do alone on this architecture.
 
@@ -60,20 +56,19 @@ def check_packing(policy: Policy, name: str, longest: int = 0) -> None:
             f"--packing True: {name} ({kind}) looks back {window} tokens and the longest row has {longest}; "
             "use --packing False"
         )
-    was_training = policy.training
-    policy.eval()
     device = next(policy.parameters()).device
     ids = torch.arange(2, 14, device=device).remainder(policy.model.config.vocab_size)[None]  # (1, 12)
-    alone = torch.cat([policy(part, part >= 0, part[:, 1:] >= 0).logprobs for part in ids.split([7, 5], 1)], 1)
     sequence_ids = torch.tensor([[1] * 7 + [2] * 5], device=device)
     action_mask = torch.ones(1, 11, dtype=torch.bool, device=device)
-    try:
-        packed = policy(ids, ids >= 0, action_mask, sequence_ids).logprobs[:, [*range(6), *range(7, 11)]]
-    except (ValueError, RuntimeError) as problem:  # positions by ALiBi are made from a plain mask
-        raise UsageError(
-            f"--packing True: {name} ({kind}) takes no mask of packed rows ({first_line(problem)}); use --packing False"
-        ) from None
-    policy.train(was_training)
+    with inference(policy):
+        alone = torch.cat([policy(part, part >= 0, part[:, 1:] >= 0).logprobs for part in ids.split([7, 5], 1)], 1)
+        try:
+            packed = policy(ids, ids >= 0, action_mask, sequence_ids).logprobs[:, [*range(6), *range(7, 11)]]
+        except (ValueError, RuntimeError) as problem:  # positions by ALiBi are made from a plain mask
+            raise UsageError(
+                f"--packing True: {name} ({kind}) takes no mask of packed rows ({first_line(problem)}); "
+                "use --packing False"
+            ) from None
     if not torch.allclose(alone, packed, atol=0.02 if policy.model.dtype != torch.float32 else 1e-3):
         raise UsageError(
             f"--packing True: {name} ({kind}) lets packed examples see each other "

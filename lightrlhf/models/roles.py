@@ -7,8 +7,8 @@ each with adapters and a head of its own (see `adapters.py`). How they are loade
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -207,6 +207,18 @@ class ScalarModel(Role):
         return values.repeat(2, 1).gather(1, together.column) if together else values
 
 
+@contextmanager
+def inference(module: nn.Module) -> Iterator[None]:
+    """Context manager: eval mode without gradients; the module's mode is restored on leaving, also on errors."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was_training)
+
+
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
     """Value at the last real token of each row: (B, T) -> (B,)."""
     last = (attention_mask.long() * torch.arange(values.shape[1], device=values.device)).argmax(1)
@@ -276,17 +288,13 @@ def _scatter(row: Tensor, action_mask: Tensor) -> Tensor:
     return torch.zeros(action_mask.shape, dtype=row.dtype, device=row.device).masked_scatter(action_mask, row)
 
 
-@torch.no_grad()
 def _head_is_plain(model: nn.Module) -> bool:
     """Whether the head applied to the last hidden state gives the model's logits, tried on a few tokens."""
     ids = torch.arange(4, device=model.device)[None]
-    was_training = model.training
-    model.eval()
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    plain: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-    same = torch.allclose(plain(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-3)
-    model.train(was_training)
-    return same
+    with inference(model):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        plain: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        return torch.allclose(plain(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-3)
 
 
 def _packed_positions(sequence_ids: Tensor) -> Tensor:

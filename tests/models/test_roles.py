@@ -21,7 +21,7 @@ from helpers import (
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import Batch, pack
 from lightrlhf.models.probes import check_packing
-from lightrlhf.models.roles import Policy, last_token, policy_inputs
+from lightrlhf.models.roles import Policy, inference, last_token, policy_inputs
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
@@ -155,3 +155,14 @@ def test_checking_packing_leaves_the_model_as_it_was():
     before = copy.deepcopy(policy.state_dict())
     check_packing(policy, "llama")
     assert policy.training and all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------------- inference
+@pytest.mark.parametrize("training", [True, False])
+def test_inference_restores_the_mode_also_after_an_error(training):
+    policy = tiny_policy("llama").train(training)
+    with inference(policy):
+        assert not policy.training and not policy.model.training and not torch.is_grad_enabled()
+    with pytest.raises(KeyError), inference(policy):
+        raise KeyError
+    assert policy.training == policy.model.training == training and torch.is_grad_enabled()
