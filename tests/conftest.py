@@ -18,6 +18,8 @@ from helpers import CAFE_SIZES, CPU, environment, processes, save_model
 from helpers.servers import Scripted
 from hypothesis import settings
 
+os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # ranks and servers import tests/helpers, too
+
 torch.set_num_threads(1)
 processes.open_session()
 settings.register_profile("patient", parent=settings.default, deadline=None)  # no example fails for being slow

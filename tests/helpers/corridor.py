@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import gymnasium
 import torch
 
@@ -62,6 +65,15 @@ class Corridor(gymnasium.Env):
 
     def reflection(self, action=None):
         return f"walk {self.goal}" if action is None else f"not {action} but {self.goal}"
+
+
+class Noted(Corridor):
+    """A corridor that appends each start to a file of its process in the folder $NOTES."""
+
+    def reset(self, *, seed=None, options=None):
+        with (Path(os.environ["NOTES"]) / str(os.getpid())).open("a") as file:
+            file.write(f"{options['level']} {options['goal']} {options['at']}\n")
+        return super().reset(seed=seed, options=options)
 
 
 def corridor_tokenizer():

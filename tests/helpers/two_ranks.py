@@ -1,8 +1,9 @@
 """Two ranks of our programs as forked processes, many times over: the libraries are imported once.
 
-Reads jobs (JSON) from standard input and writes what came of each, by name, to standard output. A job has `calls`, a
-list of [module, flags] that both ranks make in turn in one process each, and may have: `folders`, a working directory
-per rank; `kill`, a rank to be killed as soon as there is a checkpoint below `log_dir`; `variables`, of the environment.
+Reads jobs (JSON) from standard input and writes the exit statuses and outputs of each, by name, to standard output.
+A job has `calls`, a list of [module or module:function, flags] that both ranks make in turn in one process each, and
+may have: `folders`, a working directory per rank; `kill`, the rank to kill as soon as there is a checkpoint below
+`log_dir`; `variables`, of the environment, per rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     jobs = json.load(sys.stdin)
     for job in jobs:
-        for module, _ in job["calls"]:
-            importlib.import_module(module)
+        for name, _ in job["calls"]:
+            called(name)
     for name in ("lightning.fabric.strategies", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"):
         importlib.import_module(name)
     processes = {job["name"]: (job, start(job)) for job in jobs}  # before any thread
@@ -37,6 +38,12 @@ def main() -> None:
         if "kill" in job:
             threading.Thread(target=kill_when_saved, args=(job, pids), daemon=True).start()
     json.dump({name: ending(*started) for name, (_, started) in processes.items()}, sys.stdout)
+
+
+def called(name: str):
+    """The function of an import path `module:function`, or `main` of a module."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function or "main")
 
 
 def start(job: dict) -> tuple[list[int], list[Path]]:
@@ -70,8 +77,8 @@ def follow(calls: list) -> None:
 
     status = 0
     try:
-        for module, flags in calls:
-            importlib.import_module(module).main(flags)
+        for name, flags in calls:
+            called(name)(flags)
     except SystemExit as stop:
         status = stop.code or 0
     except BaseException:

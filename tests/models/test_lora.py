@@ -333,7 +333,7 @@ def test_ppo_on_one_backbone_is_ppo_of_four_models(lora_flags, base_model, tmp_p
     assert torch.allclose(
         logits_of(plain(folder), IDS), logits_of(load_policy(one, ModelArgs(), tokenizer).model, IDS), atol=1e-5
     )
-    by_rule = [*lora_flags, "--reward_function", "test_ppo:reward_by_length"]
+    by_rule = [*lora_flags, "--reward_function", "helpers.rewards:length"]
     at = by_rule.index("--rm_experiment_dir")
     by_rule = by_rule[:at] + by_rule[at + 2 :]
     runs = [
@@ -363,7 +363,7 @@ def test_a_run_of_adapters_on_a_built_model_keeps_its_base(cafe_data, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode", "lora"]
     start = sft.main([*flags, "--model_name", "tiny", "--max_steps", "1"])
     assert config_of(last_checkpoint(start))["base_model_name_or_path"] == f"{start}/base"
-    more = ["--sft_experiment_dir", start, "--reward_function", "test_ppo:reward_by_length", *PPO, "--max_steps", "1"]
+    more = ["--sft_experiment_dir", start, "--reward_function", "helpers.rewards:length", *PPO, "--max_steps", "1"]
     folder = last_checkpoint(ppo.main([*flags, *more]))
     assert config_of(folder)["base_model_name_or_path"] == f"{start}/base"
     assert logits_of(plain(folder), IDS).isfinite().all()

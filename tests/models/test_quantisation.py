@@ -183,7 +183,7 @@ def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_da
     from lightrlhf import ppo
 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", str(base_model)]
-    flags += ["--finetune_mode=lora", f"--{bits}=True", "--reward_function=test_ppo:reward_by_length"]
+    flags += ["--finetune_mode=lora", f"--{bits}=True", "--reward_function=helpers.rewards:length"]
     flags += ["--rollout_size=8", "--mini_batch_size=8", "--micro_batch_size=4", "--max_new_tokens=6"]
     flags += ["--actor_learning_rate=1e-2", "--log_interval=1", "--eval_interval=1", "--eval_iters=1"]
     whole = ppo.main([*flags, "--save_interval=2", "--max_steps=4"])

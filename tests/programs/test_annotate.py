@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -25,18 +24,6 @@ DEVICE = ["--accelerator", "cpu"]
 RESPONSES = [" Sure: a tea.", " No.", " Certainly, one small tea coming up.", " Tea tea tea."]
 
 
-def length_reward(prompts, completions, **columns):
-    return [len(text) / 10 for text in completions]
-
-
-def broken_reward(prompts, completions, **columns):
-    return [None if text == " No." else math.nan if "Sure" in text else 1.0 for text in completions]
-
-
-def column_reward(prompts, completions, worth, **columns):
-    return [value * len(text) for value, text in zip(worth, completions)]
-
-
 @pytest.fixture
 def responses(tmp_path):
     """Two prompts with four responses each, as text only."""
@@ -53,7 +40,7 @@ def annotated(responses, *flags) -> list[dict]:
 
 # ---------------------------------------------------------------------------------------------------------- scorers
 def test_a_functions_rewards_are_added_and_the_columns_reach_it(responses):
-    rows = annotated(responses, "--reward_function", "test_annotate:column_reward")
+    rows = annotated(responses, "--reward_function", "helpers.rewards:worth")
     assert [row["rewards"] for row in rows] == [[k * len(text) for text in RESPONSES] for k in (1, 2)]
     assert [row["responses"] for row in rows] == [RESPONSES] * 2
 
@@ -211,7 +198,7 @@ def test_a_pair_model_is_trained_evaluated_and_holds_tournaments(tmp_path, cafe_
 
 # ------------------------------------------------------------------------------------------------- what is not valid
 def test_scores_that_are_none_are_marked_counted_and_never_chosen(responses, tmp_path, cafe_data, capsys):
-    flags = ["--reward_function", "test_annotate:broken_reward", "--choose_type", "max_min"]
+    flags = ["--reward_function", "helpers.rewards:partly_invalid", "--choose_type", "max_min"]
     with pytest.raises(SystemExit):
         annotated(responses, *flags, "--destination_dir", tmp_path / "pairs", "--data_dir", cafe_data)
     said = capsys.readouterr()
@@ -228,7 +215,7 @@ def test_a_response_that_no_server_gave_and_one_too_long_have_no_score(tmp_path,
 
 def test_killed_while_scoring_it_goes_on(responses, tmp_path, monkeypatch):
     monkeypatch.setattr("lightrlhf.annotate.CHUNK", 1)
-    flags = ["--reward_function", "test_annotate:length_reward"]
+    flags = ["--reward_function", "helpers.rewards:length"]
     annotated(responses, *flags)
     file = responses.with_suffix(".rewards.jsonl")
     whole = file.read_bytes()
@@ -268,7 +255,7 @@ def test_a_tie_gives_no_pair(scores):
 @pytest.mark.parametrize("unit, penalty", [("tokens", 2.0), ("characters", 0.2)])
 def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, tokenizer, unit, penalty, capsys):
     folder = tmp_path / "pairs"
-    flags = ["--reward_function", "test_annotate:length_reward", "--choose_type", "max_min_p", "--length_unit", unit]
+    flags = ["--reward_function", "helpers.rewards:length", "--choose_type", "max_min_p", "--length_unit", unit]
     rows = annotated(
         responses, *flags, "--length_penalty", penalty, "--destination_dir", folder, "--data_dir", cafe_data
     )
@@ -294,7 +281,7 @@ def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, 
     rows = tmp_path / "rows.jsonl"
     source = ["--data_dir", str(cafe_data), "--split", "train", "--num_prompts", "12", "--model_name", sft_dir]
     generate([*source, "--num_responses", "3", "--max_new_tokens", "6", "--output_file", str(rows), *DEVICE])
-    flags = ["--reward_function", "test_annotate:length_reward", "--choose_type", "max_random"]
+    flags = ["--reward_function", "helpers.rewards:length", "--choose_type", "max_random"]
     flags += ["--destination_dir", tmp_path / "pairs", "--data_dir", cafe_data, "--validation_percentage", "0.3"]
     annotated(rows, *flags)
     assert Path(tmp_path, "pairs", "preference_validation.pt").is_file()

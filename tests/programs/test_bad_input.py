@@ -33,23 +33,7 @@ PROGRAMS = {
     "demo": lightrlhf.demo.page.main,
 }
 PARSING = ["--termination_condition", "parsing"]
-REWARD = ["--reward_function", "test_bad_input:constant"]
-
-
-def constant(prompts, completions, **columns):
-    return [1.0] * len(completions)
-
-
-def takes_no_columns(prompts, completions):
-    return [1.0] * len(completions)
-
-
-def too_few(prompts, completions, **columns):
-    return [1.0]
-
-
-def raises(prompts, completions, **columns):
-    raise KeyError("answer")
+REWARD = ["--reward_function", "helpers.rewards:constant"]
 
 
 def told(capsys) -> list[str]:
@@ -173,9 +157,13 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("ppo", ["--critic_init", "reward"], "--critic_init reward needs --rm_experiment_dir"),
     ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f cannot be imported"),
     ("ppo", ["--reward_function", "nowhere"], "--reward_function nowhere"),
-    ("ppo", ["--reward_function", "test_bad_input:nothing"], "--reward_function test_bad_input:nothing"),
-    ("ppo", ["--reward_function", "test_bad_input:PROGRAMS"], "--reward_function test_bad_input:PROGRAMS"),
-    ("ppo", ["--reward_function", "test_bad_input:takes_no_columns"], "must accept **columns"),
+    ("ppo", ["--reward_function", "helpers.rewards:nothing"], "--reward_function helpers.rewards:nothing"),
+    (
+        "ppo",
+        ["--reward_function", "helpers.rewards:number"],
+        "--reward_function helpers.rewards:number",
+    ),
+    ("ppo", ["--reward_function", "helpers.rewards:takes_no_columns"], "must accept **columns"),
     ("ppo", ["--rm_experiment_dir", "nowhere"], "give either --rm_experiment_dir or --reward_function"),
     ("refuel", ["--etta", "1"], "unknown flag --etta; did you mean --eta?"),
     ("refuel", ["--eta", "0"], "--eta 0.0 must be a finite number above 0"),
@@ -550,5 +538,5 @@ def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, p
 
 @pytest.mark.parametrize("name, line", [("too_few", "returned 1 scores for 8"), ("raises", "KeyError: 'answer'")])
 def test_a_reward_function_that_fails_is_told_in_one_line(name, line, world, capsys):
-    flags = [*good_flags("ppo", world), "--reward_function", f"test_bad_input:{name}"]
+    flags = [*good_flags("ppo", world), "--reward_function", f"helpers.rewards:{name}"]
     assert line in refused("ppo", flags, capsys, status=1)

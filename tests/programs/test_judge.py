@@ -151,16 +151,10 @@ def test_each_task_asks_for_its_criteria():
 
 
 # ---------------------------------------------------------------------------------------------------- other judges
-def length_judge(prompts, completions, extra, **columns):
-    """A judge for these tests: shorter is better, and nothing can be said of p3."""
-    assert extra == ["e"] * len(prompts)
-    return [{"score": float("nan") if prompt == "p3" else -len(text)} for prompt, text in zip(prompts, completions)]
-
-
 def test_a_function_judges_by_its_scores(tmp_path):
     files = [write(tmp_path, f"{name}.jsonl", {f"p{i}": name * (i + 1) for i in range(5)}, extra="e") for name in "ab"]
     longer = write(tmp_path, "c.jsonl", {f"p{i}": "c" * (i + 2) for i in range(5)})
-    flags = ["--judge", "test_judge:length_judge", "--output_file", str(tmp_path / "out.jsonl")]
+    flags = ["--judge", "helpers.rewards:shorter", "--output_file", str(tmp_path / "out.jsonl")]
     results, records = run([files[0], longer], *flags)
     assert [row["verdict"] for row in records] == ["A", "A", "A", "malformed", "A"]
     assert records[0]["score_a"] == -1 and records[0]["score_b"] == -2

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, ROOT, last_checkpoint, listing, weights
+from helpers import CPU, last_checkpoint, listing, weights
 from helpers.processes import PATIENCE, die_when
+from helpers.rewards import vowels
 from safetensors.torch import load_file
 
 from lightrlhf.data.splits import load_prompts, load_split
@@ -23,20 +24,15 @@ SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size",
 SIZES += ["--lr_warmup_steps", "0"]
 
 
-def vowels(prompts, completions, **columns):
-    """A reward that rarely ties."""
-    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
-
-
 @pytest.fixture
 def flags(cafe_data, sft_dir):
-    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "test_online_dpo:vowels"]
+    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "helpers.rewards:vowels"]
     return ["--data_dir", str(cafe_data), *models, *SIZES, *CPU]
 
 
 @pytest.fixture(scope="module")
 def finished(cafe_data, sft_dir, tmp_path_factory):
-    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "test_online_dpo:vowels"]
+    models = ["--sft_experiment_dir", sft_dir, "--reward_function", "helpers.rewards:vowels"]
     logs = tmp_path_factory.mktemp("online")
     return Path(main(["--data_dir", str(cafe_data), *models, *SIZES, *CPU, "--log_dir", str(logs)]))
 
@@ -132,11 +128,8 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
     assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
 
 
-def test_two_ranks_do_what_one_does(finished, flags, tmp_path, monkeypatch):
+def test_two_ranks_do_what_one_does(finished, flags, tmp_path):
     """Stages of several devices are programs of their own; half the batch on each of two is the same batch."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "programs")])
-    )
     given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
     given |= {"--iterations": "1", "--prompts_per_iteration": "8", "--log_dir": str(tmp_path)}
     run = Path(main([word for pair in given.items() for word in pair]))

@@ -247,11 +247,6 @@ def test_a_policy_that_differs_from_its_reference_before_the_first_update_stops_
 
 
 # ------------------------------------------------------------------------------------------------------- the program
-def reward_by_length(prompts, completions, **columns):
-    """A reward function for these tests: longer is better."""
-    return [len(completion) / 10 for completion in completions]
-
-
 SMALL = ["--max_steps", "2", "--rollout_size", "8", "--mini_batch_size", "8", "--micro_batch_size", "4"]
 SMALL += ["--rollout_mini_batch_size", "4", "--max_new_tokens", "8", "--log_interval", "1", "--eval_interval", "2"]
 SMALL += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
@@ -305,7 +300,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm
 def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero(flags, cafe_data, base_model, tmp_path):
     """One minibatch in one pass: what the update sees is the policy that sampled. The next step has moved."""
     more = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
-    more += ["--reward_function", "test_ppo:reward_by_length"]
+    more += ["--reward_function", "helpers.rewards:length"]
     first, second, _ = metrics(main([*more, *SMALL, *flags, *CPU]))
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-5)
     assert first["policy/approxkl"] == pytest.approx(0, abs=1e-7)
@@ -320,7 +315,7 @@ def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path)]
     steps = ["--max_steps", "2", "--finetune_mode", "lora", "--learning_rate", "1e-2", "--lr_warmup_steps", "0"]
     start = sft([*flags, "--model_name", str(base_model), *steps, *CPU])
-    more = ["--sft_experiment_dir", start, "--reward_function", "test_ppo:reward_by_length", "--finetune_mode", "lora"]
+    more = ["--sft_experiment_dir", start, "--reward_function", "helpers.rewards:length", "--finetune_mode", "lora"]
     first = metrics(main([*flags, *more, *SMALL, *CPU]))[0]
     assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-5)
@@ -328,7 +323,7 @@ def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, 
 
 def test_several_epochs_and_minibatches_take_that_many_updates(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
-    flags += ["--reward_function", "test_ppo:reward_by_length", *SMALL, "--mini_batch_size", "4", "--ppo_epochs", "3"]
+    flags += ["--reward_function", "helpers.rewards:length", *SMALL, "--mini_batch_size", "4", "--ppo_epochs", "3"]
     state = torch.load(last_checkpoint(main([*flags, *CPU])) / "resume.pt", weights_only=True)
     for name in ("policy", "critic"):
         assert state["schedulers"][name]["last_epoch"] == 2 * 3 * 2
@@ -338,7 +333,7 @@ def test_several_epochs_and_minibatches_take_that_many_updates(cafe_data, base_m
 
 def test_a_reward_for_length_makes_answers_longer(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
-    flags += ["--reward_function", "test_ppo:reward_by_length", "--max_steps", "12", "--eval_interval", "0"]
+    flags += ["--reward_function", "helpers.rewards:length", "--max_steps", "12", "--eval_interval", "0"]
     flags += ["--epochs", "9", "--rollout_size", "32", "--init_kl_coeff", "0", "--actor_learning_rate", "1e-2"]
     flags += ["--save_interval", "100", "--ppo_epochs", "2"]
     rows = metrics(main([*flags, *CPU]))
@@ -363,7 +358,7 @@ def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
-    folder = last_checkpoint(main([*flags, "--reward_function", "test_ppo:reward_by_length", *SMALL, *CPU]))
+    folder = last_checkpoint(main([*flags, "--reward_function", "helpers.rewards:length", *SMALL, *CPU]))
     assert weights(folder) != (base_model / "model.safetensors").read_bytes()
     state = torch.load(folder / "resume.pt", weights_only=True)["learned"]["policy"]
     saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -373,12 +368,8 @@ def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
 def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
     flags += ["--eval_interval", "0"]
-    folder = last_checkpoint(main([*flags, "--reward_function", "test_ppo:always_nan", *CPU]))
+    folder = last_checkpoint(main([*flags, "--reward_function", "helpers.rewards:always_nan", *CPU]))
     assert weights(folder) == (base_model / "model.safetensors").read_bytes()
-
-
-def always_nan(prompts, completions, **columns):
-    return [math.nan] * len(completions)
 
 
 def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
@@ -430,12 +421,8 @@ def test_the_macro_ratio_is_the_product_over_a_segment():
 def test_macro_actions_train(flags, cafe_data, tmp_path):
     where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
     sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=2"]
-    reward = "--reward_function=test_ppo:length_reward"
+    reward = "--reward_function=helpers.rewards:length"
     rows = metrics(main([*where, *sizes, *flags, reward, "--log_interval=1", "--eval_interval=0"]))
     assert all(row["completions/macro_length"] > 1 and row["completions/parse_failures"] == 0 for row in rows)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert rows[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
-
-
-def length_reward(prompts, completions, **columns) -> list[float]:
-    return [float(len(completion)) for completion in completions]

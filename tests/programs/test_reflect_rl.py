@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -315,22 +314,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
     assert metrics(half) == logged
 
 
-class Noted(Corridor):
-    """A corridor that notes each start in a file of its process."""
-
-    def reset(self, *, seed=None, options=None):
-        with (Path(os.environ["NOTES"]) / str(os.getpid())).open("a") as file:
-            file.write(f"{options['level']} {options['goal']} {options['at']}\n")
-        return super().reset(seed=seed, options=options)
-
-
 def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path):
     """`--rollout_size` is of each rank: 4 episodes of 2 starts an iteration, which the other rank does not play."""
     flags = ["--model_name", policy_dir, "--reflect_experiment_dir", reflector_dir, "--reflect_max_new_tokens", "4"]
     flags += ["--rollout_size", "4", "--group_size", "2", "--max_steps", "2", "--devices", "2"]
-    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--env", "test_reflect_rl:Noted", *flags]
+    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--env", "helpers.corridor:Noted", *flags]
     environment = helpers.environment() | {"NOTES": str(tmp_path)}
-    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)  # of the environment
     command += ["--log_dir", str(tmp_path / "logs")]
     subprocess.run(command, env=environment, timeout=PATIENCE, check=True, stdout=subprocess.DEVNULL)
     one, two = (path.read_text().splitlines() for path in tmp_path.iterdir() if path.is_file())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from helpers import (
     CPU,
-    ROOT,
     RunOfOneStep,
     assert_same_gradients,
     last_checkpoint,
@@ -21,6 +19,7 @@ from helpers import (
     tiny_policy,
     weights,
 )
+from helpers.rewards import vowels
 from safetensors.torch import load_file
 
 from lightrlhf import refuel
@@ -33,21 +32,7 @@ from lightrlhf.storage.jsonl import read_jsonl
 SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
 SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
 SIZES += ["--validation_percentage", "0.2", "--eval_interval", "1", "--print_sample_output_freq", "1"]
-SPEAKERS = ["--user_function", "test_refuel:echo", "--reward_function", "test_refuel:vowels"]
-
-
-def vowels(prompts, completions, **columns):
-    """A reward that rarely ties."""
-    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
-
-
-def nothing_valid(prompts, completions, **columns):
-    return [float("nan")] * len(completions)
-
-
-def echo(dialogues, seeds, **columns):
-    """A user who repeats the first letters of what was said, and draws a number."""
-    return [f"You said {messages[-1]['content'][:5]} {seed % 7}?" for messages, seed in zip(dialogues, seeds)]
+SPEAKERS = ["--user_function", "helpers.rewards:echo", "--reward_function", "helpers.rewards:vowels"]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +118,7 @@ def test_the_gradient_equals_a_float64_reference(talk_data, micro_batch_size):
 
 
 def args_of(talk_data, **given) -> RefuelArgs:
-    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": "test_refuel:vowels"}
+    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": "helpers.rewards:vowels"}
     return RefuelArgs(**fixed, accelerator="cpu", **given)
 
 
@@ -297,11 +282,8 @@ def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
     assert_same_run(run, finished)
 
 
-def test_two_ranks_do_what_one_does(flags, tmp_path, monkeypatch):
+def test_two_ranks_do_what_one_does(flags, tmp_path):
     """Only training is of several processes; half the batch on each of two is the same batch."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "programs")])
-    )
     runs = []
     for devices, size in (("1", "4"), ("2", "2")):
         given = dict(zip(flags[::2], flags[1::2])) | {"--mini_batch_size": size, "--micro_batch_size": size}
@@ -377,15 +359,16 @@ def test_the_baselines_are_two_flags(flags, talk_data, tmp_path, prefix):
 
 def test_no_valid_reward_is_told_in_one_line(flags, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([*flags, "--output_dir", str(tmp_path), "--reward_function", "test_refuel:nothing_valid"])
+        main([*flags, "--output_dir", str(tmp_path), "--reward_function", "helpers.rewards:always_nan"])
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and "gives no pair to train on: 10 without a valid reward" in told
 
 
 # ----------------------------------------------------------------------------------------------------------- online
-ONLINE = ["--setting", "online", "--reward_function", "test_refuel:vowels", "--rollout_size", "6", "--max_new_tokens"]
-ONLINE += ["6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "3"]
-ONLINE += ["--log_interval", "1", "--eval_interval", "2", "--eval_dialogues", "4", "--save_interval", "1"]
+ONLINE = ["--setting", "online", "--reward_function", "helpers.rewards:vowels", "--rollout_size", "6"]
+ONLINE += ["--max_new_tokens", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
+ONLINE += ["--max_steps", "3", "--save_interval", "1"]
+ONLINE += ["--log_interval", "1", "--eval_interval", "2", "--eval_dialogues", "4"]
 
 
 @pytest.fixture
@@ -412,7 +395,7 @@ def online_pairs(talk_data, tokenizer, **given):
     from lightrlhf.generation.dialogues import load_dialogues
 
     fixed = {"setting": "online", "max_new_tokens": 5, "kl_coef": 0.0, "data_dir": str(talk_data)}
-    fixed |= {"reward_function": "test_refuel:vowels", "model_name": "tiny", "accelerator": "cpu"}
+    fixed |= {"reward_function": "helpers.rewards:vowels", "model_name": "tiny", "accelerator": "cpu"}
     args = RefuelArgs(**(fixed | given))
     policy = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
     reference = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)

@@ -35,51 +35,7 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "ppo": ["ppo"],
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
-LEAVES = """
-import os, signal
-def main(flags):
-    from lightrlhf import sft
-    from lightrlhf.common.run import Run
-    speed = Run.speed
-    def killed(run, *arguments):
-        if run.rank == 1 and run.step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return speed(run, *arguments)
-    Run.speed = killed
-    sft.main(flags)
-"""
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
-MODULE = """
-import os, time
-calls = 0
-def steady(prompts, completions, **columns):
-    return [float(len(text)) for text in completions]
-def fails(prompts, completions, **columns):
-    turn("fail")
-    return steady(prompts, completions)
-def hangs(prompts, completions, **columns):
-    turn("hang")
-    return steady(prompts, completions)
-def turn(what):
-    global calls
-    calls += 1
-    if calls == 3 and os.environ["LOCAL_RANK"] == "1":
-        if what == "fail":
-            raise ValueError("no more")
-        time.sleep(100)
-def main(flags):
-    from lightrlhf import sft
-    from lightrlhf.common.run import Run
-    setup = Run.setup
-    def checked(run, *arguments):
-        model = setup(run, *arguments)
-        held = sum(p.to_local().numel() for p in model.parameters())
-        assert held < 0.6 * sum(p.numel() for p in model.parameters()), held
-        return model
-    Run.setup = checked
-    sft.main(flags)
-    Run.setup = setup
-"""
 
 
 def main_of(program: str):
@@ -101,14 +57,6 @@ def odd_data(cafe_data, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("functions")
-    (folder / "rewards_of_ranks.py").write_text(MODULE)
-    (folder / "rank_that_leaves.py").write_text(LEAVES)
-    return folder
-
-
 def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[str]:
     """A run of two steps, the second with one row less; micro-batches of one row, so ranks have 7 and 6 of them."""
     flags = ["--data_dir", data, "--model_name", model, "--log_interval", 1, "--eval_interval", 2, "--logger", "csv"]
@@ -116,7 +64,7 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
     flags += ["--mini_batch_size", global_batch // ranks, "--lr_warmup_steps", 0]
     flags += PROGRAMS[program][1:] or ["--experiment_name", program]
     if PROGRAMS[program][0] == "ppo":
-        flags += ["--rollout_size", global_batch // ranks, "--reward_function", "rewards_of_ranks:steady"]
+        flags += ["--rollout_size", global_batch // ranks, "--reward_function", "helpers.rewards:length"]
         flags += ["--max_new_tokens", 6, "--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2"]
         flags += ["--rollout_mini_batch_size", 2, "--adaptive_kl_coeff", True]
     else:
@@ -125,9 +73,8 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
 
 
 @pytest.fixture(scope="module")
-def alone(odd_data, base_model, functions, tmp_path_factory):
+def alone(odd_data, base_model, tmp_path_factory):
     """Each program on one rank, and SFT stopped after its first step."""
-    sys.path.insert(0, str(functions))
     logs = tmp_path_factory.mktemp("alone")
     found = {}
     for program in PROGRAMS:
@@ -135,12 +82,11 @@ def alone(odd_data, base_model, functions, tmp_path_factory):
         found[program] = Path(main_of(PROGRAMS[program][0])([*flags, "--log_dir", str(logs)]))
     flags = [*flags_of("sft", odd_data, base_model, 14, 1), "--log_dir", str(logs / "begun")]
     found["begun"] = Path(main_of("sft")([*flags, "--max_steps", "1"]))
-    sys.path.remove(str(functions))
     return found
 
 
 @pytest.fixture(scope="module")
-def together(odd_data, base_model, functions, alone, tmp_path_factory):
+def together(odd_data, base_model, alone, tmp_path_factory):
     """What comes of all jobs of two ranks, and the folder of their experiments."""
     logs = tmp_path_factory.mktemp("together")
     jobs = []
@@ -152,7 +98,7 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
                 [f"lightrlhf.{PROGRAMS[program][0]}", [*flags_of(program, odd_data, base_model, 14, 2), *where]]
             )
         if strategy == "fsdp":
-            calls[0][0] = "rewards_of_ranks"  # whose main is that of sft, and looks at what a rank holds
+            calls[0][0] = "helpers.faulty_ranks:sharded"
         begun = calls[0][1][:-1] + [str(logs / f"{strategy}-begun"), "--max_steps", "1"]
         taken_over = shutil.copytree(alone["begun"], logs / f"{strategy}-taken-over")
         more = ["--devices", "2", "--strategy", strategy, "--mini_batch_size", "7", "--max_steps", "2"]
@@ -160,12 +106,12 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
         jobs.append({"name": strategy, "calls": calls})
 
     for name, strategy, function in (
-        ("fails", "fsdp", "fails"),
-        ("hangs", "ddp", "hangs"),
-        ("killed", "fsdp", "steady"),
+        ("fails", "fsdp", "fails_on_rank_one"),
+        ("hangs", "ddp", "hangs_on_rank_one"),
+        ("killed", "fsdp", "length"),
     ):
         flags = flags_of("ppo", odd_data, base_model, 14, 2)
-        flags[flags.index("rewards_of_ranks:steady")] = f"rewards_of_ranks:{function}"
+        flags[flags.index("helpers.rewards:length")] = f"helpers.rewards:{function}"
         flags += ["--strategy", strategy, "--epochs", "99", "--eval_interval", "0", "--save_interval", "1"]
         flags += ["--log_dir", str(logs / name)]
         if name == "hangs":
@@ -174,7 +120,7 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
         jobs.append(job | ({"kill": 0} if name == "killed" else {}))
 
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "99", "--log_dir", str(logs / "leaves")]
-    jobs.append({"name": "leaves", "calls": [["rank_that_leaves", flags]]})
+    jobs.append({"name": "leaves", "calls": [["helpers.faulty_ranks:killed", flags]]})
 
     folders = [tmp_path_factory.mktemp(f"machine{rank}") for rank in range(2)]
     for rank, folder in enumerate(folders):
@@ -188,10 +134,9 @@ def together(odd_data, base_model, functions, alone, tmp_path_factory):
     places = [str(folder) for folder in folders]
     jobs.append({"name": "data", "calls": calls, "folders": places, "variables": variables})
 
-    env = environment() | {"PYTHONPATH": f"{ROOT}:{functions}"}
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "two_ranks.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command, env=env, **pipes) as process:
+    with started(command, env=environment(), **pipes) as process:
         out, err = process.communicate(json.dumps(jobs), timeout=3 * PATIENCE)
     assert process.returncode == 0, err
     return json.loads(out), logs

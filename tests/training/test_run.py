@@ -90,7 +90,7 @@ def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mod
     flags += ["--lr_warmup_steps", "2", "--save_interval", "2", "--log_interval", "1", "--max_steps", "6"]
     flags += ["--keep_last", "0", "--log_dir", str(tmp_path)]
     if program == "ppo":
-        flags += ["--reward_function", "test_ppo:reward_by_length", "--disable_dropout", "False", "--epochs", "9"]
+        flags += ["--reward_function", "helpers.rewards:length", "--disable_dropout", "False", "--epochs", "9"]
         flags += ["--rollout_size", "8", "--mini_batch_size", "8", "--max_new_tokens", "5", "--ppo_epochs", "2"]
         flags += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
     whole = main_of(program)(flags)

@@ -1,0 +1,37 @@
+"""SFT with something to check or to break on a rank, named by import path in the jobs of `two_ranks.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from lightrlhf import sft
+from lightrlhf.training.run import Run
+
+
+def sharded(flags: list[str]) -> None:
+    """SFT that fails if a rank holds more than its shard of the parameters."""
+    setup = Run.setup
+
+    def checked(run, *arguments):
+        model = setup(run, *arguments)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held < 0.6 * sum(p.numel() for p in model.parameters()), held
+        return model
+
+    Run.setup = checked
+    sft.main(flags)
+    Run.setup = setup
+
+
+def killed(flags: list[str]) -> None:
+    """SFT whose rank 1 is killed after its second step."""
+    speed = Run.speed
+
+    def then_killed(run, *arguments):
+        if run.rank == 1 and run.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return speed(run, *arguments)
+
+    Run.speed = then_killed
+    sft.main(flags)

@@ -1,0 +1,84 @@
+"""Reward functions, judges and users that tests name by import path, such as `helpers.rewards:length`."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+number = 3
+
+
+# ---------------------------------------------------------------------------------------------------- reward functions
+def length(prompts, completions, **columns):
+    """Prefers long completions."""
+    return [len(text) / 10 for text in completions]
+
+
+def constant(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def vowels(prompts, completions, **columns):
+    """Rarely gives the same reward twice."""
+    return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
+
+
+def worth(prompts, completions, worth, **columns):
+    """Multiplies the length by the column `worth`."""
+    return [value * len(text) for value, text in zip(worth, completions)]
+
+
+# ---------------------------------------------------------------------------------------------- faulty reward functions
+def always_nan(prompts, completions, **columns):
+    return [math.nan] * len(completions)
+
+
+def partly_invalid(prompts, completions, **columns):
+    """None for a refusal, NaN for a promise, 1 otherwise."""
+    return [None if text == " No." else math.nan if "Sure" in text else 1.0 for text in completions]
+
+
+def takes_no_columns(prompts, completions):
+    return [1.0] * len(completions)
+
+
+def too_few(prompts, completions, **columns):
+    return [1.0]
+
+
+def raises(prompts, completions, **columns):
+    raise KeyError("answer")
+
+
+calls = 0  # of the two functions below, in this process
+
+
+def _third_call_of_rank_one() -> bool:
+    global calls
+    calls += 1
+    return calls == 3 and os.environ["LOCAL_RANK"] == "1"
+
+
+def fails_on_rank_one(prompts, completions, **columns):
+    if _third_call_of_rank_one():
+        raise ValueError("no more")
+    return length(prompts, completions)
+
+
+def hangs_on_rank_one(prompts, completions, **columns):
+    if _third_call_of_rank_one():
+        time.sleep(100)
+    return length(prompts, completions)
+
+
+# ----------------------------------------------------------------------------------------------------- judges and users
+def shorter(prompts, completions, extra, **columns):
+    """A judge that prefers short completions, has no valid score for prompt p3 and requires the column `extra`."""
+    assert extra == ["e"] * len(prompts)
+    return [{"score": math.nan if prompt == "p3" else -len(text)} for prompt, text in zip(prompts, completions)]
+
+
+def echo(dialogues, seeds, **columns):
+    """A user who repeats the first letters of the last message, and draws a number."""
+    return [f"You said {messages[-1]['content'][:5]} {seed % 7}?" for messages, seed in zip(dialogues, seeds)]
