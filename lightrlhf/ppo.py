@@ -8,11 +8,12 @@ reference at each token; advantages come from GAE, whitened over the whole rollo
     L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
 
 A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` says where segments
-end, `--value_function` how the values of a segment's tokens become its value. Rewards are summed over a segment, GAE
-runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is token PPO.
+end, `--value_function` how the values of a segment's tokens are reduced to its value. Rewards are summed over a
+segment, GAE runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is
+token PPO.
 
 Actor and critic have an optimiser each. They are two networks or, with LoRA, adapters and heads on one backbone, which
-without the new adapter is the reference and with the reward model's is the scorer. Dropout is off wherever
+without the new adapter is the reference and with the reward model's adapter is the scorer. Dropout is off wherever
 log-probabilities are stored.
 
 Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and asynchronous rollouts.
@@ -22,17 +23,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import (
+    RARE,
     DataArgs,
     EvalArgs,
-    ModelArgs,
     RewardArgs,
     SamplingArgs,
     StartArgs,
@@ -41,25 +42,36 @@ from lightrlhf.cli.args import (
     check_data_dir,
     check_positive,
 )
-from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
-from lightrlhf.data.splits import Row, check_vocabulary, load_prompts
-from lightrlhf.data.tokens import decode
+from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
-from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.generation.rollout import (
+    check_start,
+    evaluation_metrics,
+    rollout_metrics,
+    sample_rollout,
+    store_sampling,
+)
 from lightrlhf.maths import macro_actions as macro
-from lightrlhf.maths.ops import clipped_surrogate, explained_variance, gae, masked_mean, whiten
+from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
+from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_policy, load_scalar
-from lightrlhf.models.names import resolve, starting_model
-from lightrlhf.models.roles import Policy, ScalarModel, TokenStats, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.roles import Policy, ScalarModel, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
-from lightrlhf.rewards.loading import load_function, reward_statistics
-from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, Scorer
-from lightrlhf.training.run import Metrics, Run
+from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewards
+from lightrlhf.rewards.loading import make_scorer
+from lightrlhf.rewards.scorers import GroupScorer, RewardFunction, score_rollout
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import Metrics, OnStep, Run
+
+PARSING_CUTOFF = 5  # tokens of the largest constituent that is one macro action
+REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actions in a response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +80,14 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
 
     experiment_name: str = "rlhf-ppo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-    critic_init: Literal["reward", "policy"] | None = None
-    """What the critic starts from; the reward model where there is one."""
-    share_backbone: bool = True
-    """With `--finetune_mode lora`: all roles on one set of base weights if they can; never with fsdp or deepspeed."""
+    critic_init: Literal["reward", "policy"] | None = field(default=None, metadata=RARE)
+    """Start of the critic: the reward model where there is one, else the policy."""
+    share_backbone: bool = field(default=True, metadata=RARE)
+    """With `--finetune_mode lora`: all roles on one set of base weights where possible; not with fsdp or deepspeed."""
     rollout_size: int = 128
     """Prompts per rollout and device."""
     rollout_mini_batch_size: int = 32
-    """Rows decoded at a time, and at most so many scored in one pass."""
+    """Slots of the generation engine, and at most so many rows per scoring pass."""
     ppo_epochs: int = 1
     """Passes over each rollout."""
     mini_batch_size: int = 32
@@ -86,56 +98,56 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule of both, by its name in `transformers.get_scheduler`."""
-    disable_dropout: bool = True
+    disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     init_kl_coeff: float = 0.1
     """Weight of the KL penalty in the reward, at the start."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1", "k2", "k3"] = field(default="k1", metadata=RARE)
     """Estimator of the KL penalty: k1 unbiased, k2 half the squared log-ratio, k3 unbiased and never negative."""
-    adaptive_kl_coeff: bool = False
+    adaptive_kl_coeff: bool = field(default=False, metadata=RARE)
     """Steer the KL weight so that the KL of a response stays near `target_kl_coeff`."""
-    target_kl_coeff: float = 6.0
-    """KL of a whole response, in nats, that the adaptive controller steers to."""
+    target_kl_coeff: float = field(default=6.0, metadata=RARE)
+    """Target KL of a response, in nats, of the adaptive controller."""
     clip_coeff: float = 0.2
     """Clip range of the probability ratio and of the change in value."""
-    vf_coeff: float = 1.0
+    vf_coeff: float = field(default=1.0, metadata=RARE)
     """Weight of the critic's loss."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = field(default=0.0, metadata=RARE)
     """Weight of the entropy bonus in the policy's loss."""
     gae_gamma: float = 1.0
     """Discount per token."""
     gae_lambd: float = 0.95
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
     termination_condition: Literal["fixed", "randomized", "parsing", "ppl"] = "fixed"
-    """Where macro actions end: every `ngram` tokens, at drawn lengths, with a constituent, or as perplexity rises."""
+    """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, or as perplexity rises."""
     ngram: int = 1
     """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
-    repeat_times: int = 3
-    """How often each of the lengths 2, 3, 5 and 10 comes in a row for `randomized`."""
-    parser: str = "textblob"
-    """For `parsing`: textblob, benepar, stanza, python (for programs), or your own `package.module:function`."""
-    parser_model: str | None = None
+    parser: str = field(default="textblob", metadata=RARE)
+    """For `parsing`: textblob, benepar, stanza, python (for programs), or a function `package.module:name`."""
+    parser_model: str | None = field(default=None, metadata=RARE)
     """Local folder of the model that benepar or stanza reads."""
-    parsing_cutoff: int = 5
-    """For `parsing`: a constituent of at most this many tokens is a macro action, a larger one is divided."""
-    on_parse_error: Literal["ngram", "token", "raise"] = "ngram"
-    """What happens to a response that cannot be parsed: cut it every `ngram` tokens or at each, or stop the run."""
-    value_function: Literal["equal", "unit", "position", "first"] = "equal"
+    value_function: Literal["equal", "unit", "position", "first"] = field(default="equal", metadata=RARE)
     """A macro action's value: mean of its tokens' values, the last, weighted towards the last, or the first."""
-    macro_ratio: Literal["token", "segment"] = "token"
-    """Clip the ratio of each token (as MA-RLHF's code does) or the product over a macro action (its equation 3)."""
-    macro_discount: Literal["segment", "length"] = "segment"
-    """Discount by gamma once per macro action, or by gamma to the power of its length."""
-    normalize_rewards: bool = True
+    normalize_rewards: bool = field(default=True, metadata=RARE)
     """Shift and scale scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = True
     """Whiten advantages over the rollout of all ranks."""
-    clip_rewards: bool = True
+    clip_rewards: bool = field(default=True, metadata=RARE)
     """Clip scores to +-`reward_clip_value`."""
-    reward_clip_value: float = 5.0
+    reward_clip_value: float = field(default=5.0, metadata=RARE)
     """Largest absolute score after normalisation."""
     missing_eos_penalty: float = 0.0
-    """Taken off the score of a response that reached `max_new_tokens` without an end token."""
+    """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+
+    REMOVED: ClassVar = {
+        "macro_ratio": ("token", "the ratio of each token is clipped"),
+        "macro_discount": ("segment", "gamma discounts once per macro action"),
+        "on_parse_error": ("ngram", "a response that cannot be parsed is divided every --ngram tokens"),
+        "repeat_times": (3, "each drawn length comes three times in a row"),
+        "parsing_cutoff": (5, "a constituent of more than 5 tokens is divided"),
+        "do_sample": (True, "rollouts are always sampled; lower --temperature instead"),
+        "repetition_penalty": (1.0, "rollouts are sampled from the policy itself; let the reward punish repetition"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,7 +157,7 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
         check_at_least(self, "ngram", 0)
-        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs", "repeat_times", "parsing_cutoff"):
+        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
             check_at_least(self, name, 0)
@@ -164,7 +176,7 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
 
 @dataclass(kw_only=True)
 class PPOBatch(Batch):
-    """What an update needs of a rollout; all (B, T-1), 0 off actions."""
+    """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
     logprobs: Tensor  # under the policy that sampled
     values: Tensor
@@ -174,56 +186,79 @@ class PPOBatch(Batch):
 
     @property
     def num_segments(self) -> int:
-        """How many macro actions all rows have."""
+        """Number of macro actions of all rows."""
         return int(macro.segment_mask(self.segments).sum())
 
 
-def train(args: PPOArgs) -> Path:
-    """PPO; returns the experiment dir."""
-    check_data_dir(args)
-    args.check_start()
-    args.check_reward()
-    prompts = load_prompts(args.data_dir, "train")
-    held_out = load_prompts(args.data_dir, "validation") if args.eval_interval else []
-    run = Run(args, "ppo")
-    source, flag = starting_model(args)
-    tokenizer = load_tokenizer(args.data_dir, source)
-    shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
-    policy = load_policy(source, args, tokenizer, flag, shares=shares)
-    check_vocabulary(prompts, vocabulary_size(policy), args.data_dir)
-    check_room(policy.model, [row["input_ids"] for row in prompts + held_out], args)
-    reference = run.freeze(policy.reference())
-    scorer = make_scorer(run, tokenizer, policy)
-    parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
-    critic = load_critic(args, tokenizer, policy)
-    run.print0("actor: {:,} parameters, {:,} trainable; {:,} prompts".format(*count_parameters(policy), len(prompts)))
+def train(
+    args: PPOArgs,
+    *,
+    policy: Any = None,
+    tokenizer: Any = None,
+    prompts: Given | None = None,
+    reward: RewardFunction | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train by PPO; returns the experiment dir. Objects given here replace what the flags would load.
 
-    num_steps, results = run.num_steps(len(prompts), args.rollout_size), {}
+    policy: a causal language model of transformers, which is trained in place, or a `Policy`; prompts: see `data.rows`;
+    reward: f(prompts, completions, **columns) -> a number or None for each; on_step: called with (step, metrics) where
+    metrics are logged, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    if prompts is None:
+        check_data_dir(args)
+    args.check_start(policy)
+    args.check_reward(reward)
+    source, flag = starting_model(args)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if prompts is None else None, source)
+    examples = load_rows("prompts", "train", args.data_dir, prompts, tokenizer)
+    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer) if args.eval_interval else []
+    given = given_objects(policy=policy, tokenizer=tokenizer if policy else None, prompts=prompts, reward=reward)
+    run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")
+    shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
+    if policy is None:
+        actor = load_policy(source, args, tokenizer, flag, shares=shares)
+    else:
+        actor = as_policy(policy, args, tokenizer, shares=shares)
+    check_vocabulary(examples, vocabulary_size(actor), args.data_dir)
+    check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
+    reference = run.freeze(actor.reference())
+    scorer = make_scorer(args, run.device, args.rollout_mini_batch_size, reward, single=True, backbone=actor)
+    parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
+    critic = load_critic(args, tokenizer, actor, given=policy is not None)
+    sizes = (*count_parameters(actor), len(examples))
+    run.print0("actor: {:,} parameters, {:,} trainable; {:,} prompts".format(*sizes))
+
+    num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
-    actor = run.setup("policy", policy, args.actor_learning_rate, num_updates)
+    model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
-    kl_coeff = (
-        AdaptiveKL(args.init_kl_coeff, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(args.init_kl_coeff)
-    )
+    kl_coeff: FixedKL | AdaptiveKL = FixedKL(args.init_kl_coeff)
+    if args.adaptive_kl_coeff:
+        kl_coeff = AdaptiveKL(args.init_kl_coeff, args.target_kl_coeff)
     if run.resumed:
         kl_coeff.value = run.resumed["extra"]["kl_coeff"]
 
     for step in run.steps(num_steps):
-        rows = run.global_batch(prompts, step, args.rollout_size)
-        noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(step))  # (B of all ranks, length)
+        rows = run.global_batch(examples, step, args.rollout_size)
         with run.phase("rollout"):
-            rollout = sample_rollout(run, actor, reference, run.shard(rows), run.shard(noise), tokenizer)
+            noise = run.noise(len(rows), args.max_new_tokens, step)  # (B, length)
+            rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer)
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
-            scores = score(rollout, scorer, args)  # (B,)
+            scores, valid = score(args, rollout, scorer, tokenizer)  # (B,) each
+            rollout = rollout.masked(valid)
             values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
             rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            segments, parse_failures = segment_responses(run, rollout, len(rows), step, tokenizer, parser)  # (B, T-1)
-            batch = estimate_advantages(run, rollout, rewards, values, segments)
+            noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
+            segments, parse_failures = segment_responses(args, rollout, noise, tokenizer, parser)  # (B, T-1)
+            batch = estimate_advantages(args, rollout, rewards, values, segments, run.sum_over_ranks)
         with run.phase("update"):
-            metrics = update(run, actor, value_model, batch, step)
-        metrics |= rollout_metrics(run, rollout, scores, rewards, batch) | {"objective/kl_coeff": kl_coeff.value}
+            metrics = update(run, model, value_model, batch, step)
+        metrics |= rollout_metrics(run, rollout, scores, rewards) | macro_metrics(run, batch)
+        metrics |= {"objective/kl_coeff": kl_coeff.value}
         metrics["completions/parse_failures"] = run.total(parse_failures) / len(rows)
         kl_coeff.update(metrics["objective/kl"], len(rows))
 
@@ -235,162 +270,90 @@ def train(args: PPOArgs) -> Path:
             run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if held_out and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
-                results = evaluate(run, actor, reference, scorer, held_out, tokenizer)
+                results = evaluate(run, model, reference, scorer, held_out, tokenizer)
             run.log(results)
         if run.due(args.save_interval, num_steps):
-            set_generation_config(policy, args, tokenizer)
-            run.save(policy, tokenizer, extra={"kl_coeff": kl_coeff.value})
+            store_sampling(actor, args, tokenizer)
+            run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value})
     return run.finish(results)
 
 
-# ------------------------------------------------------------------------------------------------------- the models
-def make_scorer(run: Run[PPOArgs], tokenizer: Any, policy: Policy) -> Scorer:
-    """The reward model (with its own tokenizer) or the reward function, as `Rollout -> (B,)`."""
-    args = run.args
-    if args.reward_function:
-        return FunctionScorer(load_function(args.reward_function, "--reward_function"), tokenizer)
-    source = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
-    frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
-    model = load_scalar(source, frozen, tokenizer, args.seed, "--rm_experiment_dir", needs_head=True, backbone=policy)
-    scorer = RewardModelScorer(run.freeze(model), load_tokenizer(None, source), tokenizer, args.rollout_mini_batch_size)
-    mean, std = reward_statistics(source) if args.normalize_rewards else (0.0, 1.0)
-    return lambda rollout: (scorer(rollout) - mean) / std
-
-
-def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy) -> ScalarModel:
+def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool) -> ScalarModel:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     if args.rm_experiment_dir and args.critic_init != "policy":
-        source, flag = args.rm_experiment_dir, "--rm_experiment_dir"
-    else:
-        source, flag = starting_model(args)
+        return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir", backbone=policy)
+    if given:
+        return critic_from(policy, args, args.seed)
+    source, flag = starting_model(args)
     return load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
 
 
-def set_generation_config(policy: nn.Module, args: PPOArgs, tokenizer: Any) -> None:
-    """Store how responses were sampled with the checkpoint, for whoever generates from it."""
-    config = policy.model.generation_config
-    config.do_sample, config.max_new_tokens = True, args.max_new_tokens
-    config.temperature, config.top_k, config.top_p, config.min_p = args.temperature, args.top_k, args.top_p, args.min_p
-    config.eos_token_id = [tokenizer.eos_token_id, *args.eos_ids]
-    config.stop_strings = args.stop_strings or None
-
-
 # ------------------------------------------------------------------------------------------------------ the rollout
-def sample_rollout(
-    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, rows: list[Row], noise: list[Tensor], tokenizer: Any
-) -> Rollout:
-    """This rank's responses with their log-probabilities under actor and reference."""
-    with run.autocast():
-        return generate_rollout(
-            actor, reference, rows, run.args, tokenizer, torch.stack(noise), run.args.rollout_mini_batch_size
-        )
+def score(args: PPOArgs, rollout: Rollout, scorer: GroupScorer, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Scores (B,), clipped, less the penalty for a missing end, and which responses have one, (B,) bool."""
+    scores = score_rollout(scorer, rollout, tokenizer)  # (B,), NaN where a response could not be scored
+    limit = args.reward_clip_value if args.clip_rewards else None
+    return bounded_scores(scores, rollout.truncated, limit, args.missing_eos_penalty)
 
 
-def check_start(rollout: Rollout) -> None:
-    """Raises: RunFailure when policy and reference differ before the first update (they are the same weights)."""
-    gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
-    if not gap < 1e-2:
-        raise RunFailure(f"before the first update the policy's log-probabilities differ from the reference's by {gap}")
-
-
-def score(rollout: Rollout, scorer: Scorer, args: PPOArgs) -> Tensor:
-    """Scores (B,), clipped, less the penalty for a missing end. A sample scored NaN loses its actions."""
-    scores = scorer(rollout)
-    failed = scores.isnan()
-    rollout.action_mask = rollout.action_mask & ~failed[:, None]
-    scores = torch.where(failed, torch.zeros_like(scores), scores)
-    if args.clip_rewards:
-        scores = scores.clamp(-args.reward_clip_value, args.reward_clip_value)
-    return scores - args.missing_eos_penalty * rollout.truncated.to(scores)
-
-
-@torch.no_grad()
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
-    """Values of the states the actions were taken in, dropout off: (B, T-1), 0 off actions."""
-    critic.eval()
+    """Values of the states in which actions were taken, dropout off: (B, T-1), 0 off actions."""
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
-    with unsharded(critic):
+    with inference(critic), unsharded(critic):
         for rows in inference_batches(rollout.attention_mask.sum(1), batch_size):
             part = rollout.select(rows)
             values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
-    critic.train()
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
 def segment_responses(
-    run: Run[PPOArgs], rollout: Rollout, num_rows: int, step: int, tokenizer: Any, parser: Parser | None
+    args: PPOArgs, rollout: Rollout, noise: Tensor, tokenizer: Any, parser: Parser | None
 ) -> tuple[Tensor, int]:
-    """The macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
+    """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
-    num_rows counts those of all ranks.
+    noise: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
     """
-    args = run.args
-    if args.termination_condition == "parsing":
-        fallback = {"ngram": args.ngram, "token": 1, "raise": None}[args.on_parse_error]
-        return parsed_segments(rollout, tokenizer, parser, args.parsing_cutoff, fallback)
+    if parser is not None:
+        return parsed_segments(rollout, tokenizer, parser, PARSING_CUTOFF, args.ngram)
     if args.termination_condition == "ppl":
         return macro.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
-    if args.termination_condition == "fixed":
-        return macro.fixed(rollout.action_mask, args.ngram), 0
-    width = args.repeat_times * len(macro.RANDOM_LENGTHS)
-    noise = torch.rand(num_rows, width, generator=run.generator(step, -1))
-    return macro.randomized(rollout.action_mask, torch.stack(run.shard(noise))), 0
+    if args.termination_condition == "randomized":
+        return macro.randomized(rollout.action_mask, noise), 0
+    return macro.fixed(rollout.action_mask, args.ngram), 0
 
 
 def estimate_advantages(
-    run: Run[PPOArgs], rollout: Rollout, rewards: Tensor, values: Tensor, segments: Tensor
+    args: PPOArgs,
+    rollout: Rollout,
+    rewards: Tensor,
+    values: Tensor,
+    segments: Tensor,
+    sum_over_ranks: SumOverRanks | None = None,
 ) -> PPOBatch:
-    """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks."""
-    args = run.args
+    """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks.
+
+    rewards, values, segments: (B, T-1).
+    """
     macro_rewards = macro.discounted_sum(rewards, segments, args.gae_gamma)  # (B, M)
     macro_values = macro.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
-    discounts = torch.full_like(macro_values, args.gae_gamma)  # (B, M)
-    if args.macro_discount == "length":
-        discounts = discounts ** macro.lengths(segments)
-    found = gae(macro_rewards, macro_values, macro.segment_mask(segments), discounts, args.gae_lambd)  # (B, M) each
-    advantages, returns = (macro.broadcast(part, segments) for part in found)  # (B, T-1) each
+    mask = macro.segment_mask(segments)  # (B, M) bool
+    by_segment = gae(macro_rewards, macro_values, mask, args.gae_gamma, args.gae_lambd)  # (B, M) each
+    advantages, returns = (macro.broadcast(part, segments) for part in by_segment)  # (B, T-1) each
     if args.normalize_advantages:
-        advantages = whiten(advantages, rollout.action_mask, sum_over_ranks=run.sum_over_ranks)
-    return PPOBatch(
-        input_ids=rollout.input_ids,
-        attention_mask=rollout.attention_mask,
-        action_mask=rollout.action_mask,
-        logprobs=rollout.logprobs,
-        values=values,
-        advantages=advantages,
-        returns=returns,
-        segments=segments,
-    )
+        advantages = whiten(advantages, rollout.action_mask, sum_over_ranks=sum_over_ranks)
+    return rollout.extend(PPOBatch, values=values, advantages=advantages, returns=returns, segments=segments)
 
 
 # ------------------------------------------------------------------------------------------------------- the update
-def policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
-    """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus."""
-    surrogate = clipped_surrogate(stats.logprobs - batch.logprobs, batch.advantages, clip_coeff)  # (B, T-1)
-    if entropy_coeff:
-        surrogate = surrogate + entropy_coeff * stats.entropy
-    return -surrogate[batch.action_mask].sum()
-
-
-def macro_policy_loss(stats: TokenStats, batch: PPOBatch, clip_coeff: float, entropy_coeff: float) -> Tensor:
-    """Minus the sum over macro actions of the surrogate with the product of their ratios (Chai et al. 2025, eq. 3)."""
-    log_ratio = macro.reduce_sum(stats.logprobs - batch.logprobs, batch.segments)  # (B, M)
-    advantages = macro.value_first(batch.advantages, batch.segments)  # (B, M)
-    surrogate = clipped_surrogate(log_ratio, advantages, clip_coeff)
-    if entropy_coeff:
-        surrogate = surrogate + entropy_coeff * macro.reduce_sum(stats.entropy, batch.segments)
-    return -surrogate[macro.segment_mask(batch.segments)].sum()
-
-
 def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
-    """Half the sum of the larger of plain and clipped squared error over the actions: a scalar."""
+    """Half the sum over actions of the larger of plain and clipped squared error, a scalar; values: (B, T-1)."""
     clipped = batch.values + (values - batch.values).clamp(-clip_coeff, clip_coeff)  # (B, T-1)
     error = torch.maximum((values - batch.returns).pow(2), (clipped - batch.returns).pow(2))
     return 0.5 * error[batch.action_mask].sum()
 
 
 def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[PPOBatch]:
-    """The rows in shuffled order in parts of about `size`; `num_rows`, the fullest rank's, sets how many on all."""
+    """The rows in shuffled mini-batches of about `size`; num_rows, of the fullest rank, sets their number on all."""
     order = torch.randperm(len(batch), generator=generator)
     for rows in order.tensor_split(math.ceil(num_rows / size)):
         yield batch.select(rows.to(batch.input_ids.device))
@@ -399,24 +362,19 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
 def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
     """All optimiser steps of one rollout; returns means over them."""
     args = run.args
-    fullest = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
-    sums: Metrics = {}
-    parts = 0
-    for epoch in range(args.ppo_epochs):
-        for minibatch in minibatches(batch, args.mini_batch_size, fullest, run.generator(step, epoch)):
-            for name, value in update_minibatch(run, actor, critic, minibatch).items():
-                sums[name] = sums.get(name, 0.0) + value
-            parts += 1
-    return {name: value / parts for name, value in sums.items()}
+    num_rows = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
+    metrics = [
+        update_minibatch(run, actor, critic, minibatch)
+        for epoch in range(args.ppo_epochs)
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.generator(step, epoch))
+    ]
+    return {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
 
 
 def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> Metrics:
-    """One optimiser step of actor and critic; the gradient does not depend on how micro-batches are cut."""
+    """One optimiser step of actor and critic; the gradient does not depend on the size of micro-batches."""
     args = run.args
     count = max(run.total(minibatch.num_actions), 1.0)
-    by_segment = args.macro_ratio == "segment"
-    policy_count = max(run.total(minibatch.num_segments), 1.0) if by_segment else count
-    loss_of = macro_policy_loss if by_segment else policy_loss
     sums = torch.zeros(5, device=run.device)
     micros = run.pad_passes(minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size))
     for i, rows in enumerate(micros):
@@ -424,8 +382,9 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
         more = i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
-            loss = loss_of(stats, micro, args.clip_coeff, args.entropy_coeff)
-            run.backward(loss / policy_count)
+            terms = (stats.logprobs, micro.logprobs, micro.advantages, micro.action_mask)  # (B, T-1) each
+            loss = policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
+            run.backward(loss / count)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
@@ -435,70 +394,39 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             ratio = difference.exp()
             outside = ((ratio - 1).abs() > args.clip_coeff).float()
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
-    policy, value, clipfrac, approxkl, ratio = (run.sum_over_ranks(sums) / count).tolist()
+    policy, value, clipfrac, approxkl, mean_ratio = (run.sum_over_ranks(sums) / count).tolist()
     return {
-        "policy/loss": policy * count / policy_count,
+        "policy/loss": policy,
         "policy/clipfrac": clipfrac,
         "policy/approxkl": approxkl,
-        "policy/ratio": ratio,
+        "policy/ratio": mean_ratio,
         "policy/grad_norm": run.optimize("policy"),
         "value/loss": value,
         "value/grad_norm": run.optimize("critic"),
     }
 
 
-# ------------------------------------------------------------------------------------------------------ the metrics
-def rollout_metrics(run: Run[PPOArgs], rollout: Rollout, scores: Tensor, rewards: Tensor, batch: PPOBatch) -> Metrics:
-    """Means over the responses of all ranks; `objective/kl` is the k1 estimate summed over a response, in nats."""
-    mask = rollout.action_mask
-    length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
-    per_response = torch.stack(
-        [
-            ((rollout.logprobs - rollout.ref_logprobs) * mask).sum(1),
-            scores,
-            rewards.sum(1),
-            -masked_mean(rollout.logprobs, mask, 1),
-            length,
-            rollout.truncated.float(),
-        ],
-        1,
-    )  # (B, 6)
-    count = run.total(len(rollout))
-    macro_length = run.total(int(mask.sum())) / max(run.total(batch.num_segments), 1.0)
-    kl, score, reward, entropy, length, truncated = (run.sum_over_ranks(per_response.sum(0)) / count).tolist()
+# ------------------------------------------------------------------------------------------ metrics and evaluation
+def macro_metrics(run: Run[PPOArgs], batch: PPOBatch) -> Metrics:
+    """Mean length of macro actions, and explained variance of the critic, over all ranks."""
+    variance = explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
     return {
-        "objective/kl": kl,
-        "objective/score": score,
-        "objective/reward": reward,
-        "objective/entropy": entropy,
-        "completions/macro_length": macro_length,
-        "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
-        "completions/mean_length": length,
-        "completions/truncated_ratio": truncated,
-        "completions/eos_ratio": 1 - truncated,
-        "value/explained_variance": float(explained_variance(batch.values, batch.returns, mask, run.sum_over_ranks)),
+        "completions/macro_length": run.total(batch.num_actions) / max(run.total(batch.num_segments), 1.0),
+        "value/explained_variance": float(variance),
     }
 
 
 @torch.no_grad()
 def evaluate(
-    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, scorer: Scorer, rows: list[Row], tokenizer: Any
+    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, scorer: GroupScorer, rows: list[Row], tokenizer: Any
 ) -> Metrics:
-    """Score, KL and length on held-out prompts, always with the same noise; keeps a few texts in `samples.jsonl`."""
+    """Score, KL and length on held-out prompts, with the same noise each time."""
     args = run.args
-    rows = rows[: args.eval_iters * args.rollout_mini_batch_size * run.world_size if args.eval_iters else None]
-    noise = torch.rand(len(rows), args.max_new_tokens, generator=run.generator(-1))
-    rollout = sample_rollout(run, actor, reference, run.shard(rows), run.shard(noise), tokenizer)
-    scores = score(rollout, scorer, args)
-    kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,)
-    length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
-    sums = torch.stack([scores.sum(), kl.sum(), length.sum(), rollout.truncated.float().sum()])
-    means = (run.sum_over_ranks(sums) / run.total(len(rollout))).tolist()
-    texts = zip(rollout.prompt_ids()[:4], rollout.response_ids()[:4], scores.tolist())
-    run.log_samples(
-        [{"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": s} for p, r, s in texts]
-    )
-    return dict(zip(("val/score", "val/kl", "val/mean_length", "val/truncated_ratio"), means))
+    rows = run.eval_rows(rows, args.rollout_mini_batch_size)
+    noise = run.noise(len(rows), args.max_new_tokens, -1)
+    rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer)
+    scores, valid = score(args, rollout, scorer, tokenizer)
+    return evaluation_metrics(run, rollout.masked(valid), scores, tokenizer)
 
 
 @one_line_errors

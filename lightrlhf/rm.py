@@ -22,25 +22,31 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import DataArgs, EvalArgs, StartArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
-from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
+from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.splits import Row, check_vocabulary, longest_text
 from lightrlhf.data.tokens import pair_rows
-from lightrlhf.maths.ops import masked_mean, preference_loss
+from lightrlhf.maths.ops import masked_mean, preference_loss, wins
+from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
-from lightrlhf.models.roles import count_parameters, last_token, vocabulary_size
+from lightrlhf.models.roles import count_parameters, inference, vocabulary_size
+from lightrlhf.models.roles import last_token as end_scores
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import STATISTICS
-from lightrlhf.training.run import Metrics, Run
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import Metrics, OnStep, Run
+
+MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, where no validation pairs are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
     lr_warmup_steps: int = 100
     """Steps of linear warm-up from 0."""
     loss_type: Literal["per_sample", "last_token", "average", "pair"] = "per_sample"
-    """Which scores of a pair are compared: token by token, the last ones, or their means; or read both responses."""
+    """Scores compared: token by token, the last ones, their means, or one of a model that reads both responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,45 +69,95 @@ class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
         check_positive(self, "learning_rate")
 
 
-def rm_loss(scores: Tensor, input_ids: Tensor, attention_mask: Tensor, loss_type: str) -> Tensor:
-    """Sum over pairs of the Bradley-Terry loss, a scalar.
+# ---------------------------------------------------------------------------------------------------------- losses
+def per_sample(scores: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of the Bradley-Terry losses of a pair's tokens from where its texts part to the longer one's end.
 
-    scores, input_ids, attention_mask: (2B, T), right-padded, the B chosen rows first. A pair of equal texts is compared
-    at its last token, so that its loss is log 2.
+    scores, input_ids, attention_mask: (2B, T), right-padded, the B chosen rows first; returns (B,), as the others do. A
+    shorter text keeps its last score; a pair of equal texts is compared at its last token, so that its loss is log 2.
     """
+    chosen, rejected = held_scores(scores, attention_mask).chunk(2)  # (B, T)
+    first, ends = where_texts_part(input_ids, attention_mask)
+    steps = torch.arange(scores.shape[1], device=scores.device)[None]  # (1, T)
+    return masked_mean(preference_loss(chosen, rejected), (steps >= first) & (steps <= ends.amax(0)), 1)
+
+
+def last_token(scores: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Bradley-Terry loss of the scores at the last tokens (Ouyang et al. 2022, eq. 1)."""
+    return preference_loss(*held_scores(scores, attention_mask)[:, -1].chunk(2))
+
+
+def average(scores: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Bradley-Terry loss of each text's mean score from where the two part."""
+    first, ends = where_texts_part(input_ids, attention_mask)
+    steps = torch.arange(scores.shape[1], device=scores.device)[None]  # (1, T)
+    means = [
+        masked_mean(side, (steps >= torch.minimum(first, end)) & (steps <= end), 1)
+        for side, end in zip(held_scores(scores, attention_mask).chunk(2), ends)
+    ]
+    return preference_loss(*means)
+
+
+def pair(scores: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean of both orders' losses of a model that reads two responses; its scores are logits (Dong et al. 2024)."""
+    chosen, rejected = held_scores(scores, attention_mask)[:, -1].chunk(2)  # (B,)
+    zero = torch.zeros_like(chosen)
+    return 0.5 * (preference_loss(chosen, zero) + preference_loss(zero, rejected))
+
+
+LOSSES = {f.__name__: f for f in (per_sample, last_token, average, pair)}
+
+
+def held_scores(scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores (2B, T) in which each row keeps its last score in its padding."""
     last = attention_mask.sum(1, keepdim=True) - 1  # (2B, 1)
     steps = torch.arange(scores.shape[1], device=scores.device)[None]  # (1, T)
-    held = scores.gather(1, torch.minimum(steps, last))  # (2B, T), behind its end a row keeps its last score
-    chosen, rejected = held.chunk(2)  # (B, T)
-    if loss_type == "pair":  # rows are both orders of two responses; their scores are logits by themselves
-        nothing = torch.zeros_like(chosen[:, -1])
-        return 0.5 * (preference_loss(chosen[:, -1], nothing) + preference_loss(nothing, rejected[:, -1])).sum()
-    if loss_type == "last_token":
-        return preference_loss(chosen[:, -1], rejected[:, -1]).sum()
+    return scores.gather(1, torch.minimum(steps, last))
+
+
+def where_texts_part(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First position at which the two texts of each pair differ, (B, 1), and the last of each text, (2, B, 1)."""
+    last = attention_mask.sum(1, keepdim=True) - 1  # (2B, 1)
+    steps = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
     (chosen_ids, rejected_ids), (chosen_last, rejected_last) = input_ids.chunk(2), last.chunk(2)
     in_one = torch.maximum(chosen_last, rejected_last) >= steps
     in_both = torch.minimum(chosen_last, rejected_last) >= steps
     differs = in_one & ~(in_both & (chosen_ids == rejected_ids))
     first = torch.where(differs.any(1), differs.long().argmax(1), chosen_last[:, 0])[:, None]  # (B, 1)
-    if loss_type == "average":
-        means = [
-            masked_mean(side, (steps >= torch.minimum(first, end)) & (steps <= end), 1)
-            for side, end in ((chosen, chosen_last), (rejected, rejected_last))
-        ]
-        return preference_loss(*means).sum()
-    return masked_mean(preference_loss(chosen, rejected), (steps >= first) & in_one, 1).sum()
+    return first, torch.stack([chosen_last, rejected_last])
 
 
-def train(args: RMArgs) -> Path:
-    """Reward modelling; returns the experiment dir."""
-    check_data_dir(args)
-    args.check_start()
-    pairs = load_split(args.data_dir, "preference", "train")
-    validation = load_split(args.data_dir, "preference", "validation")
-    run = Run(args, "rm")
+# --------------------------------------------------------------------------------------------------------- program
+def train(
+    args: RMArgs,
+    *,
+    policy: Any = None,
+    tokenizer: Any = None,
+    rows: Given | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train a reward model; returns the experiment dir. Objects given here replace what the flags would load.
+
+    policy: a causal language model of transformers to start from, or a `Policy`; rows: see `data.rows`; on_step: called
+    with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    if rows is None:
+        check_data_dir(args)
+    args.check_start(policy)
     source, flag = starting_model(args)
-    tokenizer = load_tokenizer(args.data_dir, source)
-    reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
+    given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, source)
+    pairs = load_rows("preference", "train", args.data_dir, rows, tokenizer)
+    validation = load_rows("preference", "validation", args.data_dir, rows, tokenizer)
+    run = Run(args, "rm", on_step, given, data=None if rows is None else "given/rows")
+    if not validation:
+        validation = pairs[:MOST_FOR_STATISTICS]
+        run.print0(f"no validation pairs were given: the first {len(validation)} training pairs take their place")
+    if policy is None:
+        reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
+    else:
+        reward_model = critic_from(as_policy(policy, ModelArgs(), tokenizer), args, args.seed)
     if args.loss_type == "pair":
         pairs, validation = pair_rows(tokenizer, pairs), pair_rows(tokenizer, validation)
         reward_model.model.config.compares_pairs = True
@@ -115,12 +171,12 @@ def train(args: RMArgs) -> Path:
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
+        batch = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
         with run.phase("update"):
-            metrics = train_step(run, model, rows, tokenizer.pad_token_id)
+            metrics = train_step(run, model, batch, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(rows, started)})
+            run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(batch, started)})
         save_now = run.due(args.save_interval, num_steps)
         if save_now or run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
@@ -133,9 +189,8 @@ def train(args: RMArgs) -> Path:
 
 def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over pairs of the chosen score, the rejected score and being right (a tie is half right)."""
-    chosen, rejected = last_token(scores, attention_mask).chunk(2)  # (B,) each
-    right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-    return chosen.sum(), rejected.sum(), right.sum()
+    chosen, rejected = end_scores(scores, attention_mask).chunk(2)  # (B,) each
+    return chosen.sum(), rejected.sum(), wins(chosen, rejected).sum()
 
 
 def reward_metrics(chosen: float, rejected: float, accuracy: float) -> Metrics:
@@ -158,28 +213,26 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
-            loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)
+            loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             run.backward(loss / count)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
     loss, *rewards = (run.sum_over_ranks(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}
 
 
-@torch.no_grad()
 def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[Metrics, Metrics]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
-    model.eval()
-    limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
+    rows = run.eval_rows(rows, args.micro_batch_size)
     sums = torch.zeros(7, device=run.device, dtype=torch.float64)
-    for micro in run.pad_passes(micro_batches(run.shard(rows[:limit]), args.micro_batch_size)):
-        batch = preference_batch(micro, pad_id).to(run.device)
-        scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
-        loss = rm_loss(scores, batch.input_ids, batch.attention_mask, args.loss_type)
-        ends = last_token(scores, batch.attention_mask)  # (2B,)
-        parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
-        sums += torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]).double()
-    model.train()
+    with inference(model):
+        for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
+            batch = preference_batch(micro, pad_id).to(run.device)
+            scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
+            loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
+            ends = end_scores(scores, batch.attention_mask)  # (2B,)
+            parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
+            sums += torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]).double()
     *totals, count = run.sum_over_ranks(sums).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)

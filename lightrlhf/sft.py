@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import RARE, DataArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
-from lightrlhf.data.splits import Row, check_vocabulary, load_split, longest_text
+from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import check_packing, check_positions
-from lightrlhf.models.roles import TokenStats, count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import TokenStats, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.training.run import Run
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import OnStep, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,10 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
     """Steps of linear warm-up from 0."""
     use_targets: bool = False
     """Count the loss on the response alone; otherwise on the whole text."""
-    label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the vocabulary."""
+    label_smoothing: float = field(default=0.0, metadata=RARE)
+    """Probability mass of each target that is spread evenly over the vocabulary."""
     packing: bool = False
-    """Lay several examples end to end in each row, none of them seeing another."""
+    """Pack several examples into each row; none attends to another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,33 +67,50 @@ def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.
     return loss
 
 
-def train(args: SFTArgs) -> Path:
-    """Supervised fine-tuning; returns the experiment dir."""
-    check_data_dir(args)
-    if args.model_name is None:
+def train(
+    args: SFTArgs,
+    *,
+    policy: Any = None,
+    tokenizer: Any = None,
+    rows: Given | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train by cross-entropy; returns the experiment dir. Objects given here replace what the flags would load.
+
+    policy: a causal language model of transformers, which is trained in place, or a `Policy`; rows: see `data.rows`;
+    on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    if rows is None:
+        check_data_dir(args)
+    if policy is None and args.model_name is None:
         raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
-    examples = load_split(args.data_dir, "finetune", "train")
-    validation = load_split(args.data_dir, "finetune", "validation") if args.eval_interval else []
-    run = Run(args, "sft")
-    tokenizer = load_tokenizer(args.data_dir, args.model_name)
-    policy = load_policy(args.model_name, args, tokenizer)
+    given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, args.model_name)
+    examples = load_rows("finetune", "train", args.data_dir, rows, tokenizer)
+    validation = load_rows("finetune", "validation", args.data_dir, rows, tokenizer) if args.eval_interval else []
+    run = Run(args, "sft", on_step, given, data=None if rows is None else "given/rows")
+    if policy is None:
+        policy = load_policy(args.model_name or "", args, tokenizer)
+    else:
+        policy = as_policy(policy, args, tokenizer)
     check_vocabulary(examples, vocabulary_size(policy), args.data_dir)
     check_positions(examples + validation, policy, args.data_dir)
     if args.packing:
-        check_packing(policy, args.model_name, longest=longest_text(examples + validation))
+        check_packing(policy, args.model_name or "the given policy", longest=longest_text(examples + validation))
     run.print0("{:,} parameters, {:,} trainable; {:,} examples".format(*count_parameters(policy), len(examples)))
 
     num_steps, results = run.num_steps(len(examples), args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()
-        rows = run.shard(run.global_batch(examples, step, args.mini_batch_size))
+        batch = run.shard(run.global_batch(examples, step, args.mini_batch_size))
         with run.phase("update"):
-            loss, norm = train_step(run, model, rows, tokenizer.pad_token_id)
+            loss, norm = train_step(run, model, batch, tokenizer.pad_token_id)
         run.step += 1
         if run.due(args.log_interval, num_steps):
             metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
-            run.log(metrics | run.speed(rows, started))
+            run.log(metrics | run.speed(batch, started))
         if validation and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 loss = evaluate(run, model, validation, tokenizer.pad_token_id)
@@ -118,23 +138,21 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
 
 
 def layout(args: SFTArgs, rows: list[Row], pad_id: int) -> Batch:
-    """A padded batch, or the same rows packed into fewer ones."""
+    """A padded batch, or the same rows packed."""
     batch = finetune_batch(rows, pad_id, args.use_targets)
     return pack(batch, batch.input_ids.shape[1], pad_id) if args.packing else batch
 
 
-@torch.no_grad()
 def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
-    model.eval()
-    limit = args.eval_iters * args.micro_batch_size * run.world_size if args.eval_iters else None
+    rows = run.eval_rows(rows, args.micro_batch_size)
     total, count = 0.0, 0
-    for micro in run.pad_passes(micro_batches(run.shard(rows[:limit]), args.micro_batch_size)):
-        batch = layout(args, micro, pad_id).to(run.device)
-        total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
-        count += batch.num_actions
-    model.train()
+    with inference(model):
+        for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
+            batch = layout(args, micro, pad_id).to(run.device)
+            total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
+            count += batch.num_actions
     return run.total(total) / max(run.total(count), 1)
 
 

@@ -47,6 +47,11 @@ class Batch:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return type(self)(**{k: function(v) if isinstance(v, Tensor) else v for k, v in values.items()})
 
+    def extend(self, batch_class: type[AnyBatch], **fields: Any) -> AnyBatch:
+        """A batch of another class: the fields that both have, and those given."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(batch_class) if hasattr(self, f.name)}
+        return batch_class(**own | fields)
+
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
         return self.map(lambda tensor: tensor.to(device))
 
@@ -69,6 +74,14 @@ class Rollout(Batch):
     ref_logprobs: Tensor  # (B, T-1) the same under the reference
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the data's other columns, a dict a row
     removed_mass: float = 0.0  # mean probability that top-k and top-p took out of the sampling distribution
+
+    def masked(self, valid: Tensor) -> Rollout:
+        """The same rollout without the actions of rows that are not valid; valid: (B,) bool."""
+        return dataclasses.replace(self, action_mask=self.action_mask & valid[:, None])
+
+    def lengths(self) -> Tensor:
+        """Tokens of each response: (B,) float32."""
+        return (self.attention_mask.sum(1) - self.prompt_len).float()
 
     def response_ids(self) -> list[list[int]]:
         """The sampled tokens of each row, end token included where there is one."""

@@ -1,4 +1,4 @@
-"""Rollouts: sampled responses with log-probabilities under the policy and the reference."""
+"""Rollouts: sampled responses with log-probabilities under the policy and the reference, their checks and metrics."""
 
 from __future__ import annotations
 
@@ -8,41 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch
 from lightrlhf.data.splits import Row
+from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
+from lightrlhf.maths.ops import masked_mean
 from lightrlhf.models.quantisation import is_quantised
-from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.roles import Policy, inference, policy_inputs
 from lightrlhf.models.sharding import unsharded
-
-
-@torch.no_grad()
-def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_size: int) -> Tensor:
-    """Log-probabilities of a batch's actions, dropout off, in passes of at most `batch_size` rows: -> (B, T-1)."""
-    was_training = module.training
-    module.eval()
-    out = torch.zeros(batch.action_mask.shape, device=batch.input_ids.device)
-    for rows in inference_batches(batch.attention_mask.sum(1), batch_size):
-        part = batch.select(rows)
-        out[rows, : part.action_mask.shape[1]] = module(**policy_inputs(part), temperature=temperature).logprobs
-    module.train(was_training)
-    return out
+from lightrlhf.training.run import Metrics, Run
 
 
 def generate_rollout(
     policy: nn.Module,
     reference: nn.Module,
     rows: Sequence[Row],
-    args: GenerationArgs,
+    args: SamplingArgs,
     tokenizer: Any,
     uniforms: Tensor,
     num_slots: int,
 ) -> Rollout:
-    """Sample a response to each prompt row and score it under the policy and the reference, at the same temperature.
+    """Sample a response to each prompt row and score it under policy and reference at the same temperature.
 
-    The policy's log-probabilities are those it sampled with; under autocast and with quantised weights, where a step
-    and a whole pass round differently, a pass of its own finds them, or ratios would start off 1.
+    uniforms: (B, max_new_tokens), the only source of randomness. The policy's log-probabilities are those it sampled
+    with; under autocast and with quantised weights, where a decoding step and a forward pass round differently, they
+    come from a forward pass, or ratios would not start at 1.
     """
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module = getattr(policy, "module", policy)
@@ -55,10 +47,8 @@ def generate_rollout(
             sampled_with = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
             logprobs = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
             logprobs[batch.action_mask] = sampled_with.to(logprobs)
-    return Rollout(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        action_mask=batch.action_mask,
+    return batch.extend(
+        Rollout,
         prompt_len=torch.tensor([len(prompt) for prompt in prompts], device=batch.input_ids.device),
         truncated=torch.tensor(sampled.truncated, device=batch.input_ids.device),
         logprobs=logprobs,
@@ -66,3 +56,74 @@ def generate_rollout(
         columns=[row.get("columns", {}) for row in rows],
         removed_mass=sampled.removed_mass,
     )
+
+
+def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_size: int) -> Tensor:
+    """Log-probabilities of a batch's actions, dropout off, in passes of at most `batch_size` rows: -> (B, T-1)."""
+    out = torch.zeros(batch.action_mask.shape, device=batch.input_ids.device)
+    with inference(module):
+        for rows in inference_batches(batch.attention_mask.sum(1), batch_size):
+            part = batch.select(rows)
+            out[rows, : part.action_mask.shape[1]] = module(**policy_inputs(part), temperature=temperature).logprobs
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- in a training loop
+def sample_rollout(
+    run: Run[Any], actor: nn.Module, reference: nn.Module, rows: Sequence[Row], noise: Tensor, tokenizer: Any
+) -> Rollout:
+    """This rank's rollout in the run's precision; noise: (B, max_new_tokens) uniform numbers."""
+    args = run.args
+    with run.autocast():
+        return generate_rollout(actor, reference, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
+
+
+def check_start(rollout: Rollout) -> None:
+    """Raises: RunFailure when policy and reference, which start from the same weights, differ in the first rollout."""
+    gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+    if not gap < 1e-2:
+        raise RunFailure(f"before the first update the policy's log-probabilities differ from the reference's by {gap}")
+
+
+def response_kl(rollout: Rollout) -> Tensor:
+    """k1 estimate of the KL to the reference, summed over each response, in nats: (B,)."""
+    return ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
+
+
+def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Tensor) -> Metrics:
+    """Means over the responses of all ranks; scores: (B,), rewards: (B, T-1)."""
+    entropy = -masked_mean(rollout.logprobs, rollout.action_mask, 1)
+    columns = [response_kl(rollout), scores, rewards.sum(1), entropy, rollout.lengths(), rollout.truncated.float()]
+    sums = run.sum_over_ranks(torch.stack(columns, 1).sum(0))
+    kl, score, reward, entropy_mean, length, truncated = (sums / run.total(len(rollout))).tolist()
+    return {
+        "objective/kl": kl,
+        "objective/score": score,
+        "objective/reward": reward,
+        "objective/entropy": entropy_mean,
+        "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
+        "completions/mean_length": length,
+        "completions/truncated_ratio": truncated,
+        "completions/eos_ratio": 1 - truncated,
+    }
+
+
+def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenizer: Any) -> Metrics:
+    """Means over held-out responses of all ranks; logs the first four of them to `samples.jsonl`."""
+    columns = [scores, response_kl(rollout), rollout.lengths(), rollout.truncated.float()]
+    sums = run.sum_over_ranks(torch.stack([column.sum() for column in columns]))
+    means = (sums / run.total(len(rollout))).tolist()
+    texts = zip(rollout.prompt_ids()[:4], rollout.response_ids()[:4], scores.tolist())
+    run.log_samples(
+        [{"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": s} for p, r, s in texts]
+    )
+    return dict(zip(("val/score", "val/kl", "val/mean_length", "val/truncated_ratio"), means))
+
+
+def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: Any) -> None:
+    """Store how responses were sampled in the model's generation config."""
+    config = policy.model.generation_config
+    config.do_sample, config.max_new_tokens = True, args.max_new_tokens
+    config.temperature, config.top_k, config.top_p, config.min_p = args.temperature, args.top_k, args.top_p, args.min_p
+    config.eos_token_id = [tokenizer.eos_token_id, *args.eos_ids]
+    config.stop_strings = args.stop_strings or None

@@ -6,7 +6,7 @@ they count; a loop divides once, by the count over all micro-batches and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +110,25 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) 
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_coeff, 1 + clip_coeff) * advantages)
 
 
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    clip_coeff: float,
+    entropy: Tensor | None = None,
+    entropy_coeff: float = 0.0,
+) -> Tensor:
+    """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and of an entropy bonus.
+
+    Tensors are (B, T-1); divide the scalar by the number of actions of all micro-batches and ranks.
+    """
+    surrogate = clipped_surrogate(logprobs - old_logprobs, advantages, clip_coeff)  # (B, T-1)
+    if entropy is not None:
+        surrogate = surrogate + entropy_coeff * entropy
+    return -surrogate[action_mask].sum()
+
+
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k1 estimator of KL(pi || ref) from samples of pi: log pi - log ref. Unbiased, may be negative (Schulman 2020)."""
     return logprobs - ref_logprobs
@@ -148,6 +167,19 @@ def explained_variance(
         return count
     error, total = (square / count - (linear / count) ** 2 for linear, square in zip(sums[:2], sums[2:]))
     return 1 - error / total.clamp(min=1e-8)
+
+
+def win_rate(pairs: Iterable[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    """Share of pairs whose first number is the higher one, a tie half, with its 95% Wilson interval; 0 of none."""
+    wins, count = 0.0, 0
+    for one, other in pairs:
+        wins, count = wins + (one > other) + 0.5 * (one == other), count + 1
+    return wins / max(count, 1), wilson_interval(wins, count)
+
+
+def wins(first: Tensor, second: Tensor) -> Tensor:
+    """1 where the first is higher, 1/2 where both are equal, else 0; any shape, float32."""
+    return (first > second).float() + 0.5 * (first == second).float()
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:

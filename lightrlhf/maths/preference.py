@@ -202,11 +202,30 @@ def chosen_nll(pairs: Pairs) -> Tensor:
     return -pairs.policy_chosen_logps / pairs.chosen_lengths
 
 
-# RAPO's weight lambda of the rejected side, a number or (B,), from beta, b, log pi_ref(y_l) and the annotated r_l. It
-# is a weight, so no gradient flows through the b of app_2.
-RAPO: dict[str, Callable[..., Tensor | float]] = {
-    "const": lambda constant, **_: constant,
-    "ra": lambda rejected_scores, **_: 1 / (1 + rejected_scores.clamp(min=0)),
-    "app_1": lambda beta, ref_rejected_logps, **_: 1 / (1 - 0.1 * beta * ref_rejected_logps),
-    "app_2": lambda beta, rejected_ratio, **_: 1 / (1 + (beta * rejected_ratio.detach()).clamp(min=0)),
-}
+def rapo_ra(pairs: Pairs, rejected_scores: Tensor) -> Tensor:
+    """RAPO's weight of the rejected side (Online-RLHF's code) from its annotated reward r: 1 / (1 + max(r, 0))."""
+    return 1 / (1 + rejected_scores.clamp(min=0))
+
+
+def rapo_app_1(pairs: Pairs, rejected_scores: Tensor | None = None) -> Tensor:
+    """The same from the reference's log-probability: 1 / (1 - 0.1 beta log pi_ref(y_l))."""
+    return 1 / (1 - 0.1 * pairs.beta * pairs.ref_rejected_logps)
+
+
+def rapo_app_2(pairs: Pairs, rejected_scores: Tensor | None = None) -> Tensor:
+    """The same from the implicit reward: 1 / (1 + max(beta b, 0)); a weight, so no gradient flows through b."""
+    return 1 / (1 + (pairs.beta * pairs.rejected_ratio.detach()).clamp(min=0))
+
+
+RAPO: dict[str, Callable[..., Tensor]] = {"ra": rapo_ra, "app_1": rapo_app_1, "app_2": rapo_app_2}
+
+
+def constant_weight(rapo: str) -> float | None:
+    """The number of `const:0.5`; None for another weight of `RAPO`. Raises: ValueError when it is neither."""
+    if rapo in RAPO:
+        return None
+    kind, _, number = rapo.partition(":")
+    weight = float(number or "0.5") if kind == "const" else math.nan
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"--rapo {rapo} is not const:NUMBER, {', '.join(RAPO)}")
+    return weight

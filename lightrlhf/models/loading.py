@@ -50,12 +50,12 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     if holds_reward_model(source):
         raise UsageError(f"{flag} {name} holds a reward model, not a language model; give an SFT experiment dir")
     model, base, loaded = _load(AutoModelForCausalLM, source, flag, args, tokenizer)
-    if _grow_vocabulary(model, tokenizer, name):
+    if grow_vocabulary(model, tokenizer, name):
         base = None  # no folder holds these weights
     if model.generation_config is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    adapters = _choose_what_learns(model, args, loaded, "policy")
+    adapters = choose_trainable(model, args, loaded, "policy")
     policy = Policy(model, adapters, base, shares=shares and bool(adapters))
     policy.loaded = loaded
     return policy
@@ -87,26 +87,26 @@ def load_scalar(
             f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
         )
     if backbone is not None and backbone.shares and backbone.base == base_name(source, flag) is not None:
-        return _scalar_on(backbone, source, args, seed, flag)
+        return scalar_on_backbone(backbone, source, args, seed, flag)
     model, base, loaded = _load(AutoModelForSequenceClassification, source, flag, args, tokenizer, num_labels=1)
     if has_head and model.config.num_labels != 1:
         raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
-    if tokenizer is not None and not needs_head and _grow_vocabulary(model, tokenizer, name):
+    if tokenizer is not None and not needs_head and grow_vocabulary(model, tokenizer, name):
         base = None
     if said.get("compares_pairs"):
         model.config.compares_pairs = True
     if not has_head:
         model.score.weight.data.copy_(new_head(model.score.in_features, seed))
-    return ScalarModel(model, _choose_what_learns(model, args, loaded, "scalar"), base)
+    return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base)
 
 
-def _scalar_on(backbone: Policy, source: str, args: ModelArgs, seed: int, flag: str) -> ScalarModel:
-    """A critic or reward model by its adapters on a policy's backbone."""
-    model, config = backbone.model, lora.adapter_config(source, flag)
-    if config is not None and source not in backbone.loaded:
+def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, seed: int, flag: str = "") -> ScalarModel:
+    """A critic or reward model as adapters and a head on a policy's backbone; source None: with a new head."""
+    model, config = backbone.model, lora.adapter_config(source, flag) if source else None
+    if source and config is not None and source not in backbone.loaded:
         name = f"start_{len(backbone.loaded)}"
         backbone.loaded[source] = name, lora.load_adapter(model, name, source, config)
-    start, head = backbone.loaded.get(source, (None, None))
+    start, head = backbone.loaded.get(source or "", (None, None))
     learns = args.finetune_mode == "lora"
     if learns:
         lora.add_adapter(model, "scalar", args)
@@ -133,7 +133,7 @@ def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
     module.model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def _grow_vocabulary(model: nn.Module, tokenizer: Any, name: str) -> bool:
+def grow_vocabulary(model: nn.Module, tokenizer: Any, name: str) -> bool:
     """Give tokens that were added to a tokenizer rows in the embedding and the head; returns whether it did.
 
     Many missing rows mean that the tokenizer is another model's; the ids in the data then say so.
@@ -198,7 +198,7 @@ def _load(
     else:
         model.float()
     if args.disable_dropout:
-        _switch_off_dropout(model)
+        switch_off_dropout(model)
     if source == "tiny":
         return model, None, {}
     if config is None:
@@ -220,7 +220,7 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
 
 
 # ---------------------------------------------------------------------------------------------------- fine-tuning modes
-def _choose_what_learns(
+def choose_trainable(
     model: nn.Module, args: ModelArgs, loaded: dict[str, tuple[str, Tensor | None]], new: str
 ) -> tuple[str, ...]:
     """Freeze what does not learn; returns the adapters.
@@ -251,7 +251,7 @@ def _choose_what_learns(
     return adapters
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
+def switch_off_dropout(model: nn.Module) -> None:
     for owner in (*model.modules(), model.config):  # some read a plain number of the module, Falcon of the config
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0

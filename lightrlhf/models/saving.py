@@ -6,11 +6,13 @@ With LoRA a checkpoint is a peft folder that names its base; `--merge True` writ
 from __future__ import annotations
 
 import copy
+import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, first_line
 from lightrlhf.models import lora
-from lightrlhf.models.loading import _choose_what_learns, _load
+from lightrlhf.models.loading import _load, choose_trainable
 from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
@@ -88,7 +90,7 @@ def _merged_from(folder: str) -> nn.Module:
     auto_class = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     options = {"num_labels": 1} if scalar else {}
     model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
-    _choose_what_learns(model, ModelArgs(), loaded, "")
+    choose_trainable(model, ModelArgs(), loaded, "")
     return model
 
 
@@ -123,3 +125,12 @@ def upload(folder: Path, repository: str) -> None:
     except Exception as problem:  # the hub client, the network and the login raise their own
         line = first_line(problem)
         raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem
+
+
+def hash_weights(module: nn.Module, digest: Any = None) -> Any:
+    """Add the names and bytes of a module's weights to a hashlib digest (SHA-256 by default), and return it."""
+    digest = digest or hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest

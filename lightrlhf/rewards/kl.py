@@ -11,24 +11,38 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.maths.ops import KL_ESTIMATORS
 
 
+def bounded_scores(
+    scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float
+) -> tuple[Tensor, Tensor]:
+    """Scores (B,) clipped to +-limit, less the penalty of truncated responses, and which of them are valid, (B,) bool.
+
+    A response that could not be scored, NaN, gets 0 and is not valid.
+    """
+    valid = ~scores.isnan()
+    scores = torch.where(valid, scores, torch.zeros_like(scores))
+    if limit is not None:
+        scores = scores.clamp(-limit, limit)
+    return scores - missing_eos_penalty * truncated.to(scores), valid
+
+
 def token_rewards(rollout: Rollout, scores: Tensor, kl_coeff: float, kl_estimator: str = "k1") -> Tensor:
     """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1)."""
     kl = KL_ESTIMATORS[kl_estimator](rollout.logprobs, rollout.ref_logprobs)
     rewards = torch.where(rollout.action_mask, -kl_coeff * kl, torch.zeros_like(kl))
     steps = torch.arange(rewards.shape[1], device=rewards.device)
-    last = (rollout.action_mask.long() * (steps + 1)).argmax(1)  # an index, never a search for pad or end tokens
+    last = (rollout.action_mask.long() * (steps + 1)).argmax(1)  # by index: a pad token may be the end token
     rewards[torch.arange(len(rollout), device=rewards.device), last] += scores
-    return torch.where(rollout.action_mask, rewards, torch.zeros_like(rewards))  # also of rows without any action
+    return torch.where(rollout.action_mask, rewards, torch.zeros_like(rewards))  # rows without actions too
 
 
 @dataclass
 class FixedKL:
-    """A KL coefficient that stays."""
+    """A constant KL coefficient."""
 
     value: float
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Nothing changes."""
+        """Leave the coefficient as it is."""
 
 
 @dataclass

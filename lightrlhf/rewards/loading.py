@@ -121,7 +121,7 @@ def load_scorer(
             model, tokenizer = model.model, _plain(source)  # an encoder
     model = model.requires_grad_(False).eval().to(device)
     encoding = Encoding(tokenizer, wrap_prompts, getattr(config, "max_position_embeddings", None))
-    if getattr(config, "compares_pairs", False) and backbone is None:
+    if getattr(config, "compares_pairs", False) and not single:
         return PairScorer(model, encoding, batch_size)
     mean, std = reward_statistics(source) if standardise else (0.0, 1.0)
     return ModelScorer(model, encoding, batch_size, mean, std)

@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from lightrlhf.models.saving import hash_weights
 
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
 
@@ -54,7 +55,7 @@ def given_objects(**objects: Any) -> dict[str, str]:
 
 def _describe(one: Any) -> str:
     if isinstance(one, nn.Module):
-        kind, digest = type(one).__name__, hash_weights(one)
+        kind, digest = type(one).__name__, hash_weights(one).hexdigest()
     elif hasattr(one, "get_vocab"):
         kind, digest = type(one).__name__, _hash(sorted(one.get_vocab().items()))
     elif callable(one):
@@ -66,15 +67,6 @@ def _describe(one: Any) -> str:
     else:
         return type(one).__qualname__
     return f"{kind} sha256:{digest[:16]}"
-
-
-def hash_weights(module: nn.Module) -> str:
-    """SHA-256 of the names and bytes of a model's weights."""
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _hash(value: Any) -> str:

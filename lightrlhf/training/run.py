@@ -170,6 +170,10 @@ class Run(Generic[AnyArgs]):
         """A random generator that depends on the run's seed and `key` only, and is the same on every rank."""
         return torch.Generator().manual_seed(mix_seed(*key, start=self.args.seed))
 
+    def noise(self, num_rows: int, width: int, *key: int) -> Tensor:
+        """This rank's rows of uniform numbers (num_rows of all ranks, width) that depend on seed and `key` only."""
+        return torch.stack(self.shard(torch.rand(num_rows, width, generator=self.generator(*key))))
+
     # ------------------------------------------------------------------------------------------------- learning
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
         """Wrap a trainable module with its optimiser and schedule, which `optimize(name)` steps."""

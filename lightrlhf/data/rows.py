@@ -1,0 +1,59 @@
+"""Rows of a program: loaded from `--data_dir`, or made from texts and rows given from Python.
+
+Given rows are prepared ones, as the `.pt` splits hold them, or texts: prompts (a string, chat messages, or a dict with
+`prompt` and columns for the reward), `prompt` with `completion`, or `prompt` with `chosen` and `rejected`. A dict of
+splits has validation rows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, Row, load_prompts, load_split
+from lightrlhf.data.tokens import encode_prompt, encode_response
+
+Given = Sequence[Any] | Mapping[str, Sequence[Any]]
+TEXTS = {"finetune": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+
+
+def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any) -> list[Row]:
+    """Rows of a split: those given, else those of `--data_dir`.
+
+    Raises: UsageError when the file cannot be read, or a given row lacks a column.
+    """
+    if given is None:
+        return load_prompts(data_dir, split) if stage == "prompts" else load_split(data_dir, stage, split)
+    if isinstance(given, Mapping):
+        rows = list(given.get(split, []))
+    else:
+        rows = list(given) if split == "train" else []
+    if split == "train" and not rows:
+        raise UsageError(f"no {stage} rows were given to train on")
+    return [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
+
+
+def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
+    if stage == "prompts" and not isinstance(row, Mapping):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{where} is a {type(row).__name__}, but {stage} rows are dicts")
+    if COLUMNS[stage] - {"columns"} <= row.keys():
+        return {"columns": {}, **row} if stage == "prompts" else dict(row)
+    missing = [name for name in TEXTS[stage] if name not in row]
+    if missing:
+        raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(TEXTS[stage])}")
+    columns = {name: value for name, value in row.items() if name not in TEXTS[stage]}
+    prompt = encode_prompt(tokenizer, row["prompt"])
+    if stage == "prompts":
+        return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
+    texts = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name])]) for name in TEXTS[stage][1:]}
+    if stage == "preference":
+        sides = {f"{side}_input_ids": texts[side] for side in ("chosen", "rejected")}
+        return {"prompt_len": len(prompt), **sides, "columns": columns}
+    ids = texts["completion"]
+    targets = torch.cat([torch.full((len(prompt),), IGNORE_INDEX), ids[len(prompt) :]])
+    return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}

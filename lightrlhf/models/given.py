@@ -1,0 +1,52 @@
+"""Models given from Python, in the role of a policy or as the start of a critic."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models import lora
+from lightrlhf.models.loading import choose_trainable, grow_vocabulary, new_head, scalar_on_backbone, switch_off_dropout
+from lightrlhf.models.roles import Policy, ScalarModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:
+    """A causal language model as a policy with the trainable part of `--finetune_mode`; a `Policy` stays as it is.
+
+    The model itself is trained, in float32, not a copy. With LoRA its weights are saved once, as the base.
+    Raises: UsageError when it is no causal language model.
+    """
+    if isinstance(model, Policy):
+        return model
+    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        raise UsageError(f"policy: a causal language model of transformers is needed, not a {type(model).__name__}")
+    model.float()
+    grow_vocabulary(model, tokenizer, "the given policy")
+    if args.disable_dropout:
+        switch_off_dropout(model)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    adapters = choose_trainable(model, args, {}, "policy")
+    return Policy(model, adapters, None, shares=shares and bool(adapters))
+
+
+def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
+    """A critic on a copy of a policy's weights, or on its shared backbone, with a new head drawn from `seed`."""
+    from transformers import AutoModelForSequenceClassification
+
+    if policy.shares:
+        return scalar_on_backbone(policy, None, args, seed)
+    config = copy.deepcopy(policy.model.config)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.load_state_dict(lora.without_adapters(policy.model), strict=False)
+    model.score.weight.data.copy_(new_head(model.score.in_features, seed))
+    if args.disable_dropout:
+        switch_off_dropout(model)
+    return ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)
