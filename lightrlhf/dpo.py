@@ -243,7 +243,9 @@ class RunningMean:
 
 
 # ------------------------------------------------------------------------------------------------------------ data
-def load_pairs(args: DPOArgs, split: str, given: Given | None, tokenizer: Any) -> tuple[list[Row], list[str]]:
+def load_pairs(
+    args: DPOArgs, split: str, given: Given | None = None, tokenizer: Any = None
+) -> tuple[list[Row], list[str]]:
     """Pairs of a split, truncated to `--max_length`, and notes on how many were truncated or left out.
 
     Raises: UsageError when a pair lacks what the loss reads, or a prompt leaves no room for a response.
@@ -444,7 +446,14 @@ def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: in
     logps, ref_logps = run.sum_over_ranks(gathered).chunk(2)  # (2, N) each
     logps = logps.clone().requires_grad_()
     args = run.args
-    pairs = Pairs(*logps, *ref_logps, beta=args.beta, label_smoothing=args.label_smoothing)
+    pairs = Pairs(
+        policy_chosen_logps=logps[0],
+        policy_rejected_logps=logps[1],
+        ref_chosen_logps=ref_logps[0],
+        ref_rejected_logps=ref_logps[1],
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+    )
     loss = LOSSES[args.loss_type](pairs).sum()
     slopes = torch.autograd.grad(loss, logps)[0].T[here].tolist()
     return [{**row, "slopes": pair, "loss": float(loss.detach()) / total} for row, pair in zip(rows, slopes)]

@@ -278,7 +278,7 @@ def train(
     return run.finish(results)
 
 
-def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool) -> ScalarModel:
+def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool = False) -> ScalarModel:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     if args.rm_experiment_dir and args.critic_init != "policy":
         return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir", backbone=policy)

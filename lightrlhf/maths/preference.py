@@ -9,6 +9,7 @@ Left out: losses without a reference (SimPO, ORPO), divergences other than KL, u
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -224,8 +225,7 @@ def constant_weight(rapo: str) -> float | None:
     """The number of `const:0.5`; None for another weight of `RAPO`. Raises: ValueError when it is neither."""
     if rapo in RAPO:
         return None
-    kind, _, number = rapo.partition(":")
-    weight = float(number or "0.5") if kind == "const" else math.nan
-    if not 0 <= weight < math.inf:
+    found = re.fullmatch(r"const(?::(\d+(?:\.\d*)?|\.\d+))?", rapo)
+    if found is None:
         raise ValueError(f"--rapo {rapo} is not const:NUMBER, {', '.join(RAPO)}")
-    return weight
+    return float(found[1] or "0.5")

@@ -138,6 +138,9 @@ class RunOfOneStep:
     def pad_passes(self, parts):
         return list(parts)
 
+    def eval_rows(self, rows, batch_size: int):
+        return list(rows[: self.args.eval_iters * batch_size if self.args.eval_iters else None])
+
     def accumulate(self, module, enabled: bool):
         return nullcontext()
 

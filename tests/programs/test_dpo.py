@@ -30,7 +30,7 @@ from helpers import (
 )
 
 from lightrlhf import dpo, evaluate
-from lightrlhf.cli.args import ModelArgs, TrainArgs
+from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.data.splits import load_split
@@ -184,7 +184,10 @@ def test_bco_with_a_baseline():
 def test_the_flags_name_every_loss_and_every_weight():
     hints = typing.get_type_hints(DPOArgs)
     assert set(typing.get_args(hints["loss_type"])) == set(LOSSES)
-    assert {x for x in typing.get_args(typing.get_args(hints["rapo"])[0])} == set(RAPO)
+    for name in (*RAPO, "const:0.7"):
+        assert DPOArgs(model_name="tiny", rapo=name).rapo == name
+    with pytest.raises(ValueError, match="--rapo best"):
+        DPOArgs(model_name="tiny", rapo="best")
 
 
 def test_dpo_at_the_reference_is_log_two_whatever_the_smoothing():
@@ -336,12 +339,12 @@ def test_what_a_loss_gets_of_a_row(cafe_data, pairs):
     def made(**flags) -> Pairs:
         return make_pairs(arguments(cafe_data, beta=0.5, **flags), pairs, logps, baseline=0.25)
 
-    found = made(loss_type="kl", margin_scale=3.0)
+    found = made(loss_type="kl")
     assert found.policy_rejected_logps.tolist() == [-float(n) for n in range(9, 17)]
-    assert found.margins.tolist() == pytest.approx([3 * row["columns"]["margin"] for row in pairs])
+    assert found.margins.tolist() == pytest.approx([row["columns"]["margin"] for row in pairs])
     assert found.chosen_lengths.tolist() == [len(row["chosen_input_ids"]) - row["prompt_len"] for row in pairs]
     assert (found.beta, found.baseline, found.rejected_weight) == (0.5, 0.25, 1.0)
-    assert made(rapo="const", rapo_lambda=0.7).rejected_weight == 0.7
+    assert made(rapo="const:0.7").rejected_weight == 0.7
     by_pair = zip(pairs, *(made(rapo=name).rejected_weight.tolist() for name in ("ra", "app_1", "app_2")))
     for i, (row, ra, app_1, app_2) in enumerate(by_pair):
         implicit = 0.5 * (-(9 + i) - row["ref_rejected_logps"])
@@ -713,16 +716,18 @@ def refused(flags: list, capsys) -> str:
         (["--label_smoothing", "0.5"], "--label_smoothing 0.5 must lie in [0, 0.5)"),
         (
             ["--label_smoothing", "0.1", "--loss_type", "hinge"],
-            "--label_smoothing 0.1 has no place in --loss_type hinge",
+            "--loss_type hinge does not support --label_smoothing 0.1",
         ),
-        (["--rapo", "ra", "--loss_type", "nca_pair"], "--rapo ra has no place in --loss_type nca_pair"),
-        (["--length_alpha", "0.1", "--loss_type", "ipo"], "--length_alpha 0.1 has no place in --loss_type ipo"),
+        (["--rapo", "ra", "--loss_type", "nca_pair"], "--loss_type nca_pair does not support --rapo ra"),
+        (["--length_alpha", "0.1", "--loss_type", "ipo"], "--loss_type ipo does not support --length_alpha 0.1"),
         (["--length_alpha=-1"], "--length_alpha -1"),
         (["--rpo_alpha=-1"], "--rpo_alpha -1"),
-        (["--margin_scale", "0"], "--margin_scale 0"),
+        (["--margin_scale", "2"], "--margin_scale was removed"),
+        (["--rapo_lambda", "0.7"], "--rapo const:0.5"),
+        (["--rapo", "const:x"], "--rapo"),
         (["--max_length", "0"], "--max_length 0"),
         (["--max_length", "8", "--max_prompt_length", "8"], "try --max_prompt_length 4"),
-        (["--max_length", "3"], "--max_length 3 leaves no room behind a prompt of"),
+        (["--max_length", "3"], "--max_length 3 leaves no room"),
         (["--truncation_mode", "keep_middle"], "truncation_mode"),
         (["--loss_type", "kl"], "--loss_type kl reads the column margin of each pair, but row 0 of"),
         (["--rapo", "ra"], "--rapo ra reads the column rejected_score of each pair, but row 0 of"),
@@ -765,5 +770,5 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
     table = page.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
-    shared = {field.name for base in (TrainArgs, ModelArgs) for field in fields(base)}
+    shared = {field.name for base in (TrainArgs, DataArgs, EvalArgs, ModelArgs) for field in fields(base)}
     assert not {f.name for f in fields(DPOArgs) if f.name not in shared and f"`--{f.name}" not in page}

@@ -17,19 +17,16 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import response_batch
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.maths.macro_actions import fixed
-from lightrlhf.maths.ops import gae, whiten
+from lightrlhf.maths.ops import gae, policy_loss, whiten
 from lightrlhf.models.loading import load_policy, load_scalar
-from lightrlhf.models.roles import TokenStats
 from lightrlhf.ppo import (
     PPOArgs,
     PPOBatch,
     check_start,
     estimate_advantages,
     load_critic,
-    macro_policy_loss,
     main,
     minibatches,
-    policy_loss,
     predict_values,
     score,
     update_minibatch,
@@ -62,13 +59,17 @@ def ppo_batch(dtype=torch.float32) -> PPOBatch:
 
 
 # ---------------------------------------------------------------------------------------------------------- losses
+def surrogate_loss(batch: PPOBatch, logprobs, entropy=None, entropy_coeff: float = 0.0):
+    return policy_loss(logprobs, batch.logprobs, batch.advantages, batch.action_mask, 0.2, entropy, entropy_coeff)
+
+
 @pytest.mark.parametrize("entropy_coeff", [0.0, 0.05])
 def test_the_policy_loss_and_its_gradient_equal_a_float64_reference(entropy_coeff):
     """Schulman et al. 2017, eq. 7 and the entropy bonus of eq. 9, action by action."""
     batch = ppo_batch(torch.float64)
     logprobs = (batch.logprobs + 0.4 * torch.randn_like(batch.logprobs)).requires_grad_()
     entropy = torch.rand_like(batch.logprobs).requires_grad_()
-    loss = policy_loss(TokenStats(logprobs, entropy, None), batch, 0.2, entropy_coeff)
+    loss = surrogate_loss(batch, logprobs, entropy if entropy_coeff else None, entropy_coeff)
     found = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
     total, clipped = torch.zeros((), dtype=torch.float64), 0
     for b, t in batch.action_mask.nonzero().tolist():
@@ -110,7 +111,7 @@ def test_the_value_loss_and_its_gradient_equal_a_float64_reference():
 def test_at_ratio_one_the_gradient_is_the_policy_gradient():
     batch = ppo_batch(torch.float64)
     logprobs = batch.logprobs.clone().requires_grad_()
-    loss = policy_loss(TokenStats(logprobs, torch.zeros_like(logprobs), None), batch, 0.2, 0.0)
+    loss = surrogate_loss(batch, logprobs)
     (found,) = torch.autograd.grad(loss, logprobs)
     assert torch.allclose(found, -batch.advantages * batch.action_mask)
 
@@ -171,9 +172,7 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     for row, number in enumerate([5.0, -5.0, 5.0, -5.0]):
         rewards[row][rollout.action_mask[row].nonzero()[-1]] = number
     values = torch.zeros_like(rewards)
-    batch = estimate_advantages(
-        RunOfOneStep(ppo_args(cafe_data)), rollout, rewards, values, fixed(rollout.action_mask, 1)
-    )
+    batch = estimate_advantages(ppo_args(cafe_data), rollout, rewards, values, fixed(rollout.action_mask, 1))
     means = [float(batch.advantages[row][batch.action_mask[row]].mean()) for row in range(4)]
     assert means[0] > 0.3 and means[2] > 0.3 and means[1] < -0.3 and means[3] < -0.3
     counted = batch.advantages[batch.action_mask]
@@ -181,13 +180,18 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     assert (batch.advantages[~batch.action_mask] == 0).all()
 
 
-def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data):
+def scorer_of(scores: list[float]):
+    """A scorer that returns these numbers, None for NaN."""
+    return lambda groups: [[None if math.isnan(value) else value] for value in scores]
+
+
+def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, tokenizer):
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
-    raw = torch.tensor([9.0, 9.0, -9.0, 0.5])
-    assert score(rollout, lambda _: raw, args).tolist() == [2.0, 1.0, -2.0, -0.5]
+    raw = [9.0, 9.0, -9.0, 0.5]
+    assert score(args, rollout, scorer_of(raw), tokenizer)[0].tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert score(rollout, lambda _: raw, free).tolist() == raw.tolist()
+    assert score(free, rollout, scorer_of(raw), tokenizer)[0].tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -201,11 +205,16 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.logprobs = score_logprobs(actor, rollout, 1.0, 4)
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
-        scored = score(rollout, lambda _, scores=scores: torch.tensor(scores), run.args)
+        before = rollout.action_mask.clone()
+        scored, valid = score(run.args, rollout, scorer_of(scores), tokenizer)
+        assert torch.equal(rollout.action_mask, before) and valid.tolist() == [not math.isnan(x) for x in scores]
+        rollout = rollout.masked(valid)
         rewards = torch.zeros(rollout.action_mask.shape)
         last = (rollout.attention_mask.sum(1) - 2)[:, None]
         rewards = rewards.scatter(1, last, scored[:, None]) * rollout.action_mask
-        batch = estimate_advantages(run, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1))
+        batch = estimate_advantages(
+            run.args, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1)
+        )
         assert torch.isfinite(batch.advantages).all()
         update_minibatch(run, actor, critic, batch)
         found.append(run.gradients)
@@ -377,44 +386,19 @@ def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
     rollout = rollout_of(PROMPTS, RESPONSES)
     mask = rollout.action_mask
     advantages, returns = gae(batch.returns, batch.values, mask, 1.0, 0.95)
-    run = RunOfOneStep(ppo_args(cafe_data, ngram=1))
-    found = estimate_advantages(run, rollout, batch.returns, batch.values, fixed(mask, 1))
+    found = estimate_advantages(ppo_args(cafe_data, ngram=1), rollout, batch.returns, batch.values, fixed(mask, 1))
     assert torch.equal(found.advantages, whiten(advantages, mask))
     assert torch.equal(found.returns, returns)
-    stats = TokenStats(batch.logprobs + 0.1 * batch.values, batch.values.abs(), None)
-    assert torch.equal(macro_policy_loss(stats, batch, 0.2, 0.01), policy_loss(stats, batch, 0.2, 0.01))
-
-
-def test_the_macro_ratio_is_the_product_over_a_segment():
-    """-sum over segments of min(rho A, clip(rho) A), rho the product of token ratios, in float64 with plain loops."""
-    batch = ppo_batch(torch.float64)
-    batch.segments = fixed(batch.action_mask, 2)
-    logprobs = (batch.logprobs + 0.15 * batch.values).requires_grad_()
-    generator = torch.Generator().manual_seed(0)
-    per_segment = torch.randn(4, 8, generator=generator, dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(batch)):
-        places = batch.action_mask[row].nonzero()[:, 0].tolist()
-        for number, start in enumerate(range(0, len(places), 2)):
-            group, advantage = places[start : start + 2], per_segment[row, number]
-            batch.advantages[row, group] = advantage
-            ratio = torch.exp(sum(logprobs[row, t] - batch.logprobs[row, t] for t in group))
-            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    expected = torch.autograd.grad(total, logprobs)[0]
-    stats = TokenStats(logprobs, torch.zeros_like(logprobs), None)
-    loss = macro_policy_loss(stats, batch, 0.2, 0.0)
-    assert loss.item() == pytest.approx(total.item(), abs=1e-12)
-    assert torch.allclose(torch.autograd.grad(loss, logprobs)[0], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         ["--ngram=0", "--value_function=first"],
-        ["--ngram=3", "--macro_ratio=segment", "--macro_discount=length", "--gae_gamma=0.99"],
-        ["--termination_condition=randomized", "--repeat_times=1", "--value_function=position"],
+        ["--ngram=3", "--gae_gamma=0.99"],
+        ["--termination_condition=randomized", "--value_function=position"],
         ["--termination_condition=ppl", "--value_function=unit"],
-        ["--termination_condition=parsing", "--parsing_cutoff=3", "--ngram=2"],
+        ["--termination_condition=parsing", "--ngram=2"],
     ],
     ids=lambda flags: flags[0],
 )

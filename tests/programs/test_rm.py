@@ -15,7 +15,7 @@ from lightrlhf.data.splits import load_split
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rm import RMArgs, evaluate, main, pair_sums, rm_loss, train_step
+from lightrlhf.rm import LOSSES, RMArgs, evaluate, main, pair_sums, train_step
 
 LOSS_TYPES = ["per_sample", "last_token", "average"]
 PAIRS = [  # prompt, chosen, rejected
@@ -65,7 +65,7 @@ def loss_by_hand(chosen, rejected, chosen_ids: list[int], rejected_ids: list[int
 def test_the_loss_and_its_gradient_equal_a_float64_reference(loss_type, pad_id):
     batch = preference_batch(rows(), pad_id)
     scores = torch.randn(batch.input_ids.shape, dtype=torch.float64, requires_grad=True)
-    loss = rm_loss(scores, batch.input_ids, batch.attention_mask, loss_type)
+    loss = LOSSES[loss_type](scores, batch.input_ids, batch.attention_mask).sum()
     (gradient,) = torch.autograd.grad(loss, scores)
     total = torch.zeros((), dtype=torch.float64)
     for i, (prompt, chosen, rejected) in enumerate(PAIRS):
@@ -81,7 +81,7 @@ def test_the_loss_and_its_gradient_equal_a_float64_reference(loss_type, pad_id):
 def test_equal_texts_have_loss_log_two_and_no_nan(loss_type):
     batch = preference_batch([rows()[2]], 1)
     scores = torch.randn(1, batch.input_ids.shape[1]).repeat(2, 1).requires_grad_()
-    loss = rm_loss(scores, batch.input_ids, batch.attention_mask, loss_type)
+    loss = LOSSES[loss_type](scores, batch.input_ids, batch.attention_mask).sum()
     loss.backward()
     assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
     assert torch.isfinite(scores.grad).all()

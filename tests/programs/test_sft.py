@@ -116,7 +116,7 @@ def test_the_gradient_of_a_step_is_the_same_packed_and_padded(micro_batch_size, 
 
 @pytest.mark.parametrize("eval_iters", [None, 2])
 def test_the_validation_loss_is_the_mean_over_all_counted_tokens(eval_iters, base_model, cafe_data, tokenizer):
-    policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
+    policy = load_policy(str(base_model), ModelArgs(), tokenizer).train()
     rows = load_split(cafe_data, "finetune", "validation")
     args = SFTArgs(
         data_dir=str(cafe_data),
@@ -134,7 +134,7 @@ def test_the_validation_loss_is_the_mean_over_all_counted_tokens(eval_iters, bas
         total -= float(logprobs.gather(-1, ids[start:, None]).sum())
         count += len(ids) - start
     assert loss == pytest.approx(total / count, rel=1e-4)
-    assert policy.training  # goes on training
+    assert policy.training  # the mode is restored
 
 
 def test_the_loss_falls_from_about_that_of_a_uniform_guess(cafe_data, logs, tokenizer):

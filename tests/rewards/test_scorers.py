@@ -12,12 +12,12 @@ from helpers.rollouts import EOS, rollout_of
 
 from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, load_function, reward_statistics
-from lightrlhf.rewards.scorers import FunctionScorer, RewardModelScorer, same_tokenizer
+from lightrlhf.rewards.scorers import Encoding, FunctionScorer, ModelScorer, same_tokenizer, score_rollout
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -86,7 +86,7 @@ def test_a_function_sees_texts_and_columns_of_all_rows(tokenizer):
         return [1, 2.5]
 
     rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, columns=[{"answer": "4"}, {"other": 7}])
-    assert FunctionScorer(reward, tokenizer)(rollout).tolist() == [1.0, 2.5]
+    assert score_rollout(FunctionScorer(reward), rollout, tokenizer).tolist() == [1.0, 2.5]
     assert seen == {
         "prompts": ["Guest: a latte", "Guest: two muffins"],
         "completions": [" Of course.", " Ugh."],
@@ -98,19 +98,27 @@ def test_a_function_sees_texts_and_columns_of_all_rows(tokenizer):
 def test_a_function_that_returns_another_number_of_scores_is_refused(tokenizer):
     rollout = rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]])
     with pytest.raises(UsageError, match="returned 1 scores for 2 completions"):
-        FunctionScorer(lambda prompts, completions, **columns: [1.0], tokenizer)(rollout)
+        score_rollout(FunctionScorer(lambda prompts, completions, **columns: [1.0]), rollout, tokenizer)
 
 
 def test_a_function_may_return_nan(tokenizer):
     rollout = rollout_of(rows_of(2), [[5, EOS]])
-    assert FunctionScorer(lambda *texts, **columns: [math.nan], tokenizer)(rollout).isnan().all()
+    for nothing in (math.nan, None):
+        scorer = FunctionScorer(lambda *texts, nothing=nothing, **columns: [nothing])
+        assert score_rollout(scorer, rollout, tokenizer).isnan().all()
+
+
+def test_a_function_that_returns_no_number_is_refused(tokenizer):
+    rollout = rollout_of(rows_of(2), [[5, EOS]])
+    with pytest.raises(RunFailure, match="the reward function failed with ValueError"):
+        score_rollout(FunctionScorer(lambda *texts, **columns: ["good"]), rollout, tokenizer)
 
 
 def test_a_reward_model_scores_each_row_as_it_would_alone(base_model, tokenizer):
     model = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).eval()
     prompts, answers = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
-    scorer = RewardModelScorer(model, tokenizer, tokenizer, batch_size=2)
-    together = scorer(rollout_of(prompts, answers, tokenizer.pad_token_id))
+    scorer = ModelScorer(model, Encoding(tokenizer), batch_size=2)
+    together = score_rollout(scorer, rollout_of(prompts, answers, tokenizer.pad_token_id), tokenizer)
     for i, (prompt, answer) in enumerate(zip(prompts, answers)):
         ids = torch.tensor([prompt + answer])
         assert float(together[i]) == pytest.approx(float(model(ids, ids >= 0)[0, -1]), abs=1e-5)
@@ -127,7 +135,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, tmp_pat
     answers = [encode_response(tokenizer, answer) for _, answer in texts]
     answers[1] = answers[1][:-1]
     rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, truncated=[False, True])
-    scores = RewardModelScorer(model, other, tokenizer, batch_size=8)(rollout)
+    scores = score_rollout(ModelScorer(model, Encoding(other), batch_size=8), rollout, tokenizer)
     for i, (prompt, answer) in enumerate(texts):
         ids = other(prompt)["input_ids"] + other(answer)["input_ids"] + [other.eos_token_id] * (i == 0)
         ids = torch.tensor([ids])

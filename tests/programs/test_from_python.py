@@ -1,0 +1,150 @@
+"""Programs called from Python: objects instead of flags, a hook, and resuming with the same objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import last_checkpoint, metrics, save_model, tiny_model, weights
+
+import lightrlhf
+from lightrlhf import DPOArgs, PPOArgs, RMArgs, SFTArgs, StopTraining, UsageError, dpo, ppo, rm, sft
+
+SMALL = {"accelerator": "cpu", "micro_batch_size": 2, "mini_batch_size": 4, "log_interval": 1, "lr_warmup_steps": 0}
+PROMPTS = ["Guest: a tea, please.\n", "Guest: two muffins.\n", "Guest: a latte!\n", "Guest: water.\n"] * 2
+REPLIES = [{"prompt": prompt, "completion": " Certainly."} for prompt in PROMPTS]
+PAIRS = [{"prompt": prompt, "chosen": " Certainly.", "rejected": " No."} for prompt in PROMPTS]
+
+
+def model_of(tokenizer):
+    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return tiny_model("llama", vocab_size=len(tokenizer), **special)
+
+
+def short(prompts, completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+
+def ppo_args(tmp_path, **flags) -> PPOArgs:
+    sizes = {"rollout_size": 4, "rollout_mini_batch_size": 4, "max_new_tokens": 6, "eval_interval": 0}
+    return PPOArgs(log_dir=str(tmp_path), **(SMALL | sizes | flags))
+
+
+def test_ppo_trains_given_objects_and_records_them(tokenizer, tmp_path):
+    model, seen = model_of(tokenizer), []
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    folder = ppo.train(
+        ppo_args(tmp_path, max_steps=2, actor_learning_rate=1e-2),
+        policy=model,
+        tokenizer=tokenizer,
+        prompts=PROMPTS,
+        reward=short,
+        on_step=lambda step, row: seen.append((step, row["objective/score"])),
+    )
+    assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())  # trained in place
+    assert seen == [(row["step"], row["objective/score"]) for row in metrics(folder)]
+    given = json.loads((folder / "args.json").read_text())["given"]
+    assert set(given) == {"policy", "tokenizer", "prompts", "reward"} and "sha256" in given["policy"]
+    assert given["prompts"].startswith("8 rows sha256:") and given["reward"].endswith(":short")
+    card = (last_checkpoint(folder) / "README.md").read_text()
+    assert given["policy"] in card and given["reward"] in card
+    assert folder.parent.name == "prompts" and folder.parent.parent.name == "given"
+
+
+@pytest.mark.parametrize("flags", [{}, {"finetune_mode": "lora"}], ids=["all", "lora"])
+def test_a_resumed_run_wants_the_objects_it_began_with(flags, tokenizer, tmp_path):
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    args = ppo_args(tmp_path, max_steps=3, save_interval=1, **flags)
+    whole = ppo.train(args, policy=model_of(tokenizer), **objects)
+    begun = ppo.train(dataclasses.replace(args, max_steps=1), policy=model_of(tokenizer), **objects)
+    again = dataclasses.replace(args, resume_from=str(begun))
+    other = model_of(tokenizer)
+    other.lm_head.weight.data.mul_(2)
+    with pytest.raises(UsageError, match="policy was .* resume with the objects that the run began with"):
+        ppo.train(again, policy=other, **objects)
+    with pytest.raises(UsageError, match="prompts was 8 rows"):
+        ppo.train(again, policy=model_of(tokenizer), **(objects | {"prompts": PROMPTS[:4]}))
+    with pytest.raises(UsageError, match="policy was .* and is not given"):
+        ppo.train(dataclasses.replace(again, model_name="tiny"), **objects)
+    ppo.train(again, policy=model_of(tokenizer), **objects)
+    assert weights(last_checkpoint(begun)) == weights(last_checkpoint(whole))
+    assert metrics(begun) == metrics(whole)
+
+
+def test_stop_training_ends_after_the_step_with_a_checkpoint(tokenizer, tmp_path):
+    def stop(step, row):
+        if step == 2:
+            raise StopTraining
+
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    folder = ppo.train(ppo_args(tmp_path, epochs=9), policy=model_of(tokenizer), **objects, on_step=stop)
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+    assert last_checkpoint(folder).name == "checkpoint-000002"
+
+
+def test_a_mistake_of_on_step_comes_out_as_it_is(tokenizer, tmp_path):
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    with pytest.raises(ZeroDivisionError):
+        ppo.train(ppo_args(tmp_path), policy=model_of(tokenizer), **objects, on_step=lambda step, row: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "args_class", "rows"),
+    [(sft, SFTArgs, REPLIES), (rm, RMArgs, PAIRS), (dpo, DPOArgs, PAIRS)],
+    ids=["sft", "rm", "dpo"],
+)
+def test_other_programs_train_on_given_texts(program, args_class, rows, tokenizer, tmp_path):
+    args = args_class(log_dir=str(tmp_path), max_steps=2, eval_interval=2, **SMALL)
+    given = {"train": rows, "validation": rows[:4]}
+    folder = program.train(args, policy=model_of(tokenizer), tokenizer=tokenizer, rows=given)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 2] and "val/loss" in metrics(folder)[-1]
+    assert "train: 8 rows, validation: 4 rows" in json.loads((folder / "args.json").read_text())["given"]["rows"]
+
+
+def test_given_texts_are_the_rows_that_preparation_would_write(cafe_data, tokenizer):
+    from lightrlhf.data.rows import load_rows
+    from lightrlhf.data.splits import load_split
+
+    prepared = load_split(cafe_data, "preference", "train")[:3]
+    texts = []
+    for row in prepared:
+        start = row["prompt_len"]
+        parts = [row["chosen_input_ids"][:start], *(row[f"{s}_input_ids"][start:-1] for s in ("chosen", "rejected"))]
+        texts.append(dict(zip(("prompt", "chosen", "rejected"), map(tokenizer.decode, parts))))
+    for row, again in zip(prepared, load_rows("preference", "train", "", texts, tokenizer)):
+        for side in ("chosen", "rejected"):
+            assert again[f"{side}_input_ids"].tolist() == row[f"{side}_input_ids"].tolist()
+
+
+def test_mistakes_are_exceptions_and_not_exits(tokenizer, tmp_path):
+    objects = {"policy": model_of(tokenizer), "tokenizer": tokenizer, "prompts": PROMPTS}
+    with pytest.raises(UsageError, match="what scores responses"):
+        ppo.train(ppo_args(tmp_path), **objects)
+    with pytest.raises(UsageError, match="given row 0 has"):
+        ppo.train(ppo_args(tmp_path), **(objects | {"prompts": [{"text": "a"}]}), reward=short)
+    with pytest.raises(UsageError, match="the policy to start from"):
+        ppo.train(ppo_args(tmp_path), prompts=PROMPTS, reward=short)
+    with pytest.raises(ValueError, match="--mini_batch_size 6"):
+        ppo_args(tmp_path, mini_batch_size=6)
+    assert not list(Path(tmp_path).rglob("args.json"))
+
+
+def test_a_folder_and_a_given_model_train_alike(tokenizer, tmp_path):
+    """The same weights by name and as an object."""
+    folder = save_model("llama", tmp_path / "base", tokenizer)
+    tokenizer.save_pretrained(folder)
+    objects = {"prompts": PROMPTS, "reward": short}
+    by_name = ppo.train(ppo_args(tmp_path, max_steps=2, model_name=str(folder)), **objects)
+    by_object = ppo.train(ppo_args(tmp_path, max_steps=2), policy=model_of(tokenizer), tokenizer=tokenizer, **objects)
+    assert metrics(by_name) == metrics(by_object)
+    assert weights(last_checkpoint(by_name)) == weights(last_checkpoint(by_object))
+
+
+def test_every_exported_name_is_there():
+    for name in lightrlhf.__all__:
+        assert getattr(lightrlhf, name) is not None
+    with pytest.raises(AttributeError):
+        lightrlhf.nothing  # noqa: B018
