@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets_prep.encoding import STAGES, BadRow, Place, Row, hash_of, is_messages
+from lightrlhf.data.splits import split_by_hash
 
 
 def shares_of(split: str | None) -> list[float]:
@@ -51,20 +52,16 @@ class Placement:
         return Place(_hash(group), split, stages, row.get("source", "a generated row"))
 
     def _part(self, group: str) -> set[str]:
-        position = self._fraction("stage", group)
         sft, rm, _ = self.shares
-        if position < sft:
-            return {"finetune"}
-        return {"preference"} if position < sft + rm else {"prompts", "dialogue"}
+        part = self._place("stage", group, {"finetune": sft, "preference": rm}, rest="prompts")
+        return {"prompts", "dialogue"} if part == "prompts" else {part}
 
     def _split(self, group: str) -> str:
-        position = self._fraction("split", group)
-        if position < self.test:
-            return "test"
-        return "validation" if position < self.test + self.validation else "train"
+        return self._place("split", group, {"test": self.test, "validation": self.validation}, rest="train")
 
-    def _fraction(self, what: str, group: str) -> float:
-        return _hash(f"{self.seed}/{what}/{group}") / 2**64
+    def _place(self, what: str, group: str, shares: dict[str, float], rest: str) -> str:
+        key = f"{self.seed}/{what}/{group}".encode("utf-8", "surrogatepass")
+        return split_by_hash(key, shares, rest, hash_of)
 
     def _group(self, row: Row) -> str:
         value = row.get("group")

@@ -13,7 +13,8 @@ from helpers import ROOT, environment
 
 FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"cli", "maths"},
-    {"data", "storage"},
+    {"storage"},
+    {"data"},
     {"models"},
     {"training", "rewards"},
     {"generation"},

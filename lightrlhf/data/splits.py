@@ -5,14 +5,16 @@ A split is a list of rows that fits in memory. Files are read with `weights_only
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.storage.checkpoint import save_tensors
 
 IGNORE_INDEX = -100
 SPLITS = ("train", "validation", "test")
@@ -63,11 +65,30 @@ def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]
     path = Path(data_dir) / f"{stage}_{split}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(laid, path.with_name(path.name + ".partial"))
-        path.with_name(path.name + ".partial").replace(path)
+        save_tensors(path, laid)
     except (OSError, RuntimeError) as problem:  # torch tells of a full disk by the latter
         raise UsageError(f"{path} cannot be written: {first_line(problem)}") from None
     return path
+
+
+def hash64(data: bytes) -> int:
+    """The first 64 bits of a SHA-256."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+
+
+def split_by_hash(
+    key: bytes, shares: Mapping[str, float], rest: str = "train", hash_function: Callable[[bytes], int] = hash64
+) -> str:
+    """Split of a row from the 64-bit hash of its key alone; `shares` by split, in this order, `rest` gets what remains.
+
+    A key is the seed with what must stay together, such as the prompt. Shares hold on average, not to the row.
+    """
+    position, end = hash_function(key) / 2**64, 0.0
+    for split, share in shares.items():
+        end += share
+        if position < end:
+            return split
+    return rest
 
 
 def _check_row(row: Any, stage: str, where: str) -> None:

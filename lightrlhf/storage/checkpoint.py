@@ -15,6 +15,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 
@@ -87,6 +90,15 @@ def write_text(path: Path, text: str) -> None:
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def save_tensors(path: Path, value: Any) -> None:
+    """Atomic `torch.save`: temporary name, flush, rename. Raises: OSError or RuntimeError, as torch does."""
+    temporary = path.with_name(path.name + ".partial")
+    torch.save(value, temporary)
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
 
