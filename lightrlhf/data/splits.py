@@ -1,6 +1,8 @@
-"""Splits: the prepared `{stage}_{split}.pt` files, read, checked and written.
+"""Splits: reading, checking and writing the prepared `{stage}_{split}.pt` files.
 
 A split is a list of rows that fits in memory. Files are read with `weights_only=True`, so they cannot run code.
+
+Left out: streamed and memory-mapped datasets.
 """
 
 from __future__ import annotations
@@ -29,19 +31,18 @@ Row = dict[str, Any]
 
 
 def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
-    """Rows of `{data_dir}/{stage}_{split}.pt`.
+    """Load the rows of `{data_dir}/{stage}_{split}.pt`.
 
-    Raises: UsageError, one line naming the file, when it is missing, damaged, holds code instead of data, is empty,
-    or belongs to another stage.
+    Raises: UsageError naming the file when it is missing, damaged, empty, of another stage, or holds code.
     """
     path = Path(data_dir) / f"{stage}_{split}.pt"
     if not path.is_file():
-        found = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
-        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(found) or 'no .pt split'}")
+        splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
+        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}")
     try:
         rows = torch.load(path, weights_only=True)
     except pickle.UnpicklingError:
-        raise UsageError(f"{path} holds objects other than plain data and was not opened; prepare it again") from None
+        raise UsageError(f"{path} holds objects other than plain data and was not loaded; prepare it again") from None
     except Exception as problem:
         raise UsageError(
             f"{path} is damaged ({type(problem).__name__}: {first_line(problem)}); prepare it again"
@@ -54,19 +55,19 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
 
 
 def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
-    """Write `{data_dir}/{stage}_{split}.pt`, whole or not at all: ids as int32 views of one tensor, as prepared data.
+    """Write `{data_dir}/{stage}_{split}.pt` atomically, with ids as int32 views of one tensor, as in prepared data.
 
     Raises: UsageError when it cannot be written.
     """
     names = [name for name in rows[0] if name.endswith("input_ids")]
     parts = [torch.as_tensor(row[name], dtype=torch.int32) for row in rows for name in names]
     views = iter(torch.cat(parts).split([len(part) for part in parts]))
-    laid = [{**row, **{name: next(views) for name in names}} for row in rows]
+    stored = [{**row, **{name: next(views) for name in names}} for row in rows]
     path = Path(data_dir) / f"{stage}_{split}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(path, laid)
-    except (OSError, RuntimeError) as problem:  # torch tells of a full disk by the latter
+        save_tensors(path, stored)
+    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
         raise UsageError(f"{path} cannot be written: {first_line(problem)}") from None
     return path
 
@@ -94,17 +95,17 @@ def split_by_hash(
 def _check_row(row: Any, stage: str, where: str) -> None:
     if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise UsageError(f"{where} has {keys}, but the {stage} stage needs {sorted(COLUMNS[stage])}")
+        raise UsageError(f"{where} has {keys}, but the {stage} stage requires {sorted(COLUMNS[stage])}")
     if stage == "finetune":
         ids, targets = row["input_ids"], torch.as_tensor(row["targets"])
         if len(targets) != len(ids):
             raise UsageError(f"{where} has {len(ids)} input_ids but {len(targets)} targets; prepare it again")
         if ((targets < 0) & (targets != IGNORE_INDEX)).any():
-            raise UsageError(f"{where} ignores targets by another number than {IGNORE_INDEX}; prepare it again")
+            raise UsageError(f"{where} has a negative target other than {IGNORE_INDEX}; prepare it again")
 
 
 def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
-    """Rows `prompt_len, input_ids (the prompt alone), columns`: of `prompts_*.pt`, else the prompts of `finetune_*`."""
+    """Load rows `prompt_len, input_ids (the prompt alone), columns` from `prompts_*.pt`, else from `finetune_*.pt`."""
     if (Path(data_dir) / f"prompts_{split}.pt").is_file():
         return load_split(data_dir, "prompts", split)
     return [
@@ -114,16 +115,16 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
 
 
 def longest_text(rows: Sequence[Row]) -> int:
-    """Tokens of the longest text of these rows."""
+    """Length in tokens of the longest text of these rows."""
     return max(len(row[key]) for row in rows for key in row if key.endswith("input_ids"))
 
 
 def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
-    """Raises: UsageError when a row holds an id that the model has no embedding for."""
+    """Check that the model has an embedding for each token id. Raises: UsageError."""
     ids = [torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key])]
     smallest, largest = min(int(row.min()) for row in ids), max(int(row.max()) for row in ids)
     if smallest < 0 or largest >= vocab_size:
         raise UsageError(
-            f"{where} holds token id {min(smallest, 0) or largest}, but the model knows {vocab_size} tokens; "
+            f"{where} holds token id {min(smallest, 0) or largest}, but the model has {vocab_size} tokens; "
             "prepare the data again with --tokenizer_name of this model"
         )

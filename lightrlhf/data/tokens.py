@@ -1,6 +1,6 @@
-"""Text to token ids and back. Training, generation, data preparation and the demo all use these functions.
+"""Encoding text as token ids and decoding ids, for training, generation, data preparation and the demo.
 
-Prompt and response are tokenised apart and their ids joined, so that no token spans the border between them.
+Prompt and response are tokenised separately and their ids concatenated, so that no token spans the border between them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lightrlhf.data.splits import Row
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[int]:
-    """Ids of a prompt, exactly as in the prepared data.
+    """Token ids of a prompt, exactly as in the prepared data.
 
-    A string is tokenised without special tokens behind one BOS (where the tokenizer adds one by itself); messages
-    are rendered once by the tokenizer's chat template, which writes its own special tokens.
+    A string is tokenised without special tokens, after one BOS if the tokenizer adds one by default. Messages are
+    rendered by the tokenizer's chat template, which writes its own special tokens.
     """
     if isinstance(prompt, str):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -31,9 +31,9 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[in
 
 
 def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | None:
-    """The dialogue that the chat template renders as just these ids of a prompt; None where there is none.
+    """Messages that the chat template renders as exactly these prompt ids; None if there are none.
 
-    What the template writes around the turns is found by rendering a dialogue of known words.
+    Inverts the template: the text it writes around the turns is found by rendering a dialogue of known words.
     """
     if not tokenizer.chat_template:
         return None
@@ -44,21 +44,21 @@ def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | No
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     if len(parts) != 4 or not all(parts[1:3]) or not (text.startswith(parts[0]) and text.endswith(parts[3])):
         return None
-    start, behind_user, behind_assistant, end = parts
-    rounds = text[len(start) : len(text) - len(end)].split(behind_assistant)
-    *answered, last = [turn.split(behind_user) for turn in rounds]
+    start, after_user, after_assistant, end = parts
+    rounds = text[len(start) : len(text) - len(end)].split(after_assistant)
+    *answered, last = [turn.split(after_user) for turn in rounds]
     if len(last) != 1 or any(len(turn) != 2 for turn in answered):
         return None
     contents = [content for turn in (*answered, last) for content in turn]
-    found = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return found if encode_prompt(tokenizer, found) == list(ids) else None
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return messages if encode_prompt(tokenizer, messages) == list(ids) else None
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Ids of a response with exactly one end token behind it.
+    """Token ids of a response, ending with exactly one end token.
 
-    It is tokenised behind an end token, which is split off first and then cut away: a SentencePiece tokenizer begins
-    a text with a space of its own, but not what goes on after a token.
+    The text is tokenised after an end token, whose id is then removed: SentencePiece tokenizers prepend a space to a
+    text, but not to its continuation after a special token.
     """
     eos = tokenizer.eos_token_id
     ids = tokenizer(tokenizer.eos_token + response, add_special_tokens=False)["input_ids"][1:]
@@ -66,17 +66,17 @@ def encode_response(tokenizer: Any, response: str) -> list[int]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of ids, special tokens left out, spaces kept as they were sampled."""
+    """Text of token ids, without special tokens and without a clean-up of spaces."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer by itself begins a text with its BOS token."""
+    """Whether the tokenizer prepends its BOS token to a text by default."""
     return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Ids by which a pair-preference model is asked whether the first response is the better one."""
+    """Input ids of a pair-preference model, whose score is the logit that the first response is the better one."""
     marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
     return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
 
@@ -84,9 +84,9 @@ def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], sec
 def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
     """Preference rows for a pair-preference model: both orders of the two responses, the better one first in `chosen`.
 
-    So all that works on preference rows works on these: the score of `chosen` must be the higher one.
+    As in other preference rows, the score of `chosen` must be the higher one, so all code for those applies.
     """
-    found = []
+    pairs = []
     for row in rows:
         start = row["prompt_len"]
         chosen, rejected = (torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
@@ -95,5 +95,5 @@ def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
             "chosen_input_ids": pair_prompt(tokenizer, prompt, better, worse),
             "rejected_input_ids": pair_prompt(tokenizer, prompt, worse, better),
         }
-        found.append({**row, **sides})
-    return found
+        pairs.append({**row, **sides})
+    return pairs

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightrlhf.cli.args import GenerationArgs, check_at_least
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data.batch import response_batch, rows_at_once
+from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.generation.engine import generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, can_keep, load_prefixes, store_prefixes
@@ -292,7 +292,7 @@ class ModelAgent:
         with no_gradients(model):
             while ordered:
                 longest = len(decisions[ordered[0][0]].prompt_ids)
-                most = self.batch_size if self.keeps else rows_at_once(longest, self.batch_size, model.device)
+                most = self.batch_size if self.keeps else inference_batch_size(longest, self.batch_size, model.device)
                 part, ordered = ordered[:most], ordered[most:]
                 logits, read = self._logits([decisions[group[0]] for group in part], [seats[g[0]].read for g in part])
                 source = torch.tensor([i for i, group in enumerate(part) for _ in group])

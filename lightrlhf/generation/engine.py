@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import rows_at_once
+from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
@@ -207,7 +207,7 @@ class Slots:
         rows_of: list[list[int]] = []
         most = num_rows  # where part of the prompts has been read, what is left is short
         if not self.reads:
-            most = rows_at_once(len(self.groups[0][0]), num_rows, self.device)
+            most = inference_batch_size(len(self.groups[0][0]), num_rows, self.device)
         while self.groups and len(prompts) < most and sum(map(len, rows_of)) < num_rows:
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)

@@ -1,4 +1,4 @@
-"""Tokens and masks stay together: what is trained, what is padding, and how rows are laid out."""
+"""Batches and token ids: action masks, padding, packing, batching by length, splits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightrlhf.data.batch import (
     Rollout,
     epoch_order,
     finetune_batch,
+    inference_batch_size,
     inference_batches,
     micro_batches,
     pack,
     preference_batch,
     response_batch,
-    rows_at_once,
 )
 from lightrlhf.data.splits import IGNORE_INDEX, check_vocabulary, load_prompts, load_split
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response
@@ -38,11 +38,11 @@ def finetune_row(prompt: list[int], response: list[int]) -> dict:
 
 
 def trained(batch: Batch, row: int) -> list[int]:
-    """The ids that carry loss in a row."""
+    """Token ids of a row that the loss counts."""
     return batch.input_ids[row, 1:][batch.action_mask[row]].tolist()
 
 
-# ------------------------------------------------------------------------------------------------- what is trained
+# --------------------------------------------------------------------------------------------------- action masks
 @pytest.mark.parametrize("pad_id", [0, EOS])
 def test_a_demonstration_trains_its_response_and_exactly_one_eos(pad_id):
     rows = [finetune_row([5, 6, 7], [8, 9, EOS]), finetune_row([5], [8, EOS]), finetune_row([5, 6], [7, 8, 9, 10])]
@@ -91,7 +91,7 @@ def test_every_cafe_answer_trains_exactly_one_eos_and_no_prompt_token(cafe_data,
         assert trained(batch, i).count(eos) == 1 and trained(batch, i)[-1] == eos
 
 
-# --------------------------------------------------------------------------------------------------- text and ids
+# ------------------------------------------------------------------------------------------------------- encoding
 def tokenizer_with_bos(tokenizer):
     """A tokenizer that begins every text with a BOS of its own, as Llama's does."""
     import copy
@@ -132,7 +132,7 @@ def test_decoding_gives_back_the_text_with_its_spaces(tokenizer):
     assert decode(tokenizer, encode_response(tokenizer, text)) == text
 
 
-# --------------------------------------------------------------------------------------------------------- layout
+# --------------------------------------------------------------------------------------------- selecting, packing
 def test_select_cuts_to_the_longest_of_the_rows():
     batch = response_batch([[5, 6], [7], [8, 9, 10]], [[11, EOS], [11], [12, 13, 14, EOS]], 0)
     part = batch.select(torch.tensor([1, 0]))
@@ -156,6 +156,17 @@ def test_select_keeps_what_belongs_to_each_row():
     assert part.prompt_len.tolist() == [1] and part.truncated.tolist() == [False]
     assert rollout.response_ids() == [[8, EOS], [9, 10, 11, EOS]]
     assert rollout.prompt_ids() == [[5], [6, 7]]
+
+
+def test_extend_copies_shared_fields_and_adds_the_given_ones():
+    batch = response_batch([[5], [6, 7]], [[8, EOS], [9, 10, 11, EOS]], 0)
+    zeros = torch.zeros(2, 5)
+    new = {"prompt_len": torch.tensor([1, 2]), "truncated": torch.zeros(2) > 0, "logprobs": zeros}
+    rollout = batch.extend(Rollout, **new, ref_logprobs=zeros, columns=[{"n": 1}, {"n": 2}])
+    assert type(rollout) is Rollout and rollout.input_ids is batch.input_ids and rollout.logprobs is zeros
+    assert rollout.columns == [{"n": 1}, {"n": 2}] and rollout.response_ids() == [[8, EOS], [9, 10, 11, EOS]]
+    again = rollout.extend(Batch, action_mask=~batch.action_mask)
+    assert type(again) is Batch and torch.equal(again.action_mask, ~batch.action_mask)
 
 
 def test_prompt_and_response_ids_are_right_when_pad_is_eos():
@@ -204,7 +215,7 @@ def test_packing_fills_rows_instead_of_padding_them():
     assert pack(batch, 32, 0).input_ids.shape == (2, 32)
 
 
-# ---------------------------------------------------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------------------- batching
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 5))
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(num_rows, seed, epoch):
     order = epoch_order(num_rows, seed, epoch)
@@ -224,19 +235,19 @@ def test_micro_batches_hold_every_row_once_and_never_more_than_asked(lengths, si
 
 
 @given(st.lists(st.integers(0, 2 * INFERENCE_TOKENS["cpu"]), max_size=40), st.integers(1, 9))
-def test_passes_without_gradients_hold_every_row_once_and_as_many_as_a_processor_reads_well(lengths, most_rows):
-    passes = [rows.tolist() for rows in inference_batches(torch.tensor(lengths, dtype=torch.int64), most_rows)]
+def test_inference_batches_hold_every_row_once_within_the_token_budget(lengths, max_rows):
+    passes = [rows.tolist() for rows in inference_batches(torch.tensor(lengths, dtype=torch.int64), max_rows)]
     order = [row for rows in passes for row in rows]
     assert sorted(order) == list(range(len(lengths)))
     assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
     for rows in passes:
         assert len(rows) == 1 or len(rows) * lengths[rows[0]] <= INFERENCE_TOKENS["cpu"]
-        assert len(rows) <= most_rows
+        assert len(rows) <= max_rows
 
 
-def test_elsewhere_than_on_a_processor_rows_alone_count():
-    assert rows_at_once(5000, 64, torch.device("cuda")) == 64
-    assert rows_at_once(5000, 64, torch.device("cpu")) == 1
+def test_the_token_budget_holds_on_a_cpu_only():
+    assert inference_batch_size(5000, 64, torch.device("cuda")) == 64
+    assert inference_batch_size(5000, 64, torch.device("cpu")) == 1
 
 
 # --------------------------------------------------------------------------------------------------------- splits
@@ -258,5 +269,5 @@ def test_a_vocabulary_that_just_fits_is_accepted():
 def test_a_foreign_ignore_index_is_refused(tmp_path):
     row = {"prompt_len": 1, "input_ids": [5, 6, 7], "targets": [-1, 6, 7]}
     torch.save([row], tmp_path / "finetune_train.pt")
-    with pytest.raises(UsageError, match="row 0 ignores targets by another number than -100"):
+    with pytest.raises(UsageError, match="row 0 has a negative target other than -100"):
         load_split(tmp_path, "finetune", "train")

@@ -263,9 +263,9 @@ DATA = {
     "torch file with code": "holds objects other than plain data and was not opened",
     "no rows": "finetune_train.pt holds no rows",
     "no list": "finetune_train.pt holds no rows",
-    "rows that are no dicts": "row 0 has list, but the finetune stage needs",
+    "rows that are no dicts": "row 0 has list",
     "wrong stage": "row 0 has ['chosen_input_ids'",
-    "ids beyond the vocabulary": "holds token id 99999, but the model knows",
+    "ids beyond the vocabulary": "holds token id 99999",
     "negative ids": "token id -7",
     "targets of another length": "row 3",
     "a folder": "finetune_train.pt does not exist",
@@ -294,7 +294,7 @@ def test_a_model_with_fewer_tokens_than_the_data_is_refused(world, tokenizer, ca
     small = save_model("llama", world["tmp"] / "small", tokenizer, vocab_size=100)
     for program in ("sft", "rm", "ppo"):
         flags = [*good_flags(program, world), "--model_name", small]
-        assert "but the model knows 100 tokens; prepare the data again" in refused(program, flags, capsys)
+        assert "the model has 100 tokens; prepare the data again" in refused(program, flags, capsys)
     assert not experiments(world)
 
 
