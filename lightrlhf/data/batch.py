@@ -48,11 +48,6 @@ class Batch:
         changes: dict[str, Any] = {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **changes)
 
-    def extend(self, batch_class: type[AnyBatch], **fields: Any) -> AnyBatch:
-        """A batch of another class: the fields that both have, and those given."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(batch_class) if hasattr(self, f.name)}
-        return batch_class(**own | fields)
-
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
         return self.map(lambda tensor: tensor.to(device))
 
