@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-PROGRAMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "reflect_rl")
+PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "reflect_rl")
 PROGRAMS += ("generate", "annotate", "evaluate", "judge", "estimate", "plot")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",

@@ -72,7 +72,7 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
     """Direct preference optimisation."""
 
     experiment_name: str = "rlhf-dpo"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     ref_model: str | None = field(default=None, metadata=RARE)
     """Experiment dir, checkpoint or folder of another reference; the starting policy when not given."""
     learning_rate: float = 1e-6
@@ -286,8 +286,8 @@ def truncate(row: Row, args: DPOArgs) -> Row:
     """
     start = row["prompt_len"]
     kept = min(start, args.max_prompt_length or start)
-    room = (args.max_length or math.inf) - kept
-    if room < 1:
+    room = (args.max_length or 2**62) - kept
+    if args.max_length and room < 1:
         raise UsageError(
             f"--max_length {args.max_length} leaves no room for a response after a prompt of {kept} tokens; "
             f"give --max_prompt_length {args.max_length // 2 or 1} too"
@@ -397,7 +397,7 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
         label_smoothing=args.label_smoothing,
         length_alpha=args.length_alpha,
         baseline=baseline,
-        margins=column([row["columns"]["margin"] for row in rows]) if soft else None,
+        margins=column([row["columns"]["margin"] if soft else 0.0 for row in rows]),
     )
     if args.rapo is None:
         return pairs

@@ -79,7 +79,7 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     critic_init: Literal["reward", "policy"] | None = field(default=None, metadata=RARE)
     """Start of the critic: the reward model where there is one, else the policy."""
     share_backbone: bool = field(default=True, metadata=RARE)

@@ -54,7 +54,7 @@ class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
     """Reward modelling on preference pairs."""
 
     experiment_name: str = "rlhf-reward-modelling"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     lr_warmup_steps: int = 100
@@ -160,14 +160,16 @@ def train(
         reward_model = critic_from(as_policy(policy, ModelArgs(), tokenizer), args, args.seed)
     if args.loss_type == "pair":
         pairs, validation = pair_rows(tokenizer, pairs), pair_rows(tokenizer, validation)
-        reward_model.model.config.compares_pairs = True
+        config: Any = reward_model.model.config
+        config.compares_pairs = True
     check_vocabulary(pairs, vocabulary_size(reward_model), args.data_dir)
     check_positions(pairs + validation, reward_model, args.data_dir)
     share_prefixes(reward_model, longest_text(pairs + validation))
     separate_pad_token(reward_model, tokenizer)
     run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(reward_model), len(pairs)))
 
-    num_steps, results = run.num_steps(len(pairs), args.mini_batch_size), {}
+    results: Metrics = {}
+    num_steps = run.num_steps(len(pairs), args.mini_batch_size)
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()

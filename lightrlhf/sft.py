@@ -38,7 +38,7 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
     """Supervised fine-tuning on demonstrations."""
 
     experiment_name: str = "rlhf-supervised-finetuning"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     lr_warmup_steps: int = 100
@@ -62,7 +62,7 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
 def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Sum of the cross-entropies of the actions, a scalar; divide by their number over all micro-batches and ranks."""
     loss = -stats.logprobs[action_mask].sum()
-    if label_smoothing:
+    if stats.mean_logprobs is not None:
         loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_logprobs[action_mask].sum()
     return loss
 

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.lists import TEXTS, _items, names
+from lightrlhf.cli.lists import TEXTS, items_of, names
 
 RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
-STARTS = {"required": "a model to start from"}  # metadata of flags of which a program needs exactly one
-SCORES = {"required": "what scores responses"}
+INPUT = {"input": True}  # metadata of what a program reads; `--help` shows it first
+STARTS = INPUT | {"required": "a model"}  # metadata of flags of which a program needs one
+SCORES = INPUT | {"required": "a scorer"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataArgs:
     """Data."""
 
-    data_dir: str = "data"
+    data_dir: str = field(default="data", metadata=INPUT)
     """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
 
 
@@ -32,34 +33,34 @@ class DataArgs:
 class RunArgs:
     """Run."""
 
-    experiment_name: str = "lightrlhf"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    experiment_name: str = field(default="lightrlhf", metadata=RARE)
+    """Folder below `log_dir` for the runs of one algorithm."""
     log_dir: str = "logs"
     """Root folder of all experiment dirs."""
     resume_from: str | None = None
-    """Experiment dir of an interrupted run to resume; its own arguments become the defaults."""
+    """Experiment dir of a run to resume; its arguments become the defaults."""
     seed: int = 42
-    """Seed of data order, initialisation, dropout and sampling."""
+    """Seed of data order, new weights, dropout and sampling."""
     epochs: int = 1
     """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after this many steps, whatever `epochs` says."""
+    """Stop after this many steps, even within an epoch."""
     mini_batch_size: int = 8
     """Examples per optimiser step and device."""
     micro_batch_size: int = 8
-    """Examples per forward and backward pass; smaller saves memory and never changes a gradient."""
+    """Examples per forward and backward pass; never changes a gradient."""
     save_interval: int = 500
-    """Steps between checkpoints; a kill loses at most this many."""
+    """Steps between checkpoints."""
     keep_last: int = field(default=2, metadata=RARE)
     """Checkpoints to keep; 0 keeps all."""
     log_interval: int = 5
-    """Steps between two rows of metrics."""
+    """Steps between rows of metrics."""
     logger: Literal["tensorboard", "csv", "wandb"] = field(default="tensorboard", metadata=RARE)
     """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
     profile: bool = field(default=False, metadata=RARE)
     """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
     push_to_hub: str | None = None
-    """Hub repository to upload the last checkpoint to when training ends; private if it is new."""
+    """Hub repository for the last checkpoint; private if it is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,9 @@ class EvalArgs:
     """Evaluation during training."""
 
     eval_interval: int = 100
-    """Steps between evaluations on the validation split; 0 switches them off."""
-    eval_iters: int | None = None
-    """Micro-batches per evaluation; the whole split when not given."""
+    """Steps between evaluations on validation data; 0: none."""
+    eval_iters: int | None = field(default=None, metadata=RARE)
+    """Micro-batches per evaluation; all data when not given."""
 
     def check_eval(self) -> None:
         """Raises: ValueError, one line, when a value is out of range."""
@@ -91,11 +92,11 @@ class OptimizerArgs:
     optimizer_eps: float = field(default=1e-6, metadata=RARE)
     """Added to the denominator of the optimiser's step."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; biases and norms are not decayed."""
+    """Decoupled weight decay of matrices, not of biases and norms."""
     gradient_clip_val: float = field(default=1.0, metadata=RARE)
     """Largest global gradient norm; 0 switches clipping off."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
-    """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
+    """Learning-rate schedule (transformers.get_scheduler)."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     lr_warmup_ratio: float | None = field(default=None, metadata=RARE)
@@ -113,11 +114,11 @@ class DeviceArgs:
     num_nodes: int = field(default=1, metadata=RARE)
     """Machines."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = "auto"
-    """Whole models on each rank (ddp, auto's choice for several), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
+    """Whole models on each rank (ddp), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
     ddp_timeout: int = field(default=1800, metadata=RARE)
     """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Arithmetic of the forward and backward passes; weights and optimiser stay in float32."""
+    """Precision of forward and backward passes; weights stay in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             raise ValueError(needs_package(f"--optimizer {self.optimizer}", "bitsandbytes", "quantisation"))
         if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
             raise ValueError(
-                f"--optimizer {self.optimizer} cannot be split by --strategy {self.strategy}; use --optimizer AdamW"
+                f"--optimizer {self.optimizer} cannot be sharded by --strategy {self.strategy}; use --optimizer AdamW"
             )
         if self.lr_warmup_ratio is not None and not 0 <= self.lr_warmup_ratio <= 1:
             raise ValueError(f"--lr_warmup_ratio {self.lr_warmup_ratio} must lie in [0, 1]")
@@ -163,34 +164,34 @@ class ModelArgs:
     """Model, and which of its weights are trained."""
 
     model_name: str | None = field(default=None, metadata=STARTS)
-    """Hub name, local folder, experiment dir, or `tiny` (a small Llama built from its config)."""
+    """Hub name, folder, experiment dir, or `tiny` (a small new Llama)."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
-    """Let a hub model run the code of its own repository."""
-    disable_dropout: bool = False
+    """Allow a hub model to run code of its own repository."""
+    disable_dropout: bool = field(default=False, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     finetune_mode: Literal["all", "last_layer", "lora"] = "all"
-    """What learns: all weights, the last transformer layer with the head, or low-rank adapters (peft)."""
+    """Trainable: all weights, last layer and head, or adapters (peft)."""
     lora_rank: int = 8
     """Rank of the adapters."""
     lora_alpha: float = 16.0
-    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    """Scale of the adapters: alpha / rank."""
     lora_dropout: float = field(default=0.0, metadata=RARE)
     """Dropout on the input of the adapters."""
     lora_targets: str = field(default="all-linear", metadata=RARE)
-    """Module names that get adapters, separated by commas; `all-linear` takes every linear layer but the head."""
+    """Modules with adapters, separated by commas; `all-linear`: every linear layer but the head."""
 
     load_in_8bit: bool = False
-    """Hold the frozen weights below the adapters in 8 bits (bitsandbytes); needs `finetune_mode` lora."""
+    """Frozen weights in 8 bits (bitsandbytes), with `finetune_mode` lora."""
     load_in_4bit: bool = False
-    """Hold the frozen weights below the adapters in 4 bits (nf4, bitsandbytes); needs `finetune_mode` lora."""
+    """Frozen weights in 4 bits (nf4), with `finetune_mode` lora."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time."""
     merge: bool = field(default=False, metadata=RARE)
-    """Write merged weights instead of adapters; by default a checkpoint of `lora` is a peft folder naming its base."""
+    """Save merged weights instead of a peft folder that names its base."""
 
     def lora_target_names(self) -> list[str]:
         """The items of `--lora_targets`, in brackets or not."""
-        return _items([self.lora_targets], names)
+        return items_of([self.lora_targets], names)
 
     def check_model(self) -> None:
         """Raises: ValueError, one line, when an adapter option is out of range."""
@@ -211,13 +212,14 @@ class ModelArgs:
             raise ValueError("--load_in_8bit True and --load_in_4bit True exclude each other; give one of them")
         if self.finetune_mode != "lora":
             raise ValueError(
-                f"--{name} True with --finetune_mode {self.finetune_mode}: quantised weights cannot learn; "
+                f"--{name} True with --finetune_mode {self.finetune_mode}: quantised weights cannot be trained; "
                 "use --finetune_mode lora"
             )
         if self.model_name == "tiny":
             raise ValueError(f"--{name} True needs a model on disk or on the hub, not --model_name tiny")
-        if getattr(self, "strategy", "auto") in ("fsdp", "deepspeed"):
-            raise ValueError(f"--{name} True cannot be split by --strategy {self.strategy}; use --strategy ddp")
+        strategy = getattr(self, "strategy", "auto")
+        if strategy in ("fsdp", "deepspeed"):
+            raise ValueError(f"--{name} True cannot be sharded by --strategy {strategy}; use --strategy ddp")
         if find_spec("bitsandbytes") is None:
             raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
 
@@ -227,7 +229,7 @@ class StartArgs(ModelArgs):
     """Model, and which of its weights are trained."""
 
     sft_experiment_dir: str | None = field(default=None, metadata=STARTS)
-    """Experiment dir or checkpoint of the policy to start from; otherwise `model_name`."""
+    """Experiment dir or checkpoint to start from, else `model_name`."""
 
     def check_start(self, policy: object = None) -> None:
         """Raises: UsageError when no flag names a model to start from and no `policy` is given."""
@@ -242,7 +244,7 @@ class RewardArgs:
     rm_experiment_dir: str | None = field(default=None, metadata=SCORES)
     """Experiment dir or checkpoint of the reward model."""
     reward_function: str | None = field(default=None, metadata=SCORES)
-    """Python function `package.module:name` instead: f(prompts, completions, **columns) -> list of floats."""
+    """Python function `package.module:name` that scores instead."""
 
     def check_reward(self, reward: object = None) -> None:
         """Raises: UsageError unless exactly one of the flags and `reward` says what scores responses."""
@@ -261,11 +263,11 @@ class SamplingArgs:
     max_new_tokens: int = 128
     """Longest response, end token included."""
     temperature: float = 1.0
-    """Divides the logits, for sampling and for every log-probability of the samples."""
+    """Divides the logits, in sampling and in log-probabilities."""
     top_k: int = 0
     """Sample among the k most likely tokens; 0 takes all."""
     top_p: float = 1.0
-    """Sample among the most likely tokens that together have this probability."""
+    """Sample among the most likely tokens of this total probability."""
     min_p: float = field(default=0.0, metadata=RARE)
     """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
     eos_ids: list[int] = field(default_factory=list, metadata=RARE)

@@ -10,18 +10,18 @@ import textwrap
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-WIDTH, COLUMN = 100, 29
+WIDTH, COLUMN = 100, 27
 KINDS = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
 ALWAYS = {
     "config": ("FILE", "YAML file of flags; flags given after it win."),
     "print_config": ("", "Print the flags as YAML for --config, and exit."),
     "print_completion": ("SHELL", "Print the completion script of bash, zsh or tcsh, and exit."),
     "help": ("", "Print the common flags, and exit."),
-    "help_all": ("", "Print all flags, and exit."),
+    "help_all": ("", "Print all flags, rare ones too, and exit."),
 }
 
 
-def help_text(args_class: type, program: str, docs: dict[str, str], everything: bool) -> str:
+def help_text(args_class: Any, program: str, docs: dict[str, str], everything: bool) -> str:
     """All of `--help`, or with `everything` of `--help_all`; docs: a sentence by flag."""
     title = first_line(args_class)
     fields = {field.name: field for field in dataclasses.fields(args_class)}
@@ -29,28 +29,43 @@ def help_text(args_class: type, program: str, docs: dict[str, str], everything: 
     lines = [f"usage: {program} [flags]", "", title]
     hidden = 0
     for owner, names in grouped(args_class).items():
-        shown = [name for name in names if everything or not fields[name].metadata.get("rare")]
+        shown = [name for name in names if everything or "rare" not in metadata_of(args_class, name)]
         hidden += len(names) - len(shown)
         if shown:
             lines += ["", "Flags of this program:" if owner is args_class else f"{first_line(owner).rstrip('.')}:"]
         for name in shown:
-            lines += entry(name, kind_of(hints[name]), f"{docs.get(name, '')} {state_of(fields[name])}".strip())
+            lines += entry(
+                name, kind_of(hints[name]), f"{docs.get(name, '')} {state_of(args_class, fields[name])}".strip()
+            )
     lines += ["", "Help and configuration:"]
     for name, (kind, sentence) in ALWAYS.items():
-        more = f" ({hidden} rarer ones are not shown here)" if name == "help_all" and hidden else ""
-        lines += entry(name, kind, sentence[:-12] + more + sentence[-12:] if more else sentence)
+        lines += entry(
+            name, kind, f"{sentence} {hidden} are not shown here." if name == "help_all" and hidden else sentence
+        )
     return "\n".join(lines) + "\n"
 
 
-def grouped(args_class: type) -> dict[type, list[str]]:
-    """Flags by the class that declares them first, in order: the program's own, then those of its bases."""
-    owners = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
-    groups: dict[type, list[str]] = {owner: [] for owner in owners}
-    by_title: dict[str, type] = {}
+def grouped(args_class: Any) -> dict[type, list[str]]:
+    """Flags by the class that declares them first: the program's own, then its inputs, then those of its bases."""
+    owners: list[Any] = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
+    groups: dict[Any, list[str]] = {owner: [] for owner in owners}
+    by_title: dict[str, Any] = {}
     for field in dataclasses.fields(args_class):
         first = [owner for owner in owners if field.name in owner.__dict__.get("__annotations__", {})][-1]
         groups[by_title.setdefault(first_line(first), first)].append(field.name)
-    return {owner: names for owner, names in groups.items() if names}
+    is_input = {owner: any("input" in metadata_of(args_class, name) for name in groups[owner]) for owner in owners}
+    order = sorted(owners, key=lambda owner: (owner is not args_class, not is_input[owner]))
+    return {owner: groups[owner] for owner in order if groups[owner]}
+
+
+def metadata_of(args_class: Any, name: str) -> dict[str, Any]:
+    """Metadata of a flag in the class that declares it first, updated by those that declare it again."""
+    found: dict[str, Any] = {}
+    for owner in reversed(args_class.__mro__):
+        if dataclasses.is_dataclass(owner) and name in owner.__dict__.get("__annotations__", {}):
+            field = next(field for field in dataclasses.fields(owner) if field.name == name)
+            found |= field.metadata
+    return found
 
 
 def first_line(owner: type) -> str:
@@ -68,10 +83,12 @@ def kind_of(hint: Any) -> str:
     return KINDS.get(hint, "TEXT")
 
 
-def state_of(field: Any) -> str:
+def state_of(args_class: Any, field: Any) -> str:
     """Default of a flag, or that it must be given."""
-    if "required" in field.metadata:
-        return f"[one is required: {field.metadata['required']}]"
+    if what := metadata_of(args_class, field.name).get("required"):
+        others = [one.name for one in dataclasses.fields(args_class) if one.name != field.name]
+        is_one_of = any(metadata_of(args_class, name).get("required") == what for name in others)
+        return "[one is required]" if is_one_of else "[required]"
     if field.default is dataclasses.MISSING:
         return "[required]" if field.default_factory is dataclasses.MISSING else ""
     return "" if field.default in (None, "") else f"[{field.default}]"

@@ -36,7 +36,7 @@ def texts(word: str) -> list[str]:
 PATHS, PAIRS, TEXTS = {"split": paths}, {"split": pairs}, {"split": texts}  # metadata of list fields; others are names
 
 
-def _join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]]) -> list[str]:
+def join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]]) -> list[str]:
     """`--seeds 1 2`, `--seeds 1,2` and `--seeds [1,2]` as the one word that jsonargparse takes for a list.
 
     splits: by list flag, what splits one word into items.
@@ -48,7 +48,7 @@ def _join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]])
             values.append(word)
             continue
         if values is not None:
-            joined[-1] += "=" + json.dumps(_items(values, splits[joined[-1]]))
+            joined[-1] += "=" + json.dumps(items_of(values, splits[joined[-1]]))
             values = None
         flag, equals, value = word.partition("=")
         joined.append(flag if flag in splits else word)
@@ -57,7 +57,7 @@ def _join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]])
     return joined[:-1]
 
 
-def _items(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
+def items_of(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
     """The items of a list flag; a JSON list of texts (`["a, b", "c"]`) keeps commas that are part of an item."""
     text = " ".join(words).strip()
     in_brackets = text.startswith("[") and text.endswith("]") and (split is not texts or len(words) == 1)

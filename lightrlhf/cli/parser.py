@@ -15,11 +15,12 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.help import help_text
-from lightrlhf.cli.lists import _join_lists, names
+from lightrlhf.cli.lists import join_lists, names
+from lightrlhf.cli.old_flags import refuse_old_flags, update_names, with_new_names
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
@@ -30,22 +31,23 @@ ALIASES = {"--model_name_or_path": "--model_name"}
 def parse(args_class: type[Args], argv: list[str] | None = None, description: str | None = None) -> Args:
     """Parse command-line flags (and ``--config file.yaml``) into the frozen dataclass `args_class`.
 
-    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults. A flag of an older release is
-    renamed or refused, as `args_class.RENAMED` and `args_class.REMOVED` say.
+    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults.
     Raises: SystemExit 2 with one line that names the flag, the value and the remedy.
     """
     from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True, add_print_completion_argument=True)
-    flags = {f.name for f in dataclasses.fields(args_class)}
+    fields: Any = dataclasses.fields(args_class)  # type: ignore[arg-type]  # no bound says dataclass
+    flags = {f.name for f in fields}
 
     class OneLineParser(ArgumentParser):
-        def error(self, message: str, ex: Exception | None = None) -> None:
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
+            raise SystemExit(2)
 
     words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
-    lists = [f for f in dataclasses.fields(args_class) if str(f.type).startswith("list")]
-    words = _join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})
+    lists = [f for f in fields if str(f.type).startswith("list")]
+    words = join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
@@ -56,7 +58,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
         parser.exit(0)
     try:
         refuse_old_flags(args_class, words)
-        words = [_with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
+        words = [with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
         if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
             parser.set_defaults(_stored_args(args_class, directory))
     except UsageError as problem:
@@ -67,58 +69,6 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
         return args_class(**values)
     except ValueError as error:
         parser.error(str(error))
-
-
-# ----------------------------------------------------------------------------------------- flags of older releases
-def refuse_old_flags(args_class: type, words: list[str]) -> None:
-    """Raises: UsageError naming the successor of the first removed or renamed flag."""
-    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
-    for flag in (word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")):
-        if flag in renamed:
-            raise UsageError(f"--{flag} is now --{renamed[flag]}")
-        if flag in removed:
-            raise UsageError(f"--{flag} was removed: {removed[flag][1]}")
-
-
-def update_names(args_class: type, values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Stored flags under the names of today: a renamed one keeps its value, one removed must have its only value left.
-
-    Raises: UsageError naming `source` and a flag that is unknown, or was removed and had another value.
-    """
-    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
-    known = {field.name for field in dataclasses.fields(args_class)}
-    found = {}
-    for name, value in values.items():
-        if name in removed and name not in known:
-            kept, successor = removed[name]
-            if value != kept:
-                raise UsageError(f"{source}: {name} {value} was removed: {successor}")
-            continue
-        name = renamed.get(name, name)
-        if name not in known:
-            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-            raise UsageError(f"{source}: unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        found[name] = value
-    return found
-
-
-def _with_new_names(args_class: type, word: str, before: str) -> str:
-    """A `--config` file with flags under old names as JSON with the new ones; any other word as it is."""
-    import yaml
-
-    flag, equals, value = word.partition("=")
-    path = value if equals and flag == "--config" else word if before == "--config" else ""
-    if not path or not Path(path).is_file():
-        return word
-    try:
-        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return word  # jsonargparse says what is wrong with it
-    old = {*getattr(args_class, "RENAMED", {}), *getattr(args_class, "REMOVED", {})}
-    if not isinstance(stored, dict) or not old & stored.keys():
-        return word
-    text = json.dumps(update_names(args_class, stored, f"--config {path}"))
-    return f"{flag}={text}" if equals else text
 
 
 def to_dict(args: Any) -> dict[str, Any]:

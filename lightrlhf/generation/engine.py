@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
@@ -114,7 +114,7 @@ class Slots:
         self,
         model: nn.Module,
         prompts: Sequence[Sequence[int]],
-        args: GenerationArgs,
+        args: SamplingArgs,
         eos_ids: Sequence[int],
         uniforms: Tensor,
         num_slots: int,
@@ -281,7 +281,7 @@ class Slots:
 def generate(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
-    args: GenerationArgs,
+    args: SamplingArgs,
     eos_ids: Sequence[int],
     uniforms: Tensor,
     num_slots: int = 64,
@@ -307,7 +307,7 @@ def generate(
 def generate_steps(
     policy: Policy,
     prompt: Sequence[int],
-    args: GenerationArgs,
+    args: SamplingArgs,
     eos_ids: Sequence[int],
     uniforms: Tensor,
     tokenizer: Any = None,
@@ -385,7 +385,7 @@ def no_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: GenerationArgs) -> None:
+def check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
     """Raises: UsageError when a prompt with its response does not fit into the model's positions, or an end token
     is none of its tokens."""
     size = model.get_input_embeddings().weight.shape[0]

@@ -37,7 +37,7 @@ def generate_rollout(
     come from a forward pass, or ratios would not start at 1.
     """
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
-    module = getattr(policy, "module", policy)
+    module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
     with unsharded(module):
         sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
@@ -122,7 +122,7 @@ def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenize
 
 def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: Any) -> None:
     """Store how responses were sampled in the model's generation config."""
-    config = policy.model.generation_config
+    config: Any = policy.model.generation_config
     config.do_sample, config.max_new_tokens = True, args.max_new_tokens
     config.temperature, config.top_k, config.top_p, config.min_p = args.temperature, args.top_k, args.top_p, args.min_p
     config.eos_token_id = [tokenizer.eos_token_id, *args.eos_ids]

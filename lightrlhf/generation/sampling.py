@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.data.tokens import decode
 
 
@@ -26,7 +26,7 @@ def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[s
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, args: GenerationArgs, seen: Tensor | None = None
+    logits: Tensor, uniforms: Tensor, args: SamplingArgs, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row by inverse CDF: (S, V), (S,) -> three (S,): ids, their log-probabilities at the temperature
     over the whole vocabulary, bent by nothing, and the probability taken out by top-k, top-p and min-p.
@@ -54,7 +54,7 @@ def sample(
     return token, unbent.gather(-1, token[:, None])[:, 0].log(), removed
 
 
-def restrict(probs: Tensor, args: GenerationArgs) -> Tensor:
+def restrict(probs: Tensor, args: SamplingArgs) -> Tensor:
     """Probabilities (S, V) with 0 for what top-k, top-p and min-p take out, each from what the one before left."""
     kept = probs
     if 0 < args.top_k < probs.shape[-1]:

@@ -156,16 +156,16 @@ def preference_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks | None = None
 ) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over what all ranks count; 1 is perfect, 0 no better than a constant.
+    """1 - Var(returns - values) / Var(returns) over the actions of all ranks; 1 is perfect, 0 as good as a constant.
 
-    A scalar, in float64; 0 where nothing is counted.
+    A scalar in float64; 0 where there is no action.
     """
     counted = torch.stack([(returns - values)[mask], returns[mask]]).double()  # (2, N)
     sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), mask.sum()[None].double()])
-    *sums, count = sum_over_ranks(sums) if sum_over_ranks else sums
+    *moments, count = sum_over_ranks(sums) if sum_over_ranks else sums
     if count == 0:
         return count
-    error, total = (square / count - (linear / count) ** 2 for linear, square in zip(sums[:2], sums[2:]))
+    error, total = (square / count - (linear / count) ** 2 for linear, square in zip(moments[:2], moments[2:]))
     return 1 - error / total.clamp(min=1e-8)
 
 

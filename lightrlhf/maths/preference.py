@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ EXO_SMOOTHING = 1e-3  # EXO compares with smoothed labels; at 0 its loss would b
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """B pairs of responses as a loss sees them. Tensors are (B,); log-probabilities are summed over a response."""
+    """B pairs of responses, the input of a loss. Tensors are (B,); log-probabilities are summed over a response."""
 
     policy_chosen_logps: Tensor
     policy_rejected_logps: Tensor
@@ -34,7 +34,9 @@ class Pairs:
     label_smoothing: float = 0.0
     rejected_weight: Tensor | float = 1.0  # RAPO's lambda
     length_alpha: float = 0.0
-    margins: Tensor | None = None  # annotated reward of the chosen response less that of the rejected one
+    margins: Tensor = field(
+        default_factory=lambda: torch.zeros(())
+    )  # annotated reward of the chosen response less that of the rejected one
     baseline: float = 0.0  # BCO's delta
 
     @property

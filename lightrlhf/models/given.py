@@ -42,7 +42,7 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
 
     if policy.shares:
         return scalar_on_backbone(policy, None, args, seed)
-    config = copy.deepcopy(policy.model.config)
+    config: Any = copy.deepcopy(policy.model.config)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
     model.load_state_dict(lora.without_adapters(policy.model), strict=False)

@@ -32,7 +32,17 @@ Messages = list[dict[str, str]]
 
 
 # Columns of a row of responses, as `lightrlhf.generate` writes it; all others are the data's own.
-ROW = ("index", "prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards", "response", "reward")
+ROW: tuple[str, ...] = (
+    "index",
+    "prompt",
+    "responses",
+    "truncated",
+    "prompt_ids",
+    "response_ids",
+    "rewards",
+    "response",
+    "reward",
+)
 
 
 ROW += ("errors", "ref_ids", "rejected_ids", "ref_response", "ref_reward", "rejected_response", "rejected_reward")

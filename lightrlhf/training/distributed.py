@@ -35,10 +35,15 @@ def make_fabric(args: TrainArgs) -> Any:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # six lines about each start
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a stack of C++ where a connection is lost
+        logging.getLogger(name).setLevel(logging.WARNING)  # six lines at each start
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
     devices, num_nodes = processes(args)
-    chosen = {"accelerator": args.accelerator, "precision": args.precision, "devices": devices, "num_nodes": num_nodes}
+    chosen: dict[str, Any] = {
+        "accelerator": args.accelerator,
+        "precision": args.precision,
+        "devices": devices,
+        "num_nodes": num_nodes,
+    }
     try:
         return Fabric(**chosen, strategy=_strategy(args, devices * num_nodes))
     except (ValueError, RuntimeError, MisconfigurationException) as problem:
@@ -47,9 +52,9 @@ def make_fabric(args: TrainArgs) -> Any:
 
 
 def processes(args: TrainArgs) -> tuple[int, int]:
-    """Processes on each machine and machines: as torchrun or SLURM has started them, else as the flags say.
+    """Number of processes per machine and of machines: as torchrun or SLURM started them, else as the flags say.
 
-    Raises: UsageError when flags are given too and say something else.
+    Raises: UsageError when a flag contradicts the launcher.
     """
     from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
@@ -64,7 +69,7 @@ def processes(args: TrainArgs) -> tuple[int, int]:
         return args.devices, args.num_nodes
     for flag, value, found in (("devices", args.devices, here), ("num_nodes", args.num_nodes, machines)):
         if value not in (1, found):
-            raise UsageError(f"--{flag} {value}, but {starter} has made it {found}; leave --{flag} out")
+            raise UsageError(f"--{flag} {value}, but {starter} started {found}; leave out --{flag}")
     return here, machines
 
 
@@ -76,18 +81,19 @@ def _strategy(args: TrainArgs, world_size: int) -> Any:
         return ModelParallelStrategy(shard_layers, world_size, tensor_parallel_size=1, timeout=timeout)
     if args.strategy == "deepspeed":
         strategy = DeepSpeedStrategy(stage=2, timeout=timeout)
-        strategy.config["gradient_clipping"] = args.gradient_clip_val
+        strategy.config = {**(strategy.config or {}), "gradient_clipping": args.gradient_clip_val}
         return strategy
     if args.strategy == "ddp" or world_size > 1:
-        # No buffers are sent round before a forward pass: they are constants, and ranks may run unequally many passes.
+        # Buffers are not broadcast before a forward pass: they are constants, and ranks may run unequally many passes.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters  # renamed in torch 2.13
         option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        return DDPStrategy(timeout=timeout, **{option: False})
+        options: dict[str, Any] = {option: False}
+        return DDPStrategy(timeout=timeout, **options)
     return "auto"
 
 
 def launch(fabric: Any, args: TrainArgs) -> None:
-    """Start the processes and let them find each other. Raises: RunFailure when they do not."""
+    """Start the processes of all ranks. Raises: RunFailure when they do not all connect in time."""
     try:
         fabric.launch()
     except torch.distributed.DistError as problem:
@@ -96,9 +102,9 @@ def launch(fabric: Any, args: TrainArgs) -> None:
 
 
 def check_same(fabric: Any, args: TrainArgs) -> None:
-    """Every rank must have rank 0's flags and data.
+    """Check that every rank has rank 0's flags and data.
 
-    Raises: UsageError on rank 0, naming the rank and the flag or file; the others leave with the same exit status.
+    Raises: UsageError on rank 0, naming the rank and the flag or file; the others exit with the same status.
     """
     data_dir = getattr(args, "data_dir", None)
     files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt"))} if data_dir else {}
@@ -115,7 +121,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
             one, other = found[0][0].get(flag), their_flags.get(flag)
             raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
         raise UsageError(
-            f"--data_dir {data_dir}: {file} of rank {rank} is not that of rank 0; "
+            f"--data_dir {data_dir}: {file} of rank {rank} differs from that of rank 0; "
             "copy the same prepared data to every machine"
         )
 

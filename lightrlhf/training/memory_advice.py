@@ -40,15 +40,16 @@ def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, worl
     moments take 16 bytes in float32.
     """
     flags = []
+    longest: int = getattr(args, "max_new_tokens", 1)
     samples = hasattr(args, "rollout_mini_batch_size") and phase in ("rollout", "score", "evaluation")
     size = "rollout_mini_batch_size" if samples else "micro_batch_size"
     half = getattr(args, size) // 2
     if phase != "setup" and half:
         flags.append(f"--{size} {half} (that allocation becomes {gib(wanted / 2)})")
-    if samples and args.max_new_tokens > 1:
-        flags.append(f"--max_new_tokens {args.max_new_tokens // 2} (at best half of it too)")
+    if samples and longest > 1:
+        flags.append(f"--max_new_tokens {longest // 2} (at best half of it too)")
     if getattr(args, "activation_checkpointing", True) is False and phase == "update":
-        flags.append("--activation_checkpointing True (activations of one layer at a time, a third more computing)")
+        flags.append("--activation_checkpointing True (activations of one layer at a time, a third more compute)")
     if getattr(args, "finetune_mode", "lora") == "all" and learning:
         flags.append(f"--finetune_mode lora (saves {gib(12 * learning)} of gradients and moments)")
     if args.optimizer in ("AdamW", "Adam") and args.strategy in ("auto", "ddp") and learning:

@@ -1,13 +1,11 @@
-"""The least time that work can take on a machine: counted operations and bytes over measured ceilings.
+"""Roofline model (Williams et al. 2009): the least time of a phase on a machine.
 
-A piece of work cannot be done faster than max(operations / operations per second, bytes / bytes per second) (the
-roofline model, Williams et al. 2009). `--profile` sets a run's own times against it, `benchmarks/roofline.py` the
-phases of an iteration.
+Work takes at least max(operations / operations per second, bytes / bytes per second). `--profile` compares a run's own
+times with it, `benchmarks/roofline.py` the phases of an iteration.
 
-A floor counts what the algorithm asks for, not what a program happens to do: real tokens and never padding, the head
-where its output is read, each frozen model once. It leaves out norms, activations, sampling, the embedding lookup and
-everything in Python, so a ratio of 1 is out of reach; and weights that stay in a processor's cache move faster than
-the measured bandwidth says, so for very small models a ratio below 1 would be no contradiction.
+A floor counts what the algorithm needs: tokens without padding, the head only where its output is read, each frozen
+model once. Norms, activations, sampling, embedding lookups and Python are left out, so a ratio of 1 is out of reach.
+Weights that stay in a processor's cache move faster than the measured bandwidth, so very small models may be below 1.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,39 +36,39 @@ class Work(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What a device was seen to do at best."""
+    """Best measured rates of a device."""
 
     flops: float  # per second, in the precision of the passes
     bandwidth: float  # bytes per second
 
     def seconds(self, *pieces: Work) -> float:
-        """Least time for pieces of work done one after the other."""
+        """Least time for pieces of work in sequence."""
         return sum(max(piece.flops / self.flops, piece.bytes / self.bandwidth) for piece in pieces)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cost of a pass through a transformer depends on."""
+    """Sizes of a transformer that determine the cost of a forward pass."""
 
     layers: int
     matrices: int  # weights that each token is multiplied with: all layers, without embedding and head
     head: int  # weights of the head
     query_width: int  # attention heads x their size
     key_value_width: int
-    learning: int  # weights that the optimiser changes
-    learned_share: float = 1.0  # of the matrices: those that learn
-    passed_share: float = 1.0  # of the matrices: those that a gradient has to pass, from the lowest that learns upwards
+    trainable: int  # weights that the optimiser updates
+    trainable_share: float = 1.0  # share of the matrices that is trainable
+    passed_share: float = 1.0  # share of the matrices that a gradient passes, from the lowest trainable one upwards
 
     @classmethod
-    def of(cls, model: nn.Module, role: nn.Module | None = None) -> Shape:
-        """The shape of a Hugging Face model, with a head of words or of one number.
+    def of(cls, model: Any, role: Any = None) -> Shape:
+        """The shape of a Hugging Face model with a language-model or a scalar head.
 
-        role: what holds the head and registers what is trained, where the model is a backbone that roles share.
+        role: the role that has the head and the trainable weights, where the model is a shared backbone.
         """
         config, role = model.config, role or model
         matrices = [found for name, module in model.base_model.named_modules() for found in _matrix(name, module)]
         total = sum(size for size, _ in matrices)
-        lowest = next((i for i, (_, learns) in enumerate(matrices) if learns), len(matrices))
+        lowest = next((i for i, (_, trainable) in enumerate(matrices) if trainable), len(matrices))
         head = getattr(role, "score", None) or getattr(model, "score", None) or model.get_output_embeddings()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -79,14 +78,14 @@ class Shape:
             head=head.weight.numel(),
             query_width=heads * size,
             key_value_width=(getattr(config, "num_key_value_heads", None) or heads) * size,
-            learning=sum(p.numel() for p in role.parameters() if p.requires_grad),
-            learned_share=sum(size for size, learns in matrices if learns) / total,
+            trainable=sum(p.numel() for p in role.parameters() if p.requires_grad),
+            trainable_share=sum(size for size, trainable in matrices if trainable) / total,
             passed_share=sum(size for size, _ in matrices[lowest:]) / total,
         )
 
 
-def _matrix(name: str, module: nn.Module) -> list[tuple[int, bool]]:
-    """(weights, whether they learn) of a linear layer: quantised ones as what they stand for, adapters as nothing."""
+def _matrix(name: str, module: Any) -> list[tuple[int, bool]]:
+    """(weights, whether they are trainable) of a linear layer; quantised ones unpacked, adapters as 0."""
     if isinstance(module, nn.Linear):
         return [(0 if ".lora_" in name else module.in_features * module.out_features, module.weight.requires_grad)]
     if type(module).__name__ == "Conv1D":  # GPT-2's
@@ -96,34 +95,34 @@ def _matrix(name: str, module: nn.Module) -> list[tuple[int, bool]]:
 
 # ------------------------------------------------------------------------------------------------ counting the work
 def forward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
-    """A pass over texts of these lengths with the head at `num_logits` places.
+    """Forward pass over texts of these lengths with the head at `num_logits` positions.
 
-    Two operations per weight and token; attention at place t, over t keys, twice 2 * query_width * t a layer (scores
-    and mixing), which over a text sums to 2 * query_width * T * (T+1). Bytes are
-    left out: a pass over a batch is bound by operations.
+    Two operations per weight and token; attention at position t, over t keys, twice 2 * query_width * t per layer
+    (scores and values), which sums to 2 * query_width * T * (T+1) over a text. Bytes are left out: a pass over a batch
+    is compute-bound.
     """
     attention = sum(2 * shape.query_width * length * (length + 1) for length in lengths)
     return Work(2 * shape.matrices * sum(lengths) + shape.layers * attention + 2 * shape.head * num_logits)
 
 
 def backward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
-    """The gradients of such a pass: as much again for the activations passed, and for the weights that learn."""
-    return Work((shape.passed_share + shape.learned_share) * forward(shape, lengths, num_logits).flops)
+    """Backward pass: once the forward pass for gradients of activations, once for those of trainable weights."""
+    return Work((shape.passed_share + shape.trainable_share) * forward(shape, lengths, num_logits).flops)
 
 
 def optimizer_step(shape: Shape) -> Work:
-    """AdamW on the learning weights: no operations to speak of, 28 bytes a weight."""
-    return Work(0, OPTIMIZER_BYTES * shape.learning)
+    """AdamW on the trainable weights: negligible operations, 28 bytes per weight."""
+    return Work(0, OPTIMIZER_BYTES * shape.trainable)
 
 
 def generate(
     shape: Shape, prompts: Sequence[float], responses: Sequence[float], slots: int, bytes_per_number: int
 ) -> Work:
-    """Sampling a response of these lengths to each prompt, `slots` rows at a time, with a key-value cache.
+    """Sampling a response to each prompt with a KV cache, `slots` rows at a time.
 
-    Operations: those of one pass over all but the last token, the head once per sampled token. Bytes: all weights for
-    each step, of which there are at least max(longest response, all tokens / slots), and for the token at place t the
-    keys and values of the t places before it.
+    Operations: one pass over all but the last token, the head once per sampled token. Bytes: all weights at each of at
+    least max(longest response, all tokens / slots) steps, and for the token at position t the keys and values of the t
+    positions before it.
     """
     texts = [prompt + response - 1 for prompt, response in zip(prompts, responses)]
     steps = max(max(responses), sum(responses) / slots)
@@ -136,9 +135,9 @@ def generate(
 def supervised_floors(
     shape: Shape, lengths: Sequence[float], num_logits: float, ceilings: Ceilings, shared: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Seconds of `update` at least: forward, backward and optimiser step on texts of these lengths.
+    """Least seconds of `update`: forward, backward and optimiser step on texts of these lengths.
 
-    shared: lengths of what two of the texts begin with, which needs to be read once only.
+    shared: lengths of the common prefixes of pairs, which need to be computed once only.
     """
     passes = [
         Work(work(shape, lengths, num_logits).flops - work(shape, shared, 0).flops) for work in (forward, backward)
@@ -147,7 +146,7 @@ def supervised_floors(
 
 
 def shared_lengths(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """How many tokens the two texts of each pair begin with; nothing where rows are no pairs."""
+    """Length of the common prefix of each pair; empty where rows are not pairs."""
     if "chosen_input_ids" not in rows[0]:
         return []
     pairs = [[torch.as_tensor(row[f"{side}_input_ids"]) for side in ("chosen", "rejected")] for row in rows]
@@ -167,11 +166,11 @@ def ppo_floors(
     optimizer_steps: int = 1,
     reward_model: bool = True,
 ) -> dict[str, float]:
-    """Seconds of the phases of a PPO iteration at least.
+    """Least seconds of the phases of a PPO iteration.
 
-    `rollout`: generating, and the reference's log-probabilities (the policy's own come with sampling). `score`: a pass
-    of the critic and, where there is one, of the reward model, taken to have the critic's shape. `update`: forward and
-    backward of policy and critic in each epoch, and the optimisers' steps.
+    `rollout`: generation, and the reference's log-probabilities (the policy's own come with sampling). `score`: a pass
+    of the critic and of the reward model, if any, assumed to have the critic's shape. `update`: forward and backward
+    passes of policy and critic in each epoch, and the optimiser steps.
     """
     texts = [prompt + response for prompt, response in zip(prompts, responses)]
     sampled = sum(responses)
@@ -196,11 +195,11 @@ GPU_MATRIX_SIZES = ((4096, 4096, 4096), (8192, 8192, 8192))
 def measure_ceilings(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]] = (), megabytes: int = 256
 ) -> Ceilings:
-    """The best rate of matrix products of a few sizes and of reading or copying a large block, seen now; about 1 s."""
+    """Measure the best rate of matrix products of a few sizes, and of reading or copying a large block; about 1 s."""
     rates = []
     for rows, inner, columns in (*sizes, *(MATRIX_SIZES if device.type == "cpu" else GPU_MATRIX_SIZES)):
-        one, other = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (inner, columns)))
-        rates.append(2 * rows * inner * columns / best_time(lambda a=one, b=other: a @ b, device))
+        one, other = (torch.randn(*size, device=device).to(dtype) for size in ((rows, inner), (inner, columns)))
+        rates.append(2 * rows * inner * columns / best_time(partial(torch.matmul, one, other), device))
     block = torch.ones(megabytes * 2**18, device=device)
     target = torch.empty_like(block)
     size = block.numel() * 4
@@ -210,7 +209,7 @@ def measure_ceilings(
 
 
 def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 5) -> float:
-    """Seconds of the fastest of a few calls, after one to warm up."""
+    """Seconds of the fastest of a few calls, after a warm-up call."""
     seconds = []
     for _ in range(repetitions + 1):
         started = time.perf_counter()
@@ -231,8 +230,8 @@ def profile(
 ) -> dict[str, Phase]:
     """Medians over a run's logged steps, per device: phase -> seconds, floor and seconds / floor.
 
-    timed: a step's `time/*` metrics, with its `rows` where it learned from given texts, or with the other metrics of a
-    rollout. shapes: the learning models by the name that `run.setup` was given.
+    timed: a step's `time/*` metrics, with its `rows` where it trained on given texts, or with the other metrics of a
+    rollout. shapes: the trained models by the name that `run.setup` was given.
     """
     measured = [{phase: step[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in step} for step in timed]
     floors = [
@@ -285,21 +284,22 @@ def _floors_of_rollout(
 
 
 def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
-    """The phases as Markdown; where there are several, the last row is their sum."""
+    """The phases as a Markdown table; the last row of several is their sum."""
     rows = dict(phases)
-    if len(phases) > 1 and all(phase["floor"] for phase in phases.values()):
-        seconds, floor = (sum(phase[name] for phase in phases.values()) for name in ("seconds", "floor"))
+    floors = [phase["floor"] or 0.0 for phase in phases.values()]
+    if len(phases) > 1 and all(floors):
+        seconds, floor = sum(phase["seconds"] or 0.0 for phase in phases.values()), sum(floors)
         rows["all"] = {"seconds": seconds, "floor": floor, "ratio": seconds / floor}
     lines = [
-        "Median seconds of a logged step, and the least this machine needs for its work at "
-        f"{ceilings.flops / 1e9:,.0f} GFLOP/s and {ceilings.bandwidth / 1e9:,.1f} GB/s, the best it was seen to do.",
+        "Median seconds of a logged step, and the least this machine needs for its work at the best measured "
+        f"{ceilings.flops / 1e9:,.0f} GFLOP/s and {ceilings.bandwidth / 1e9:,.1f} GB/s.",
         "",
         "| phase | seconds | floor | seconds / floor |",
         "|---|---|---|---|",
     ]
     for name, row in rows.items():
-        floor, ratio = (f"{row['floor']:.4f}", f"{row['ratio']:.1f}") if row["floor"] else ("", "")
-        lines.append(f"| {name} | {row['seconds']:.4f} | {floor} | {ratio} |")
+        shown = (f"{row['floor']:.4f}", f"{row['ratio']:.1f}") if row["floor"] else ("", "")
+        lines.append(f"| {name} | {row['seconds']:.4f} | {shown[0]} | {shown[1]} |")
     return "\n".join(lines) + "\n"
 
 

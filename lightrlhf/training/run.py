@@ -75,7 +75,7 @@ class Run(Generic[AnyArgs]):
         from lightning.fabric import seed_everything
 
         self.args, self.program, self.on_step, self.given = args, program, on_step, given or {}
-        self.data: str = data or getattr(args, "data_dir", program)
+        self.data = str(data or getattr(args, "data_dir", program))
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
@@ -122,7 +122,7 @@ class Run(Generic[AnyArgs]):
         """Sum of a number over all ranks."""
         return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
 
-    def shard(self, rows: Sequence[Item]) -> list[Item]:
+    def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
         """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
         start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
         return list(rows[start:end])
@@ -181,7 +181,7 @@ class Run(Generic[AnyArgs]):
 
         args = self.args
         if self.resumed:
-            self._load_learned(name, module)
+            self._load_learned(self.resumed["learned"][name], module)
         with self.phase("setup"):
             if args.strategy == "fsdp":
                 self._meta_copies[name] = meta_copy(module)
@@ -283,7 +283,7 @@ class Run(Generic[AnyArgs]):
 
         self._open_directory()
         if self.resumed:
-            self._restore_rng()  # only now: loading a new head or adapter draws random numbers
+            self._restore_rng(self.resumed)  # only now: loading a new head or adapter draws random numbers
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
         self._bar = bar
         try:
@@ -473,15 +473,15 @@ class Run(Generic[AnyArgs]):
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
         return state
 
-    def _restore_rng(self) -> None:
-        rank = min(self.rank, len(self.resumed["rng"]) - 1)
-        torch.set_rng_state(self.resumed["rng"][rank].clone())
-        if self.device.type == "cuda" and "cuda_rng" in self.resumed:
-            torch.cuda.set_rng_state(self.resumed["cuda_rng"][rank].clone(), self.device)
-        random.setstate(self.resumed["python_rng"])
+    def _restore_rng(self, state: dict[str, Any]) -> None:
+        rank = min(self.rank, len(state["rng"]) - 1)
+        torch.set_rng_state(state["rng"][rank].clone())
+        if self.device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
+        random.setstate(state["python_rng"])
 
-    def _load_learned(self, name: str, module: nn.Module) -> None:
-        learned, now = self.resumed["learned"][name], dict(module.named_parameters())
+    def _load_learned(self, learned: dict[str, Tensor], module: nn.Module) -> None:
+        now = dict(module.named_parameters())
         for key, value in learned.items():
             if key not in now or now[key].shape != value.shape:
                 raise UsageError(f"--resume_from {self.args.resume_from} was trained with another model: {key}")

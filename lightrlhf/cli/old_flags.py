@@ -1,0 +1,65 @@
+"""Flags of older releases: renamed ones keep their stored values, removed ones are refused by name.
+
+An args class has `RENAMED`, {old: new}, and `REMOVED`, {old: (the only value still meant, what to do instead)}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from lightrlhf.cli.errors import UsageError
+
+
+def refuse_old_flags(args_class: Any, words: list[str]) -> None:
+    """Raises: UsageError naming the successor of the first removed or renamed flag."""
+    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
+    for flag in (word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")):
+        if flag in renamed:
+            raise UsageError(f"--{flag} is now --{renamed[flag]}")
+        if flag in removed:
+            raise UsageError(f"--{flag} was removed: {removed[flag][1]}")
+
+
+def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stored flags under today's names; a renamed flag keeps its value.
+
+    Raises: UsageError naming `source` and a flag that is unknown, or removed with a value not meant any more.
+    """
+    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
+    known = {field.name for field in dataclasses.fields(args_class)}
+    found = {}
+    for name, value in values.items():
+        if name in removed and name not in known:
+            kept, successor = removed[name]
+            if value != kept:
+                raise UsageError(f"{source}: {name} {value} was removed: {successor}")
+            continue
+        name = renamed.get(name, name)
+        if name not in known:
+            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            raise UsageError(f"{source}: unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        found[name] = value
+    return found
+
+
+def with_new_names(args_class: Any, word: str, before: str) -> str:
+    """A word of the command line; a `--config` file with old names becomes JSON with the new ones."""
+    import yaml
+
+    flag, equals, value = word.partition("=")
+    path = value if equals and flag == "--config" else word if before == "--config" else ""
+    if not path or not Path(path).is_file():
+        return word
+    try:
+        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return word  # jsonargparse says what is wrong with it
+    old = {*getattr(args_class, "RENAMED", {}), *getattr(args_class, "REMOVED", {})}
+    if not isinstance(stored, dict) or not old & stored.keys():
+        return word
+    text = json.dumps(update_names(args_class, stored, f"--config {path}"))
+    return f"{flag}={text}" if equals else text
