@@ -285,21 +285,21 @@ def truncate(row: Row, args: DPOArgs) -> Row:
     A truncated response gets no end token. Returns the row itself when nothing is too long.
     """
     start = row["prompt_len"]
-    kept = min(start, args.max_prompt_length or start)
-    room = (args.max_length or 2**62) - kept
+    prompt_len = min(start, args.max_prompt_length or start)
+    room = (args.max_length or 2**62) - prompt_len
     if args.max_length and room < 1:
         raise UsageError(
-            f"--max_length {args.max_length} leaves no room for a response after a prompt of {kept} tokens; "
+            f"--max_length {args.max_length} leaves no room for a response after a prompt of {prompt_len} tokens; "
             f"give --max_prompt_length {args.max_length // 2 or 1} too"
         )
     sides = {name: row[name] for name in ("chosen_input_ids", "rejected_input_ids")}
-    if kept == start and all(len(ids) - start <= room for ids in sides.values()):
+    if prompt_len == start and all(len(ids) - start <= room for ids in sides.values()):
         return row
-    first = start - kept if args.truncation_mode == "keep_end" else 0
+    first = start - prompt_len if args.truncation_mode == "keep_end" else 0
     for name, ids in sides.items():
         response = ids[start : start + min(room, len(ids))]
-        sides[name] = torch.cat([torch.as_tensor(ids[first : first + kept]), torch.as_tensor(response)])
-    return {**row, "prompt_len": kept, **sides}
+        sides[name] = torch.cat([torch.as_tensor(ids[first : first + prompt_len]), torch.as_tensor(response)])
+    return {**row, "prompt_len": prompt_len, **sides}
 
 
 # ------------------------------------------------------------------------------------------------------- reference

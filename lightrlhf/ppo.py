@@ -7,7 +7,7 @@ reference at each token; advantages come from GAE, whitened over the whole rollo
     L_policy = -sum_t min(rho_t A_t, clip(rho_t, 1-e, 1+e) A_t) / N                                       (2017, eq. 7)
     L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
 
-A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` says where segments
+A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` sets where segments
 end, `--value_function` how the values of a segment's tokens are reduced to its value. Rewards are summed over a
 segment, GAE runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is
 token PPO.

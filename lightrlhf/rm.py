@@ -2,16 +2,17 @@
 
     L = -log sigmoid(r(x, y_chosen) - r(x, y_rejected)),  summed over pairs, divided once by their global number
 
-`--loss_type` says which scores are compared: `last_token` those at the last token; `average` the means of the scores
+`--loss_type` selects the scores to compare: `last_token` those at the last token; `average` the means of the scores
 from the first token that differs; `per_sample` the scores token by token from there on, each pair's mean counting once
-(as DeepSpeed-Chat does). Whatever trained it, a reward model is read at its last token.
+(as DeepSpeed-Chat does). Any reward model scores a response at its last token.
 
-With `--loss_type pair` the model reads two responses at once and learns which is better (Dong et al. 2024, 2405.07863,
-section 3.2): s(x, y, y') is the logit of "the first is better", and both orders are trained,
+With `--loss_type pair` the model reads two responses at once and predicts which is better (Dong et al. 2024,
+2405.07863, section 3.2): s(x, y, y') is the logit of "the first is better", and both orders are trained,
 
     L = 1/2 [-log sigmoid s(x, y_chosen, y_rejected) - log sigmoid(-s(x, y_rejected, y_chosen))]
 
-`lightrlhf.annotate` holds tournaments by such a model; PPO, which needs a score of one response, refuses it.
+`lightrlhf.annotate` compares all responses of a prompt by such a model; PPO, which needs a score of one response,
+refuses it.
 
 Left out: ranked lists of more than two answers, margins and regression on ratings.
 """

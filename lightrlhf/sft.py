@@ -44,7 +44,7 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
     lr_warmup_steps: int = 100
     """Steps of linear warm-up from 0."""
     use_targets: bool = False
-    """Count the loss on the response alone; otherwise on the whole text."""
+    """Loss on the response alone, otherwise on the whole text."""
     label_smoothing: float = field(default=0.0, metadata=RARE)
     """Probability mass of each target that is spread evenly over the vocabulary."""
     packing: bool = False

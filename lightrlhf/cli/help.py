@@ -60,12 +60,12 @@ def grouped(args_class: Any) -> dict[type, list[str]]:
 
 def metadata_of(args_class: Any, name: str) -> dict[str, Any]:
     """Metadata of a flag in the class that declares it first, updated by those that declare it again."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for owner in reversed(args_class.__mro__):
         if dataclasses.is_dataclass(owner) and name in owner.__dict__.get("__annotations__", {}):
             field = next(field for field in dataclasses.fields(owner) if field.name == name)
-            found |= field.metadata
-    return found
+            metadata |= field.metadata
+    return metadata
 
 
 def first_line(owner: type) -> str:

@@ -31,19 +31,19 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
     """
     renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
     known = {field.name for field in dataclasses.fields(args_class)}
-    found = {}
+    renewed = {}
     for name, value in values.items():
         if name in removed and name not in known:
-            kept, successor = removed[name]
-            if value != kept:
+            meant, successor = removed[name]
+            if value != meant:
                 raise UsageError(f"{source}: {name} {value} was removed: {successor}")
             continue
         name = renamed.get(name, name)
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             raise UsageError(f"{source}: unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        found[name] = value
-    return found
+        renewed[name] = value
+    return renewed
 
 
 def with_new_names(args_class: Any, word: str, before: str) -> str:

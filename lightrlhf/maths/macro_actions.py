@@ -1,10 +1,10 @@
-"""Macro actions (MA-RLHF, Chai et al. 2025): a response cut into segments, and what is reduced to and from them.
+"""Macro actions (MA-RLHF, Chai et al. 2025): segments of a response, and reductions to and from them.
 
-A cut is a tensor `segments` (B, T-1), beside `action_mask`: 0, 1, 2, … the segment of each action in its row, -1 where
-there is no action. Segments tile a response in order; M is the largest number of them in a row. Everything is per row
-and vectorised; padding, end tokens, empty and one-token responses need no special case.
+Segments are a tensor (B, T-1) next to `action_mask`: 0, 1, 2, … the segment of each action in its row, -1 where there
+is no action. Segments tile a response in order; M is the largest number of them in a row. All functions are vectorised
+over rows; padding, end tokens, empty and one-token responses need no special case.
 
-Left out: learned terminations. Segments from a parser begin where `common/parsing.py` says.
+Left out: learned terminations. `data/macro_parsers.py` finds the segments of parsed text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 RANDOM_LENGTHS = (2, 3, 5, 10)  # of the paper's randomised condition
-NOTHING = -1
+NO_ACTION = -1
 
 
 def action_index(action_mask: Tensor) -> Tensor:
@@ -24,15 +24,15 @@ def action_index(action_mask: Tensor) -> Tensor:
 
 
 def fixed(action_mask: Tensor, ngram: int) -> Tensor:
-    """A new segment every `ngram` actions; 1 is a segment per token, 0 the whole response in one."""
+    """Segments of `ngram` actions; 1 is a segment per token, 0 one segment per response."""
     index = action_index(action_mask)
     return _off_actions(index // ngram if ngram else torch.zeros_like(index), action_mask)
 
 
 def randomized(action_mask: Tensor, noise: Tensor) -> Tensor:
-    """Segments of the lengths 2, 3, 5 and 10, each as often as the others, in an order of its own for each row.
+    """Segments of the lengths 2, 3, 5 and 10, each equally often, in a random order per row.
 
-    noise: (B, 4 * repeats), whose order in a row is the order of the lengths. What a response has beyond the sum of
+    noise: (B, 4 * repeats), whose order in a row is the order of the lengths. The rest of a response beyond the sum of
     them is one last segment.
     """
     sizes = torch.tensor(RANDOM_LENGTHS).repeat(noise.shape[1] // len(RANDOM_LENGTHS))  # (L,)
@@ -42,7 +42,7 @@ def randomized(action_mask: Tensor, noise: Tensor) -> Tensor:
 
 
 def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """A new segment wherever the reference's perplexity of a token is above that of the token before.
+    """Segments that begin where the reference's perplexity of a token is above that of the previous token.
 
     ref_logprobs: (B, T-1), the reference's log-probability of each action; perplexity is exp of its negative.
     """
@@ -55,7 +55,7 @@ def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def beginning_at(action_mask: Tensor, starts: Sequence[Sequence[int]]) -> Tensor:
-    """A new segment at each of these actions, numbered within their row; the first action begins one in any case."""
+    """Segments that begin at the given action numbers of each row, and at its first action."""
     begins = torch.zeros(action_mask.shape, dtype=torch.int64)  # (B, T-1), by number of the action
     for row, numbers in enumerate(starts):
         begins[row, [number for number in numbers if number > 0]] = 1
@@ -69,7 +69,7 @@ def num_segments(segments: Tensor) -> int:
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """Which of the M segments each row has: (B, T-1) -> (B, M) bool."""
+    """Mask of the segments that each row has: (B, T-1) -> (B, M) bool."""
     return torch.arange(num_segments(segments), device=segments.device) <= segments.max(1, keepdim=True).values
 
 
@@ -136,4 +136,4 @@ VALUE_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _off_actions(segments: Tensor, action_mask: Tensor) -> Tensor:
-    return torch.where(action_mask, segments, torch.full_like(segments, NOTHING))
+    return torch.where(action_mask, segments, torch.full_like(segments, NO_ACTION))

@@ -17,14 +17,14 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens only, so padding on either side moves nothing: (B, T) -> (B, T)."""
+    """Positions that count tokens without padding, left or right: (B, T) -> (B, T)."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask`, over all or along `dim`; 0 where nothing is counted (never NaN)."""
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    total = kept.sum() if dim is None else kept.sum(dim)
+    """Mean of `values` where `mask`, over all or along `dim`; 0 where the mask is empty (never NaN)."""
+    masked = torch.where(mask, values, torch.zeros_like(values))
+    total = masked.sum() if dim is None else masked.sum(dim)
     count = mask.sum() if dim is None else mask.sum(dim)
     return total / count.clamp(min=1)
 
@@ -35,8 +35,8 @@ def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False, sum_over_ranks
     Never per sequence: that would give a good and a bad answer the same mean advantage.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    count, total = reduce(torch.stack([mask.sum().to(values.dtype), kept.sum()]))
+    masked = torch.where(mask, values, torch.zeros_like(values))
+    count, total = reduce(torch.stack([mask.sum().to(values.dtype), masked.sum()]))
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, values - mean, torch.zeros_like(values))
     variance = reduce(centred.pow(2).sum()) / count.clamp(min=1)
@@ -53,11 +53,11 @@ def head_logprobs(
     with_mean: bool = False,
     chunk_size: int = 4096,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of each target and, where asked, entropy and (for label smoothing) mean log-probability.
+    """Log-probability of each target, and if requested entropy and (for label smoothing) mean log-probability.
 
-    hidden (N, H), targets (N,) -> (N,) float32 tensors, None for what was not asked: over a large vocabulary each
-    costs about as much again. Logits exist for `chunk_size` rows at a time, in the backward pass too, so (N, V) never
-    stands in memory.
+    hidden (N, H), targets (N,) -> (N,) float32 tensors, None for what was not requested: over a large vocabulary each
+    costs about as much again. Logits exist for `chunk_size` rows at a time, in the backward pass too, so that (N, V)
+    is never in memory.
     """
 
     def chunk(h: Tensor, target: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, eq. 11-16): (B, T-1) -> advantages, returns (B, T-1).
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, along the action positions of each
-    row; behind the last action the value is 0. Actions of a row may have gaps (turns of a dialogue). `gamma` is one
+    row; after the last action the value is 0. Actions of a row may have gaps (turns of a dialogue). `gamma` is one
     number, or (B, T-1) with a discount for each step (of a macro action: gamma to the power of its length).
     """
     discounts = gamma if isinstance(gamma, Tensor) else torch.full_like(rewards, gamma)

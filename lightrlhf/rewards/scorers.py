@@ -154,8 +154,8 @@ class ModelScorer:
     def _score_ids(self, rows: list[tuple[list[int], list[int]]]) -> list[float]:
         def score(batch: list[tuple[list[int], list[int]]]) -> Tensor:
             pad = self.encoding.tokenizer.pad_token_id
-            laid = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(device_of(self.model))
-            return score_batch(self.model, laid.input_ids, laid.attention_mask)
+            batched = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(device_of(self.model))
+            return score_batch(self.model, batched.input_ids, batched.attention_mask)
 
         lengths = [len(prompt) + len(response) for prompt, response in rows]
         return in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
@@ -179,8 +179,8 @@ class ModelScorer:
 class PairScorer:
     """A model that compares two responses (`rm --loss_type pair`).
 
-    A response's score is its mean chance of beating each other response of its group, asked in both orders: in [0, 1],
-    of K responses K (K - 1) comparisons. Without another response there is none.
+    A response's score, in [0, 1], is its mean probability of beating each other response of its group, in both orders:
+    K (K - 1) comparisons of K responses. A response without another one has no score.
     """
 
     model: nn.Module
@@ -188,7 +188,7 @@ class PairScorer:
     batch_size: int
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
-        """Mean chances of winning."""
+        """Mean winning probabilities."""
         rows, places = [], []
         for g, group in enumerate(groups):
             encoded = [self.encoding.prompt_and_response(sample) for sample in group]
@@ -199,9 +199,9 @@ class PairScorer:
                         places.append((g, a, b))
 
         def score(batch: list[list[int]]) -> Tensor:
-            laid = response_batch(batch, [[] for _ in batch], self.encoding.tokenizer.pad_token_id)
-            laid = laid.to(device_of(self.model))
-            return score_batch(self.model, laid.input_ids, laid.attention_mask)
+            batched = response_batch(batch, [[] for _ in batch], self.encoding.tokenizer.pad_token_id)
+            batched = batched.to(device_of(self.model))
+            return score_batch(self.model, batched.input_ids, batched.attention_mask)
 
         lengths = [len(row) for row in rows]
         logits = in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
@@ -251,10 +251,10 @@ def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tens
 
 
 def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list[float | None]]:
-    """Scores of the responses of rows as `lightrlhf.generate` writes them; None for a response that is missing."""
+    """Scores of the responses of rows as `lightrlhf.generate` writes them; None for a missing response."""
     groups, places = [], []
     for row in rows:
-        kept = [k for k, response in enumerate(row["responses"]) if response is not None]
+        present = [k for k, response in enumerate(row["responses"]) if response is not None]
         ids, cut = row.get("response_ids"), row.get("truncated")
         columns = {name: value for name, value in row.items() if name not in ROW}
         groups.append(
@@ -267,17 +267,17 @@ def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list
                     response_ids=ids[k] if ids else None,
                     columns=columns,
                 )
-                for k in kept
+                for k in present
             ]
         )
-        places.append(kept)
-    found = []
-    for row, kept, values in zip(rows, places, scorer(groups)):
+        places.append(present)
+    all_scores = []
+    for row, present, values in zip(rows, places, scorer(groups)):
         scores: list[float | None] = [None] * len(row["responses"])
-        for k, value in zip(kept, values):
+        for k, value in zip(present, values):
             scores[k] = value
-        found.append(scores)
-    return found
+        all_scores.append(scores)
+    return all_scores
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -289,7 +289,7 @@ def in_batches(
     batch_size: int,
     score: Callable[[list[Any]], Tensor],
 ) -> list[float]:
-    """`score` of rows of like length together; NaN for rows that do not fit the model."""
+    """Apply `score` to batches of similar length; NaN for rows that are longer than the model's positions."""
     values = [math.nan] * len(rows)
     fitting = [i for i, length in enumerate(lengths) if encoding.fits(length)]
     for part in inference_batches(torch.tensor([lengths[i] for i in fitting], device=device), batch_size):
@@ -320,7 +320,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def as_text(prompt: str | Messages) -> str:
-    """A prompt as plain text: of messages, what each says, a line apart."""
+    """A prompt as plain text; of messages their contents, separated by empty lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 

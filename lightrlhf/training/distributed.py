@@ -109,16 +109,17 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     data_dir = getattr(args, "data_dir", None)
     files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt"))} if data_dir else {}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
-    found: list[Any] = [None] * fabric.world_size
-    torch.distributed.all_gather_object(found, (flags, files))
-    for rank, (their_flags, their_files) in enumerate(found):
-        flag, file = _first_difference(found[0][0], their_flags), _first_difference(found[0][1], their_files)
+    gathered: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(gathered, (flags, files))
+    own_flags, own_files = gathered[0]
+    for rank, (their_flags, their_files) in enumerate(gathered):
+        flag, file = _first_difference(own_flags, their_flags), _first_difference(own_files, their_files)
         if not (flag or file):
             continue
         if not fabric.is_global_zero:
             sys.exit(UsageError.exit_status)
         if flag:
-            one, other = found[0][0].get(flag), their_flags.get(flag)
+            one, other = own_flags.get(flag), their_flags.get(flag)
             raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
         raise UsageError(
             f"--data_dir {data_dir}: {file} of rank {rank} differs from that of rank 0; "

@@ -30,13 +30,21 @@ from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, write_text
+from lightrlhf.storage.checkpoint import checkpoints, save_checkpoint, write_text
 from lightrlhf.storage.run_dir import make_parent, new_run_dir
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
+from lightrlhf.training.resume import (
+    forget_rows_after,
+    load_trained,
+    read_state,
+    restore_rng,
+    rng_states,
+    trained_weights,
+)
 from lightrlhf.training.watchdog import RankWatchdog
 
 IN_PROGRESS_BAR = ("train/loss", "rewards/accuracies", "objective/score", "objective/kl")
@@ -47,7 +55,7 @@ Item = TypeVar("Item")
 
 
 class Learner(NamedTuple):
-    """A model that learns, with its optimiser and learning-rate schedule."""
+    """A trained model with its optimiser and learning-rate schedule."""
 
     module: Any  # as Fabric wrapped it
     optimizer: Any
@@ -181,7 +189,7 @@ class Run(Generic[AnyArgs]):
 
         args = self.args
         if self.resumed:
-            self._load_learned(self.resumed["learned"][name], module)
+            load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
             if args.strategy == "fsdp":
                 self._meta_copies[name] = meta_copy(module)
@@ -256,8 +264,8 @@ class Run(Generic[AnyArgs]):
         return self.learners[name].scheduler.get_last_lr()[0]
 
     def _last_good(self) -> str:
-        found = checkpoints(self.directory)
-        return f"; the last good checkpoint is {found[-1]}" if found else "; no checkpoint had been written yet"
+        saved = checkpoints(self.directory)
+        return f"; the last good checkpoint is {saved[-1]}" if saved else "; no checkpoint had been written yet"
 
     # ----------------------------------------------------------------------------------------------------- data
     def num_steps(self, num_rows: int, batch_size: int) -> int:
@@ -283,7 +291,7 @@ class Run(Generic[AnyArgs]):
 
         self._open_directory()
         if self.resumed:
-            self._restore_rng(self.resumed)  # only now: loading a new head or adapter draws random numbers
+            restore_rng(self.resumed, self.device, self.rank)  # after loading, which may draw numbers
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
         self._bar = bar
         try:
@@ -376,12 +384,12 @@ class Run(Generic[AnyArgs]):
         full = self._full(module)
         state = {
             "step": self.step,
-            **self._rng_states(),
+            **rng_states(self.device, self.world_size),
             "python_rng": random.getstate(),
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,
             "learned": {
-                name: learned_state(learner.module.module, self.is_first) for name, learner in self.learners.items()
+                name: trained_weights(learner.module.module, self.is_first) for name, learner in self.learners.items()
             },
             "optimizers": {
                 name: full_tensors(learner.optimizer.state_dict(), self.is_first)
@@ -410,17 +418,6 @@ class Run(Generic[AnyArgs]):
             if self.learners[name].module.module is module and is_sharded(module):
                 return materialize(meta, module, keep=self.is_first)
         return module
-
-    def _rng_states(self) -> dict[str, Tensor]:
-        """States of torch's random generators on all ranks: (ranks, bytes) each."""
-        states = {"rng": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states["cuda_rng"] = torch.cuda.get_rng_state(self.device)
-        found = [states]
-        if self.world_size > 1:
-            found = [states] * self.world_size
-            torch.distributed.all_gather_object(found, states)
-        return {name: torch.stack([theirs[name] for theirs in found]) for name in states}
 
     def finish(self, results: Metrics | None = None) -> Path:
         """Close the logs and print the experiment dir; `results` go into its model card."""
@@ -452,40 +449,11 @@ class Run(Generic[AnyArgs]):
     def _read_resume_state(self) -> dict[str, Any] | None:
         if not self.args.resume_from:
             return None
-        directory = Path(self.args.resume_from)
-        try:
-            stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
-        if stored.get("program") != self.program:
-            raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {self.program}")
-        before = stored.get("given", {})
-        for name in sorted(before.keys() | self.given.keys()):
-            if before.get(name) != self.given.get(name):
-                raise UsageError(
-                    f"--resume_from {directory}: {name} was {before.get(name, 'not given')} and is "
-                    f"{self.given.get(name, 'not given')}; resume with the objects that the run began with"
-                )
-        path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
-        state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")  # ranks share its pages
+        state = read_state(Path(self.args.resume_from), self.program, self.given)
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
         return state
-
-    def _restore_rng(self, state: dict[str, Any]) -> None:
-        rank = min(self.rank, len(state["rng"]) - 1)
-        torch.set_rng_state(state["rng"][rank].clone())
-        if self.device.type == "cuda" and "cuda_rng" in state:
-            torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
-        random.setstate(state["python_rng"])
-
-    def _load_learned(self, learned: dict[str, Tensor], module: nn.Module) -> None:
-        now = dict(module.named_parameters())
-        for key, value in learned.items():
-            if key not in now or now[key].shape != value.shape:
-                raise UsageError(f"--resume_from {self.args.resume_from} was trained with another model: {key}")
-        module.load_state_dict(learned, strict=False)
 
     def _choose_directory(self) -> Path:
         if self.args.resume_from:
@@ -496,8 +464,8 @@ class Run(Generic[AnyArgs]):
 
     def _open_directory(self) -> None:
         if self.is_first and self.resumed:
-            _forget_rows_after(self.directory / "metrics.jsonl", self.step)
-            _forget_rows_after(self.directory / "samples.jsonl", self.step)
+            forget_rows_after(self.directory / "metrics.jsonl", self.step)
+            forget_rows_after(self.directory / "samples.jsonl", self.step)
         elif self.is_first:
             self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")
             described = {**to_dict(self.args), "program": self.program, "versions": versions()}
@@ -515,21 +483,3 @@ class Run(Generic[AnyArgs]):
             return WandbLogger(project=self.args.experiment_name, name=self.directory.name, save_dir=self.directory)
         kind = TensorBoardLogger if self.args.logger == "tensorboard" else CSVLogger
         return kind(root_dir=str(self.directory), name="logs", version="")
-
-
-def learned_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """Trainable parameters by name, gathered on the CPU; see `full_tensors`."""
-    return {name: full_tensors(p, keep) for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _forget_rows_after(path: Path, step: int) -> None:
-    """Drop logged rows of steps that a resumed run repeats."""
-    if path.is_file():
-        kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # a text may hold U+2028
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                continue  # a line cut by the kill
-        write_text(path, "".join(kept))

@@ -1,0 +1,91 @@
+"""Resuming: what a checkpoint's `resume.pt` holds besides the model, and how a run continues from it.
+
+Optimisers, schedules, random states of all ranks, the loop's own state. Metrics and samples of steps that are repeated
+are dropped from the logs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.sharding import full_tensors
+from lightrlhf.storage.checkpoint import newest_checkpoint, write_text
+
+
+def read_state(directory: Path, program: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """`resume.pt` of the newest checkpoint of a run, memory-mapped, so that ranks share its pages.
+
+    given: the objects that `train` was called with, by name.
+    Raises: UsageError when there is none, it is of another program, or the run began with other objects.
+    """
+    try:
+        stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
+    if stored.get("program") != program:
+        raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
+    before = stored.get("given", {})
+    for name in sorted(before.keys() | given.keys()):
+        if before.get(name) != given.get(name):
+            raise UsageError(
+                f"--resume_from {directory}: {name} was {before.get(name, 'not given')} and is "
+                f"{given.get(name, 'not given')}; resume with the objects that the run began with"
+            )
+    path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
+    return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+
+
+def rng_states(device: torch.device, world_size: int) -> dict[str, Tensor]:
+    """States of torch's random generators on all ranks: (ranks, bytes) each."""
+    states = {"rng": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda_rng"] = torch.cuda.get_rng_state(device)
+    gathered = [states]
+    if world_size > 1:
+        gathered = [states] * world_size
+        torch.distributed.all_gather_object(gathered, states)
+    return {name: torch.stack([rank_states[name] for rank_states in gathered]) for name in states}
+
+
+def restore_rng(state: dict[str, Any], device: torch.device, rank: int) -> None:
+    """Set the random generators of a rank to the states of `resume.pt`."""
+    rank = min(rank, len(state["rng"]) - 1)
+    torch.set_rng_state(state["rng"][rank].clone())
+    if device.type == "cuda" and "cuda_rng" in state:
+        torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), device)
+    random.setstate(state["python_rng"])
+
+
+def trained_weights(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """Trainable parameters by name, gathered on the CPU; see `full_tensors`."""
+    return {name: full_tensors(p, keep) for name, p in module.named_parameters() if p.requires_grad}
+
+
+def load_trained(weights: dict[str, Tensor], module: nn.Module, directory: str) -> None:
+    """Load trained weights into a module. Raises: UsageError when it has no such parameters."""
+    now = dict(module.named_parameters())
+    for key, value in weights.items():
+        if key not in now or now[key].shape != value.shape:
+            raise UsageError(f"--resume_from {directory} was trained with another model: {key}")
+    module.load_state_dict(weights, strict=False)
+
+
+def forget_rows_after(path: Path, step: int) -> None:
+    """Drop logged rows of steps that a resumed run repeats, and a last line that a kill cut."""
+    if path.is_file():
+        lines = []
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # a text may hold U+2028
+            try:
+                if json.loads(line)["step"] <= step:
+                    lines.append(line + "\n")
+            except ValueError:
+                continue
+        write_text(path, "".join(lines))
