@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from helpers import ROOT, environment, processes
+from helpers import ROOT, environment, kill_seed, processes
 from helpers.processes import PATIENCE, end, left_by_a_test, running, started
 
 HANGS = "import time; print('ready', flush=True); time.sleep(999)"
@@ -49,6 +49,15 @@ def test_a_killed_session_leaves_nothing():
         session.kill()
         _, alive = psutil.wait_procs(marked, timeout=PATIENCE)
     assert len(marked) >= 2 and not alive  # the guard and the detached process
+
+
+def test_a_kill_can_be_repeated_by_the_seed_that_it_printed(monkeypatch, capsys):
+    monkeypatch.delenv("LIGHTRLHF_KILL_SEED", raising=False)
+    seed, other = kill_seed(), kill_seed()
+    assert seed != other
+    name, _, printed = capsys.readouterr().out.split()[0].partition("=")
+    monkeypatch.setenv(name, printed)
+    assert kill_seed() == seed
 
 
 def mark_of(process: psutil.Process) -> str | None:

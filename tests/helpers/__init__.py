@@ -1,9 +1,10 @@
-"""What several test files use: tiny models of many architectures, runs of programs, readers of experiment dirs."""
+"""Shared test code: tiny models of many architectures, runs of programs, readers of experiment dirs."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ ARCHITECTURES = {
 
 
 def tiny_model(architecture: str, scalar: bool = False, **changes):
-    """A Hugging Face model with random weights, large enough to make distributions peaked and mistakes visible."""
+    """A Hugging Face model with random weights, so large that distributions are peaked and errors show."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = AutoConfig.for_model(architecture, **(ARCHITECTURES[architecture] | changes))
@@ -76,20 +77,20 @@ def tiny_scalar(architecture: str, **changes) -> ScalarModel:
 
 
 def save_model(architecture: str, folder: Path, tokenizer, **changes) -> Path:
-    """A Hugging Face folder with a tiny model that knows `tokenizer`'s ids; it holds no tokenizer."""
+    """A Hugging Face folder with a tiny model of `tokenizer`'s vocabulary, without the tokenizer."""
     special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     tiny_model(architecture, **(special | {"vocab_size": len(tokenizer)} | changes)).save_pretrained(folder)
     return folder
 
 
 def rows_of(*lengths: int) -> list[list[int]]:
-    """Id lists of these lengths, without special tokens."""
+    """Random id lists of these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
 def left_padded(batch: Batch, pad_id: int = 0) -> Batch:
-    """The same rows of a right-padded batch with the padding in front."""
+    """A right-padded batch as a left-padded one."""
     width = batch.input_ids.shape[1]
     ids = torch.full_like(batch.input_ids, pad_id)
     mask = torch.zeros_like(batch.attention_mask)
@@ -102,14 +103,14 @@ def left_padded(batch: Batch, pad_id: int = 0) -> Batch:
 
 
 def gradients(module) -> dict[str, torch.Tensor]:
-    """Gradients by name, taken off the module."""
-    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    """Gradients by name, removed from the module."""
+    collected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     module.zero_grad(set_to_none=True)
-    return found
+    return collected
 
 
 def assert_same_gradients(one: dict, other: dict, atol: float = 1e-6) -> None:
-    """`atol` is relative to the largest gradient of all, so that it means the same for every loss."""
+    """Compare gradients by name; `atol` is relative to the largest of all, so it means the same for every loss."""
     assert one.keys() == other.keys()
     scale = max(float(g.abs().max()) for g in one.values())
     assert scale > 0
@@ -119,7 +120,7 @@ def assert_same_gradients(one: dict, other: dict, atol: float = 1e-6) -> None:
 
 
 class RunOfOneStep:
-    """What a loop asks of `Run` within a step, on one rank; keeps the gradients instead of stepping."""
+    """A stand-in for `Run` within one step on one rank; keeps the gradients instead of stepping."""
 
     world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
 
@@ -160,6 +161,7 @@ class RunOfOneStep:
 
 # ----------------------------------------------------------------------------------------------------------- programs
 def environment() -> dict[str, str]:
+    """Environment variables of a program in a process of its own; it can import `helpers`, too."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -177,27 +179,38 @@ def run_program(module: str, *flags: str, check: bool = True) -> subprocess.Comp
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, delay: float = 0.0) -> None:
-    """The same, killed `delay` seconds after the files of `pattern` in `folder` have more than `rows` lines.
+def kill_seed() -> int:
+    """A new seed for the step or moment at which a test kills a program, or that of $LIGHTRLHF_KILL_SEED.
 
-    -1 rows: as soon as there is such a file.
+    It is printed, so pytest shows it with a failure:
+    `LIGHTRLHF_KILL_SEED=123 python -m pytest tests/training/test_run.py -k killed` kills at the same step again.
+    """
+    seed = int(os.environ.get("LIGHTRLHF_KILL_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"LIGHTRLHF_KILL_SEED={seed}")
+    return seed
+
+
+def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, delay: float = 0.0) -> None:
+    """Like `run_program`, but killed `delay` seconds after the files of `pattern` in `folder` exceed `rows` lines.
+
+    rows = -1: as soon as such a file exists.
     """
     script = [str(ROOT / "tests" / "helpers" / "killed.py"), str(folder), pattern, str(rows), str(delay)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with started([sys.executable, *script, module, *map(str, flags)], cwd=ROOT, env=environment(), **quiet) as process:
         status = process.wait(PATIENCE)
-    assert status == -signal.SIGKILL, f"ended by itself with {status}"
+    assert status == -signal.SIGKILL, f"not killed, exit status {status}"
 
 
 def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl without what the clock says."""
+    """The rows of metrics.jsonl without times."""
     lines = (Path(experiment_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 
 
 def listing(folder: str | Path) -> list[str]:
-    """Every file below a folder."""
+    """Relative paths of all files in a folder and its subfolders."""
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -208,10 +221,10 @@ def last_checkpoint(experiment_dir: str | Path) -> Path:
 
 
 def weights(folder: str | Path) -> bytes:
-    """What a checkpoint holds: a whole model, or an adapter."""
+    """The bytes of a checkpoint's weights: a whole model or an adapter."""
     return next(Path(folder).glob("*model.safetensors")).read_bytes()
 
 
 def mixed_batch() -> Batch:
-    """Three rows of mixed lengths, prompts of several tokens, pad = eos = 1."""
+    """Three rows of different prompt and response lengths, with pad = eos = 1."""
     return response_batch(rows_of(3, 9, 1), [[*row, 1] for row in rows_of(6, 2, 4)], 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, run_killed, save_model, weights
+from helpers import CPU, kill_seed, last_checkpoint, metrics, run_killed, save_model, weights
 
 from lightrlhf import sft
 from lightrlhf.cli.args import TrainArgs
@@ -48,9 +48,9 @@ def long_run(program: str, cafe_data, model, rm_dir) -> list[str]:
 
 
 def kill_at_some_step(program: str, flags: list[str], log_dir: Path, first: int, last: int) -> tuple[Path, int]:
-    """Start the program, kill -9 it somewhere behind a random step; returns its experiment dir and the last step."""
-    chosen = random.SystemRandom().randint(first, last)
-    delay = random.SystemRandom().random() * 0.03
+    """Start the program, kill -9 it somewhere after a random step; returns its experiment dir and the last step."""
+    rng = random.Random(kill_seed())
+    chosen, delay = rng.randint(first, last), rng.random() * 0.03
     # no `**`: it would trip over checkpoints being pruned
     run_killed(log_dir, "*/*/*/*/metrics.jsonl", chosen, MAINS[program], *flags, "--log_dir", str(log_dir), delay=delay)
     (args,) = log_dir.rglob("args.json")
