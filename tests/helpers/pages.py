@@ -1,15 +1,14 @@
-"""Reads the commands out of the pages, for the tests of the documentation."""
+"""Commands in the documentation's pages."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers import ROOT
+from helpers.programs import args_class
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "howto").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -17,7 +16,7 @@ BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILIN
 
 @dataclass
 class Command:
-    """One command of a page, words apart; `$NAME` not yet replaced."""
+    """One command of a page as words; `$NAME` is not yet replaced."""
 
     words: list[str]
     line: str
@@ -30,28 +29,19 @@ class Command:
 
 
 def blocks(text: str, language: str) -> list[tuple[str, bool]]:
-    """Contents of the fenced blocks of a language, and whether each is marked as not to be run."""
+    """(content, whether it is marked `parse only`) of each fenced block of a language."""
     return [(body, bool(marked)) for marked, name, body in BLOCK.findall(text) if name == language]
 
 
 def commands_of(script: str, parse_only: bool = False) -> list[Command]:
-    """The commands of a shell text, continuation lines joined, comments and empty lines left out."""
+    """The commands of a shell script, with continuation lines joined, without comments and empty lines."""
     lines = script.replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
     return [Command(shlex.split(line, comments=True), line, parse_only) for line in lines if line and line[0] != "#"]
 
 
-def args_class(module: str) -> type:
-    """The args dataclass of a program: the one that its `main` parses."""
-    program = importlib.import_module(module)
-    if hasattr(program, "__path__"):  # a folder, started by its name
-        program = importlib.import_module(f"{module}.page")
-    (name,) = re.findall(r"\bparse\((\w+), argv", inspect.getsource(program))
-    return getattr(program, name)
-
-
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
-    """The program's own parser on these flags; every `--…_dir` that must exist is made, empty, below `folder`."""
+    """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):
@@ -61,7 +51,7 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
 
 
 def flags_with_values(flags: list[str]) -> list[tuple[str, str]]:
-    """(name, value) of each flag; several pairs for a flag with several values."""
+    """(name, value) of each flag, one pair per value."""
     pairs, name = [], ""
     for word in flags:
         if word.startswith("--"):

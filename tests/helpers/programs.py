@@ -1,0 +1,90 @@
+"""The programs of the library, their argument classes, and which of their fields the code reads."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+
+from helpers import ROOT
+
+PARSED = re.compile(r"\bparse\((\w+), argv")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "lightrlhf").rglob("*.py")
+}
+
+
+def args_class(program: str) -> type:
+    """The class of arguments that a program's `main` parses."""
+    module = importlib.import_module(program)
+    if hasattr(module, "__path__"):  # a folder, started by its name
+        module = importlib.import_module(f"{program}.page")
+    (name,) = PARSED.findall(inspect.getsource(module))
+    return getattr(module, name)
+
+
+@functools.cache
+def args_classes() -> dict[str, type]:
+    """The class of arguments of each program of the library, by its module."""
+    return {module: args_class(module) for module, path in sorted(FILES.items()) if PARSED.search(path.read_text())}
+
+
+def read_fields(program: str) -> set[str]:
+    """Names that the files which the program imports, and its own, read from an args object.
+
+    Reading a field in order to check it, in `__post_init__` or `check_*`, does not count.
+    """
+    done: set[str] = set()
+    todo = [program]
+    while todo:
+        module = todo.pop()
+        if module not in done:
+            done.add(module)
+            todo += _imports(module)
+    return set().union(*(_reads(module) for module in done))
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+@functools.cache
+def _imports(module: str) -> set[str]:
+    found = set()
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & FILES.keys()
+
+
+@functools.cache
+def _reads(module: str) -> set[str]:
+    """Attributes and `getattr`s of `args`, `….args`, names such as `args_now`, and `self` within an args class."""
+    found = set()
+
+    def visit(node: ast.AST, inside: str) -> None:
+        if isinstance(node, ast.FunctionDef) and (node.name == "__post_init__" or "check_" in node.name):
+            return
+        if isinstance(node, ast.ClassDef):
+            inside = node.name
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_args(node.value, inside):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            if isinstance(node.args[1], ast.Constant) and _is_args(node.args[0], inside):
+                found.add(node.args[1].value)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(_tree(module), "")
+    return found
+
+
+def _is_args(node: ast.AST, inside: str) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return "args" in name or (name == "self" and inside.endswith("Args"))
