@@ -1,4 +1,4 @@
-"""Who may import whom, and what no program imports before it must."""
+"""Who may import whom, and which libraries are imported only when needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from importlib.metadata import packages_distributions
 
 import pytest
 from helpers import ROOT, environment
+
+import lightrlhf
 
 FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"cli", "maths"},
@@ -109,6 +111,18 @@ def test_no_two_files_import_each_other_in_a_circle():
         visit(name, ())
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_no_test_file_is_imported_or_named_by_another(path):
+    """Shared code is in tests/helpers; an import path such as `helpers.rewards:length` works from all folders."""
+    others = {other.stem for other in (ROOT / "tests").rglob("test_*.py")} | {"conftest"}
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names |= {text.partition(":")[0] for text in texts if re.fullmatch(r"[\w.]+:\w+", text)}
+    assert not {name for name in names if others & {*name.split(".")}}
+
+
 PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 
 
@@ -154,6 +168,28 @@ for name in {[*PROGRAMS, "envs", "envs.prompts"]}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == done.stderr == ""
+
+
+def test_importing_the_library_is_quick():
+    """Its exports are lazy: `import lightrlhf` imports none of the libraries, not even torch."""
+    code = """
+import sys
+import lightrlhf
+heavy = {"torch", "lightning", "transformers", "datasets", "numpy", "jsonargparse"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", getattr(lightrlhf, "__all__", []))
+def test_each_name_that_the_library_exports_resolves(name):
+    assert getattr(lightrlhf, name) is not None and name in dir(lightrlhf)
+
+
+def test_a_name_that_the_library_does_not_export_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        lightrlhf.no_such_name  # noqa: B018
 
 
 def test_importing_the_programs_leaves_seeds_and_threads_alone():
