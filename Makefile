@@ -15,7 +15,11 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[all]
 	touch $@
 
-.PHONY: install quickstart demo test lint clean
+# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+.PHONY: install quickstart demo check test test-nightly lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
@@ -27,11 +31,21 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m lightrlhf.demo --max_new_tokens 96 \
 		--experiment_dir $(call LAST,rlhf-supervised-finetuning) $(call LAST,rlhf-ppo)
 
+# While working: a few minutes.
+check: lint
+	$(PYTEST) -m "not slow" tests
+
+# Before anything lands: all tests.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests
+
+# All tests, then REPEATS times those that draw at random: kills at new steps, and new examples of properties.
+REPEATS ?= 5
+test-nightly: test
+	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) quickstart
