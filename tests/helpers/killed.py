@@ -1,7 +1,7 @@
 """Run a program that kills itself: `python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`.
 
-`MODULE`'s main ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` below `FOLDER` have more than `ROWS` lines
-together (-1: after the first of them exists).
+`MODULE`'s main ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` in `FOLDER` have more than `ROWS` lines in
+total (-1: after the first of them exists).
 """
 
 from __future__ import annotations

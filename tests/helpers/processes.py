@@ -1,9 +1,9 @@
-"""Processes that tests start: nothing of them outlives its test, or a test session that is killed.
+"""Processes started by tests: none outlives its test, or a test session that is killed.
 
-Every program started below the session inherits its environment variable `MARK`, by which it is found again. As a
-program this file is the session's guard: `python processes.py PID` waits until that process is gone and then kills what
-has its mark. Left out: programs with an environment of their own (the code sandbox ends its own) and forks of the
-session itself, whose environment is read as it was before the mark.
+Every process started by the session inherits its environment variable `MARK`, by which it is found. As a program this
+file is the session's guard: `python processes.py PID` waits until that process has ended and kills all that have its
+mark. Left out: programs with an environment of their own (the code sandbox ends its own) and forks of the session
+itself, whose environment is read as it was before the mark.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MARK = "LIGHTRLHF_TEST_SESSION"
 PATIENCE = 300  # seconds to wait for another process before a test fails; long, for machines that are busy
 GRACE = 20  # seconds for a process to end that was asked to
 PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the session
-kept: set[int] = set()  # started within a test for all tests of a module
+kept: set[int] = set()  # started in a test but for all tests of a module
 
 
 def open_session() -> None:
-    """Mark what this process starts from now on, and start its guard."""
+    """Mark all processes that this one starts from now on, and start the guard."""
     os.environ[MARK] = str(os.getpid())
     command = [sys.executable, __file__, str(os.getpid())]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -36,7 +36,7 @@ def open_session() -> None:
 
 
 def running() -> list[psutil.Process]:
-    """The processes alive that have this session's mark."""
+    """Living processes with this session's mark, without this one."""
     mark, found = os.environ[MARK], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -46,7 +46,7 @@ def running() -> list[psutil.Process]:
 
 
 def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
-    """Processes that were not running before, with their commands; without children of those that were."""
+    """Processes that were not running before, with their commands, without children of those that were."""
     known = kept | {process.pid for process in before}
 
     def found() -> dict[psutil.Process, str]:
@@ -61,13 +61,13 @@ def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
         return left
 
     if left := found():
-        psutil.wait_procs(list(left), timeout=GRACE)  # some are just ending
+        psutil.wait_procs(list(left), timeout=GRACE)  # some are about to end
         left = found()
     return left
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Kill them and wait until they are gone."""
+    """Kill processes and wait until they are gone."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -76,7 +76,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """A process with a session of its own, killed with all in it when the block is left, however it is left."""
+    """A process in a session of its own; the whole session is killed at the end of the block, also by an exception."""
     with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
             yield process
@@ -107,7 +107,7 @@ def die_when(holds: Callable[[], bool], delay: float = 0.0) -> None:
 def guard(session: int) -> None:
     while os.getppid() == session:
         time.sleep(1.0)
-    for _ in range(100):  # what is being killed may have started more
+    for _ in range(100):  # a process may have started another before it was killed
         if not (left := running()):
             break
         end(left)

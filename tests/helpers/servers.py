@@ -1,4 +1,4 @@
-"""A scripted OpenAI-compatible server that misbehaves as it is told."""
+"""A scripted OpenAI-compatible server with faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers each prompt by what the script says for its first, second, … request; then by an echo."""
+    """Answers the first, second, … request of a prompt by the steps of its script; later ones by an echo."""
 
     daemon_threads = True
 
@@ -20,7 +20,7 @@ class Scripted(ThreadingHTTPServer):
         self.script, self.healthy_after, self.health = script, healthy_after, health
         self.asked: dict[str, int] = defaultdict(int)
         self.headers_seen: list[dict[str, str]] = []
-        self.spans = []  # when each request had come, and when it was about to be answered
+        self.spans = []  # (arrival, answer) times of each request
         self.lock = threading.Lock()
 
     @property
@@ -75,7 +75,7 @@ def status(code: int, body: object = None, **headers: str):
 
 
 def half_closed(handler: Handler) -> None:
-    """Promises more than it sends, then hangs up."""
+    """Announce more bytes than are sent, then close the connection."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Models that have learned something, and what plain transformers reads from a folder."""
+"""Models with changed weights, and models read by plain transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def train_a_little(module) -> None:
-    """Moves every learning parameter, as some optimiser steps would."""
+    """Change every trainable parameter, as optimiser steps would."""
     with torch.no_grad():
         for p in module.parameters():
             if p.requires_grad:

@@ -1,4 +1,4 @@
-"""Votes of raters, as the demo writes them."""
+"""Votes of raters in the demo's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOOD, BAD = "Certainly. Thank you!", "No."
 
 
 def cast(file, orders: list[str], verdict: str = "A", rater: str = "ada", **more) -> None:
-    """Votes that prefer what was shown first, GOOD, to such messages."""
+    """Append votes on these orders; GOOD is shown first."""
     for order in orders:
         prompt, models = [{"role": "user", "content": order}], ["ppo step 1", "sft step 1"]
         shown = {"prompt": prompt, "responses": [GOOD, BAD], "models": models}
@@ -20,7 +20,7 @@ def cast(file, orders: list[str], verdict: str = "A", rater: str = "ada", **more
 
 
 def vote(number: int = 0, verdict: str = "A", rater: str = "ada", swapped: bool = False, **more) -> dict:
-    """A vote on pair `number` of models sft and ppo; unless swapped sft is shown first."""
+    """A vote on pair `number` of the models sft and ppo, sft shown first unless `swapped`."""
     models, responses = ["sft", "ppo"], ["bad", "good"]
     order = [1, 0] if swapped else [0, 1]
     shown = {"models": [models[i] for i in order], "responses": [responses[i] for i in order]}
