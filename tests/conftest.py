@@ -26,6 +26,12 @@ settings.register_profile("patient", parent=settings.default, deadline=None)  # 
 settings.load_profile("patient")
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker(pytest.mark.browser)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)

@@ -65,6 +65,7 @@ def case(ours: Side, peers: list[Side], **more) -> Case:
 
 
 # --------------------------------------------------------------------------------------------------------- turns
+@pytest.mark.slow
 def test_both_sides_take_turns_and_the_fastest_setting_of_each_counts(tmp_path):
     names = {"a": 1.0, "b": 0.0, "s": 2.0, "f": 0.5}
     poor, good, slow, fast = (side(tmp_path, name, seconds) for name, seconds in names.items())

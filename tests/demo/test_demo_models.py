@@ -122,6 +122,7 @@ def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_m
     assert chat.measure(speaker, speaker, answer, 0.7).kl == 0
 
 
+@pytest.mark.slow
 def test_twenty_swaps_leave_one_model_in_memory(tmp_path, tokenizer, cafe_data):
     wide = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 3}
     folders = [str(save_model("llama", tmp_path / name, tokenizer, **wide)) for name in "ab"]

@@ -244,6 +244,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_eight_people_at_once_each_have_their_own_dialogue(server, desk):
     from gradio_client import Client
 
@@ -416,6 +417,7 @@ def test_side_by_side_in_a_browser(page):
     assert SFT in " ".join(shown) and PPO in " ".join(shown)
 
 
+@pytest.mark.slow
 def test_two_raters_vote_a_double_click_counts_once_and_all_is_there_after_a_kill(page, browser, server, world):
     other = browser.new_page()
     other.goto(server())

@@ -78,6 +78,7 @@ def test_shards_put_together_are_the_whole(tmp_path, flags):
     assert read_jsonl(tmp_path / "shards.jsonl") == whole
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes(tmp_path, flags):
     whole = generated(tmp_path, flags)
     file = tmp_path / "ranks.jsonl"

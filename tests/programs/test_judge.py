@@ -237,6 +237,7 @@ def test_a_person_judges_at_a_terminal(files, tmp_path):
     assert b"win rate" in rest
 
 
+@pytest.mark.slow
 def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):
     url, model = transformers_serve
     flags = ["--base_url", url, "--judge_model", model, "--num_pairs", "2", "--max_new_tokens", "4"]

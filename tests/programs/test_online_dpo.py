@@ -100,6 +100,7 @@ def run_until(flags, folder, stop):
     main(flags)
 
 
+@pytest.mark.slow
 def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
     """Each start is a process of its own, killed by SIGKILL; the last one ends by itself.
 
@@ -128,6 +129,7 @@ def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
     assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_do_what_one_does(finished, flags, tmp_path):
     """Stages of several devices are programs of their own; half the batch on each of two is the same batch."""
     given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}

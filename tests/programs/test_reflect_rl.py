@@ -314,6 +314,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
     assert metrics(half) == logged
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path):
     """`--rollout_size` is of each rank: 4 episodes of 2 starts an iteration, which the other rank does not play."""
     flags = ["--model_name", policy_dir, "--reflect_experiment_dir", reflector_dir, "--reflect_max_new_tokens", "4"]

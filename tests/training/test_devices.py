@@ -162,6 +162,7 @@ def said(text: str) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------- as one rank does
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_learn_as_one_does(strategy, together, alone):
     """SFT, reward model, DPO and PPO, with uneven batches, rollouts and evaluations: metrics, weights and moments."""
@@ -182,6 +183,7 @@ def test_two_ranks_learn_as_one_does(strategy, together, alone):
                     torch.testing.assert_close(other, value, atol=TOLERANCE, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_begun_on_one_rank_ends_on_two_and_the_other_way_round(strategy, together, alone):
     ending, logs = together
@@ -194,6 +196,7 @@ def test_a_run_begun_on_one_rank_ends_on_two_and_the_other_way_round(strategy, t
     assert gap(alone["sft"], begun) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_without_a_flag(odd_data, base_model, alone, tmp_path):
     flags = flags_of("sft", odd_data, base_model, 14, 2)
     del flags[flags.index("--devices") : flags.index("--devices") + 2]
@@ -232,6 +235,7 @@ def test_torchrun_and_slurm_say_how_many_processes_there_are(environment, flags,
 
 
 # ---------------------------------------------------------------------------------------------------- when one is lost
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_other_which_says_so(together):
     ending, logs = together
     first, second = ending["fails"]["text"]
@@ -243,6 +247,7 @@ def test_a_rank_that_fails_ends_the_other_which_says_so(together):
     newest_checkpoint(experiment(logs / "fails"), "--resume_from")  # raises when it is not intact
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(together):
     ending, _ = together
     assert ending["hangs"]["status"] == [1, 1]
@@ -250,6 +255,7 @@ def test_a_rank_that_does_not_come_is_named(together):
     assert f"rank 1 (at score of step 3) did not arrive where the others wait within --ddp_timeout {LATE} s" in line
 
 
+@pytest.mark.slow
 def test_the_other_rank_ends_when_the_first_is_killed(together):
     ending, logs = together
     assert ending["killed"]["status"] == [-signal.SIGKILL, 1]
@@ -258,6 +264,7 @@ def test_the_other_rank_ends_when_the_first_is_killed(together):
     newest_checkpoint(experiment(logs / "killed"), "--resume_from")
 
 
+@pytest.mark.slow
 def test_a_rank_lost_between_two_phases_is_told(together):
     """Where the other waits for it while it writes a row of metrics."""
     ending, _ = together
@@ -267,6 +274,7 @@ def test_a_rank_lost_between_two_phases_is_told(together):
     assert line.startswith("error: rank 1 is gone") and "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model, tmp_path):
     """Fabric starts the second rank; it is killed, and the first ends by itself, non-zero, with the line."""
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "999", "--save_interval", "1"]
@@ -285,6 +293,7 @@ def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model,
     newest_checkpoint(experiment(tmp_path), "--resume_from")
 
 
+@pytest.mark.slow
 def test_a_rank_with_other_data_is_refused_before_anything_is_trained(together):
     ending, logs = together
     assert ending["data"]["status"] == [2, 2], ending["data"]["text"]
