@@ -241,7 +241,7 @@ def test_a_rank_that_fails_ends_the_other_which_says_so(together):
     first, second = ending["fails"]["text"]
     assert ending["fails"]["status"] == [1, 1]
     (line,) = said(second)
-    assert "the reward function failed with ValueError: no more" in line
+    assert "failed with ValueError: no more" in line
     (line,) = said(first)
     assert line.startswith("error: rank 1 stopped at score of step 3; it says above why; the last good checkpoint is")
     newest_checkpoint(experiment(logs / "fails"), "--resume_from")  # raises when it is not intact
