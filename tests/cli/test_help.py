@@ -81,6 +81,15 @@ def refused(owner: type, words: list[str], capsys) -> str:
     return error
 
 
+@pytest.mark.parametrize("program", CLASSES)
+def test_old_flags_of_a_base_are_answered_too(program):
+    """A class variable of the same name would hide them."""
+    owner = CLASSES[program]
+    answered = {*getattr(owner, "RENAMED", {}), *getattr(owner, "REMOVED", {})}
+    for base in owner.__mro__[1:]:
+        assert {*getattr(base, "RENAMED", {}), *getattr(base, "REMOVED", {})} <= answered, base
+
+
 @pytest.mark.parametrize("program, old", RENAMED)
 def test_a_renamed_flag_is_answered_with_its_new_name(program, old, capsys):
     owner, new = CLASSES[program], CLASSES[program].RENAMED[old]
