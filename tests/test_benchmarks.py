@@ -254,7 +254,7 @@ def test_data_is_the_same_each_time_and_its_lengths_are_skewed(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------- floors
-SHAPE = Shape(layers=2, matrices=100, head=30, query_width=8, key_value_width=4, learning=130)
+SHAPE = Shape(layers=2, matrices=100, head=30, query_width=8, key_value_width=4, trainable=130)
 
 
 def test_the_shape_of_a_model():
@@ -262,7 +262,7 @@ def test_the_shape_of_a_model():
     a_layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48
     assert (shape.layers, shape.matrices, shape.head) == (2, 2 * a_layer, 61 * 32)
     assert (shape.query_width, shape.key_value_width) == (32, 16)
-    assert shape.learning == 2 * (a_layer + 64) + 32 + 2 * 61 * 32
+    assert shape.trainable == 2 * (a_layer + 64) + 32 + 2 * 61 * 32
     assert Shape.of(tiny_model("llama", scalar=True)).head == 32
     assert Shape.of(tiny_model("gpt2")).matrices == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128)
 
@@ -272,7 +272,7 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
     model.requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
     shape = Shape.of(model)
-    assert (shape.learned_share, shape.passed_share) == (0.5, 0.5)
+    assert (shape.trainable_share, shape.passed_share) == (0.5, 0.5)
     model.requires_grad_(False)
     model.model.layers[0].self_attn.q_proj.requires_grad_(True)  # the first of all: every layer is passed
     assert Shape.of(model).passed_share == 1.0
@@ -285,9 +285,9 @@ def test_adapters_cost_nothing_but_gradients_pass_through():
     plain = Shape.of(tiny_model("llama"))
     role = load_policy("tiny", ModelArgs(finetune_mode="lora", lora_rank=2), VocabularyOnly())
     shape = Shape.of(role.model, role)
-    assert plain.learned_share == plain.passed_share == 1.0
-    assert shape.learned_share == 0 and 0.9 < shape.passed_share < 1
-    assert 0 < shape.learning < shape.matrices / 20
+    assert plain.trainable_share == plain.passed_share == 1.0
+    assert shape.trainable_share == 0 and 0.9 < shape.passed_share < 1
+    assert 0 < shape.trainable < shape.matrices / 20
 
 
 class VocabularyOnly:
@@ -303,7 +303,7 @@ def test_work_counted_by_hand():
     # A text of 3 tokens: 2 * 100 * 3 for the matrices; keys seen 1 + 2 + 3 = 6, at 4 * 8 each in 2 layers; head twice.
     assert forward(SHAPE, [3], 2) == Work(600 + 2 * 4 * 8 * 6 + 2 * 30 * 2)
     assert backward(SHAPE, [3], 2) == Work(2 * forward(SHAPE, [3], 2).flops)
-    upper_half = replace(SHAPE, passed_share=0.5, learned_share=0.25)
+    upper_half = replace(SHAPE, passed_share=0.5, trainable_share=0.25)
     assert backward(upper_half, [3], 2) == Work(0.75 * forward(SHAPE, [3], 2).flops)
     # A prompt of 2 and 3 sampled tokens, of which the last is not read: passes over 4 tokens. Three steps move all 130
     # weights; the second reads 2 + 1 places from the cache, the third 2 + 2, each 2 layers of 4 keys and 4 values.
