@@ -40,6 +40,14 @@ def commands_of(script: str, parse_only: bool = False) -> list[Command]:
     return [Command(shlex.split(line, comments=True), line, parse_only) for line in lines if line and line[0] != "#"]
 
 
+def programs() -> list[str]:
+    """The modules of all programs, of data preparation too, by the names that `python -m` takes."""
+    files = [*(ROOT / "lightrlhf").glob("[a-z]*.py"), ROOT / "lightrlhf" / "demo"]
+    files += (ROOT / "datasets_prep").glob("*/prepare_data.py")
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    return sorted([*names, "datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"])
+
+
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
     from lightrlhf.cli.parser import parse

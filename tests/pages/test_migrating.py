@@ -1,15 +1,16 @@
-"""SheepRL's own command lines, and the flags that howto/from_the_seeds.md says exist, through the real parsers."""
+"""howto/migrating.md names every old flag, module and script; SheepRL's command lines pass our parsers."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 
 import pytest
 from helpers import ROOT
-from helpers.pages import args_class, commands_of, parse_flags
+from helpers.pages import args_class, commands_of, parse_flags, programs
 
-PAGE = (ROOT / "howto" / "from_the_seeds.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "howto" / "migrating.md").read_text(encoding="utf-8")
 SCRIPTS = {
     "sheeprl/algos/rlhf/helpful_harmless/prepare_data.py": "datasets_prep.helpful_harmless.prepare_data",
     "sheeprl/algos/rlhf/summarization/prepare_data.py": "datasets_prep.summarization.prepare_data",
@@ -57,31 +58,12 @@ FLAGS = """
     remove_same_responses remove_same_inputs minimum_response_length save_skipped_examples shuffle
     validation_percentage experiment_dir use_pretrained
 """
-PROGRAMS = [
-    *(
-        f"lightrlhf.{name}"
-        for name in (
-            "sft",
-            "rm",
-            "ppo",
-            "dpo",
-            "generate",
-            "annotate",
-            "online_dpo",
-            "refuel",
-            "reflect_rl",
-            "evaluate",
-            "judge",
-            "demo",
-            "plot",
-        )
-    ),
-    *(
-        f"datasets_prep.{name}.prepare_data"
-        for name in ("helpful_harmless", "summarization", "generic", "apps", "text_envs", "feedback")
-    ),
-    "datasets_prep.text_envs.make_tasks",
-]
+PROGRAMS = {name: args_class(name) for name in programs()}
+OLDER = PAGE.partition("## From an older lightrlhf")[2].partition("\n## ")[0]
+COMMON = """
+    adapters args batch chat checkpoint desk dialogue episodes experiments futures iterations jsonl loading model ops
+    parsing prefix_cache prefix_sharing ranks remote rewards rollout roofline run scoring segments votes
+"""
 
 
 @pytest.mark.parametrize("command", commands_of(SHEEPRL), ids=lambda c: c.words[0].rpartition("/")[2])
@@ -104,23 +86,23 @@ def test_its_alias_of_the_model_name_is_accepted(tmp_path, monkeypatch):
 def test_the_page_names_each_of_its_scripts_and_flags():
     for script, module in SCRIPTS.items():
         assert f"| `{script}` | `python -m {module}` |" in PAGE
-    named = {name for theirs, *_ in rows() for name in re.findall(r"`--(\w+)", theirs)}
+    named = {name for theirs, *_ in rows(PAGE) for name in re.findall(r"`--(\w+)", theirs)}
     typed = {flag[2:].partition("=")[0] for command in commands_of(SHEEPRL) for flag in command.words[1:]}
     assert not (typed | set(FLAGS.split())) - named
 
 
-def rows() -> list[list[str]]:
-    lines = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith("|-")]
+def rows(page: str) -> list[list[str]]:
+    lines = [line for line in page.splitlines() if line.startswith("|") and not line.startswith("|-")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_flags_that_stayed_exist_and_flags_that_went_do_not():
-    ours = {field.name for module in PROGRAMS for field in dataclasses.fields(args_class(module))}
+    ours = {field.name for args in PROGRAMS.values() for field in dataclasses.fields(args)}
     aliases = {"model_name_or_path"}
     checked = 0
-    for theirs, here, *_ in rows():
+    for theirs, here, *_ in rows(PAGE.replace(OLDER, "")):
         names = re.findall(r"`--(\w+)", theirs)
-        if here in ("gone", "not yet"):
+        if here.startswith("gone"):
             assert not [name for name in names if name in ours], theirs
         elif here == "same":
             assert not [name for name in names if name not in ours | aliases], theirs
@@ -128,3 +110,27 @@ def test_flags_that_stayed_exist_and_flags_that_went_do_not():
             assert name in ours, f"{theirs}: --{name} is no flag of ours"
         checked += len(names)
     assert checked > 80
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_page_names_each_flag_that_was_renamed_or_removed(program):
+    args = PROGRAMS[program]
+    listed = {}
+    for names, flags, now, *_ in (row for row in rows(OLDER) if len(row) == 3):
+        if program.rpartition(".")[2] in re.findall(r"`(\w+)`", names):
+            listed |= dict.fromkeys(re.findall(r"`--(\w+)", flags), now)
+    renamed = getattr(args, "RENAMED", {})
+    assert listed.keys() == {*renamed, *getattr(args, "REMOVED", {})}
+    assert not {old: new for old, new in renamed.items() if f"`--{new}`" not in listed[old]}
+
+
+def test_the_page_names_the_successors_of_all_modules_and_programs():
+    listed = {}
+    for old, new in (row for row in rows(OLDER.partition("### Modules")[2]) if len(row) == 2):
+        listed |= dict.fromkeys(re.findall(r"`(\w+)`", old), new)
+    assert listed.keys() == set(COMMON.split())
+    for module, names in re.findall(r"`(\w+\.\w+)`(?: \(([^)]*)\))?", "\n".join(listed.values())):
+        there = importlib.import_module(f"lightrlhf.{module}")
+        assert not [name for name in re.findall(r"`(\w+)`", names or "") if not hasattr(there, name)], module
+    for program in re.findall(r"python -m ([\w.]+)", OLDER):
+        assert importlib.util.find_spec(program), program

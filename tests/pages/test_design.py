@@ -1,0 +1,37 @@
+"""howto/design.md agrees with the code where it lists files, rooms and columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from helpers import ROOT
+
+from lightrlhf.data.batch import Batch, Rollout
+from lightrlhf.data.splits import COLUMNS
+
+PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
+
+
+def test_every_room_has_a_row_and_no_other():
+    rooms = {path.parent.name for path in (ROOT / "lightrlhf").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| \d \| `(\w+)/` \|", PAGE, re.MULTILINE)) == rooms
+
+
+def test_every_field_of_a_batch_has_a_row():
+    listed = set(re.findall(r"^\| `(\w+)` \| (?:\(|bool|list|float)", PAGE, re.MULTILINE))
+    assert listed == {field.name for field in dataclasses.fields(Rollout)} >= {f.name for f in dataclasses.fields(Batch)}
+
+
+def test_every_stage_has_its_columns():
+    for stage, columns in COLUMNS.items():
+        (row,) = re.findall(rf"^\| `{stage}` \| (.*)$", PAGE, re.MULTILINE)
+        names = set(re.findall(r"`(\w+)`", row))
+        if stage == "refuel":
+            names = {f"{side}{name}" for side in ("chosen_", "rejected_") for name in names}
+        assert columns <= names, stage
+
+
+def test_the_named_files_exist():
+    names = re.findall(r"`((?:tests|lightrlhf)/\S+\.py)`", PAGE)
+    assert len(names) > 10 and not [name for name in names if not (ROOT / name).is_file()]
