@@ -149,11 +149,11 @@ class Bench:
             "epochs": 100_000,
             "log_interval": never,
             "save_interval": never,
-            "eval_interval": 0,
             "logger": "csv",
             "accelerator": self.device,
             "precision": "bf16-mixed" if bf16 else "32-true",
         }
+        common |= {} if name == "rloo" else {"eval_interval": 0}  # the page's program does not evaluate
         job = {"kind": "train", "program": name, "flags": {k: str(v) for k, v in (common | flags | more).items()}}
         job |= {"steps": steps, "cuda": self.cuda}
         return Side(label, [sys.executable, "-m", "benchmarks.ours"], job)

@@ -19,6 +19,7 @@ from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
 from helpers.votes import STARTS, cast
 
+from lightrlhf.cli.args import DataArgs, EvalArgs, GenerationArgs, ModelArgs, TrainArgs
 from lightrlhf.plot import read_metrics
 
 ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
@@ -43,7 +44,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.reflect_rl": ACT,
     "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
     "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
-    "rloo": [*LEARN, "--max_new_tokens", "6"],
+    "rloo": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
@@ -210,9 +211,8 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "refuel"])
 def test_every_flag_of_its_own_is_explained(algorithm):
-    from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs
-
-    shared = {f.name for base in (TrainArgs, ModelArgs, GenerationArgs) for f in dataclasses.fields(base)}
+    mixins = (TrainArgs, DataArgs, EvalArgs, ModelArgs, GenerationArgs)
+    shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     if algorithm == "online_dpo":
         shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
     own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
