@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -165,6 +166,17 @@ def test_the_python_of_runs_and_checkpoints(working_dir, capsys):
     answer, score = printed
     assert answer.startswith("Guest: Could I get a large oat latte, please?\nBarista:")
     assert abs(float(score)) < 100
+
+
+def test_the_program_of_the_page_on_python(working_dir, capsys):
+    ((body, _),) = blocks((ROOT / "howto" / "python.md").read_text(encoding="utf-8"), "python")
+    (working_dir / "snippet.py").write_text(body)
+    runpy.run_path(str(working_dir / "snippet.py"))
+    *steps, experiment = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
+    scores = [float(line.split()[1]) for line in steps if line[:1].isdigit()]
+    assert len(scores) == 3 and max(scores) < 0
+    given = json.loads(Path(experiment, "args.json").read_text())["given"]
+    assert given.keys() == {"policy", "tokenizer", "prompts", "reward"}
 
 
 def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, monkeypatch):
