@@ -1,30 +1,32 @@
-"""JSON lines that survive a kill: rows are appended in order, and a program that starts again goes on behind the last.
+"""Crash-safe JSONL: rows are appended in order, and a restarted program resumes after the last complete row.
 
-Beside `rows.jsonl` stands `rows.args.json` with the settings that made it, so that one file never holds rows of two
-settings. Left out: databases, and writing from several processes into one file (each has a file of its own).
+`rows.args.json` next to `rows.jsonl` holds the settings that produced it, so that one file never mixes rows of two
+settings. Left out: databases, and several processes writing to one file (each writes its own).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import write_text
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 
 def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
-    """The rows of a file of JSON objects, one a line; empty lines are skipped.
+    """Rows of a file with one JSON object per line; empty lines are skipped.
 
     Raises: UsageError naming file and line when it cannot be read, or a row lacks one of the columns `needs`.
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")  # a text may hold U+2028, where splitlines would cut
+        lines = path.read_bytes().decode("utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}") from None
     rows = [_parse(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -36,43 +38,73 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Row]) -> None:
-    """A whole file at once: it is there complete or not at all."""
+    """Write a whole file atomically."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(path), "".join(_line(row) for row in rows))
 
 
 class JsonlWriter:
-    """Appends rows to a file; `rows` are those an earlier start left there, complete and in order.
+    """Appends rows to a file, under an exclusive lock; `rows` are the complete rows in it.
 
-    settings: plain values; with others than those of the rows that are there the file is refused.
-    Raises: UsageError when the file cannot be written, is no JSON lines, or holds rows of other settings.
+    settings: plain values; a file with rows of other settings is refused.
+    renamed: old names of settings and the new ones, for files of an older release.
+    Raises: UsageError when the file cannot be written, is not JSONL, or has rows of other settings.
     """
 
-    def __init__(self, path: str | Path, settings: Row | None = None) -> None:
+    def __init__(self, path: str | Path, settings: Row | None = None, renamed: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-            self._claim()
-            self.rows = self._whole_rows()
+            self._lock()
+            self.rows = self._complete_rows()
             if self.rows and settings is not None:
-                check_settings(self.path, settings)
+                check_settings(self.path, settings, renamed)
             elif settings is not None:
                 write_settings(self.path, settings)
         except OSError as problem:
             raise UsageError(f"{self.path} cannot be written: {problem.strerror}") from None
 
     def append(self, *rows: Row) -> None:
-        """Write rows in one piece and hand them to the system: a later kill does not lose them.
+        """Write rows in one piece and flush them to the operating system, so that a later kill does not lose them.
 
-        Raises: UsageError when the disk takes no more; what was there before stays.
+        Raises: UsageError when the disk is full; earlier rows are kept.
         """
         try:
             self._file.write("".join(_line(row) for row in rows).encode("utf-8"))
             self._file.flush()
         except OSError as problem:
-            raise UsageError(f"{self.path} cannot be written: {problem.strerror}; the rows before are kept") from None
+            raise UsageError(f"{self.path} cannot be written: {problem.strerror}; earlier rows are kept") from None
         self.rows += rows
+
+    def extend(
+        self,
+        items: Sequence[Item],
+        chunk: int,
+        work: Callable[[Sequence[Item]], Iterable[Row]],
+        label: str = "",
+        unit: str = " prompts",
+        whole_chunks: bool = True,
+    ) -> None:
+        """Append the rows that `work` computes from `items`, one row per item, resuming after the rows in the file.
+
+        `work` gets `chunk` items at a time. An interrupted chunk is computed again as a whole, in the same batches, so
+        that its results are bitwise the same; only the missing rows are written. With `whole_chunks=False` only the
+        missing items are computed. When `work` returns fewer rows than items, `extend` stops.
+
+        label: text in front of the progress bar; no bar when empty.
+        """
+        from tqdm import tqdm
+
+        with tqdm(total=len(items), initial=len(self.rows), desc=label, unit=unit, disable=not label) as bar:
+            while (done := len(self.rows)) < len(items):
+                start = done // chunk * chunk if whole_chunks else done
+                part = items[start : start + chunk]
+                for row in itertools.islice(work(part), done - start, len(part)):
+                    self.append(row)
+                    bar.update()
+                if len(self.rows) < start + len(part):
+                    return
 
     def close(self) -> None:
         self._file.close()
@@ -83,7 +115,7 @@ class JsonlWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _claim(self) -> None:
+    def _lock(self) -> None:
         try:
             import fcntl
         except ImportError:  # Windows
@@ -93,8 +125,8 @@ class JsonlWriter:
         except BlockingIOError:
             raise UsageError(f"{self.path} is being written by another process; wait for it or end it") from None
 
-    def _whole_rows(self) -> list[Row]:
-        """The rows that are there; a last line that a kill cut is taken off the file."""
+    def _complete_rows(self) -> list[Row]:
+        """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
         end = content.rfind(b"\n") + 1
         if end < len(content):
@@ -103,25 +135,26 @@ class JsonlWriter:
         return [_parse(line, self.path, number) for number, line in enumerate(lines, start=1)]
 
 
-def check_settings(path: Path, settings: Row) -> None:
-    """Raises: UsageError when the rows of a file are of other settings than these."""
-    beside = path.with_suffix(".args.json")
+def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None = None) -> None:
+    """Raises: UsageError when the rows of a file have other settings than these."""
+    stored_in = path.with_suffix(".args.json")
     try:
-        stored = json.loads(beside.read_text(encoding="utf-8"))
+        stored = json.loads(stored_in.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise UsageError(f"{path} holds rows already, and no {beside.name} tells of what") from None
+        raise UsageError(f"{path} has rows, but {stored_in.name} with their settings is missing; remove both") from None
+    stored = {(renamed or {}).get(name, name): value for name, value in stored.items()}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
     if changed:
         name = changed[0]
         raise UsageError(
-            f"{path} holds rows of other settings: {name} was {stored.get(name)}, now {settings.get(name)}; "
-            "remove it or write elsewhere"
+            f"{path} has rows of other settings: {name} was {stored.get(name)}, now {settings.get(name)}; "
+            "remove it or write to another file"
         )
 
 
 def write_settings(path: Path, settings: Row) -> None:
-    """Write down what made a file's rows, beside it."""
+    """Write the settings of a file's rows to `{path}.args.json`, without the suffix `.jsonl`."""
     write_text(path.with_suffix(".args.json"), json.dumps(settings, indent=1))
 
 
@@ -133,7 +166,7 @@ def _parse(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except ValueError as problem:
-        raise UsageError(f"{path}:{number} is no JSON: {problem}") from None
+        raise UsageError(f"{path}:{number} is not JSON: {problem}") from None
     if not isinstance(row, dict):
-        raise UsageError(f"{path}:{number} is no JSON object but a {type(row).__name__}")
+        raise UsageError(f"{path}:{number} is not a JSON object but a {type(row).__name__}")
     return row

@@ -1,4 +1,4 @@
-"""JSON lines: what a kill leaves is whole, and a second start goes on behind it."""
+"""JSONL files: a kill leaves complete rows, and a restart resumes after them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_line_that_a_kill_cut_is_written_again(tmp_path, cut):
+def test_an_incomplete_last_line_is_written_again(tmp_path, cut):
     path = tmp_path / "rows.jsonl"
     with JsonlWriter(path, {"seed": 1}) as writer:
         writer.append(*ROWS)
@@ -32,11 +32,56 @@ def test_rows_of_other_settings_are_refused(tmp_path):
     with JsonlWriter(path, {"temperature": 1.0, "files": ("a",)}) as writer:
         writer.append(*ROWS)
     JsonlWriter(path, {"temperature": 1.0, "files": ("a",)}).close()
-    with pytest.raises(UsageError, match=r"temperature was 1.0, now 0.7; remove it or write elsewhere"):
+    with pytest.raises(UsageError, match=r"rows.jsonl .* temperature was 1.0, now 0.7"):
         JsonlWriter(path, {"temperature": 0.7, "files": ("a",)})
     path.with_suffix(".args.json").unlink()
-    with pytest.raises(UsageError, match="holds rows already, and no rows.args.json tells of what"):
+    with pytest.raises(UsageError, match="rows.jsonl .* rows.args.json"):
         JsonlWriter(path, {"temperature": 1.0, "files": ("a",)})
+
+
+def test_settings_of_an_older_release_count_under_their_new_names(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonlWriter(path, {"num_responses": 4}) as writer:
+        writer.append(*ROWS)
+    renamed = {"num_responses": "num_generations"}
+    JsonlWriter(path, {"num_generations": 4}, renamed).close()
+    with pytest.raises(UsageError, match="num_generations was 4, now 8"):
+        JsonlWriter(path, {"num_generations": 8}, renamed)
+
+
+def squares(calls: list[list[int]], fail_at: int | None = None):
+    """A `work` that notes the items of each call, and fails before one item."""
+
+    def work(items):
+        calls.append(list(items))
+        for item in items:
+            if item == fail_at:
+                raise KeyboardInterrupt
+            yield {"square": item**2}
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "whole_chunks, again", [(True, [[3, 4, 5], [6, 7]]), (False, [[4, 5, 6], [7]])], ids=["batches", "missing items"]
+)
+def test_an_interrupted_chunk_is_computed_again_and_only_its_missing_rows_are_written(tmp_path, whole_chunks, again):
+    calls: list[list[int]] = []
+    with JsonlWriter(tmp_path / "rows.jsonl") as writer, pytest.raises(KeyboardInterrupt):
+        writer.extend(range(8), 3, squares(calls, fail_at=4), whole_chunks=whole_chunks)
+    assert calls == [[0, 1, 2], [3, 4, 5]]
+    calls.clear()
+    for _ in range(2):  # the second call has nothing left to compute
+        with JsonlWriter(tmp_path / "rows.jsonl") as writer:
+            writer.extend(range(8), 3, squares(calls), whole_chunks=whole_chunks)
+    assert calls == again
+    assert read_jsonl(tmp_path / "rows.jsonl") == [{"square": n**2} for n in range(8)]
+
+
+def test_work_that_returns_fewer_rows_ends_the_call(tmp_path):
+    with JsonlWriter(tmp_path / "rows.jsonl") as writer:
+        writer.extend(range(8), 3, lambda items: [{"n": n} for n in items if n < 4])
+        assert writer.rows == [{"n": n} for n in range(4)]
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path):
@@ -47,8 +92,8 @@ def test_two_writers_of_one_file_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl:2 is no JSON"),
-        ('{"prompt": "a"}\n[1]\n', r"rows.jsonl:2 is no JSON object but a list"),
+        ('{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl:2 is not JSON"),
+        ('{"prompt": "a"}\n[1]\n', r"rows.jsonl:2 is not a JSON object but a list"),
         ('{"text": "a"}\n', r"row 1 has no 'prompt'; it has text"),
     ],
 )
@@ -58,12 +103,12 @@ def test_a_bad_line_is_named(tmp_path, text, message):
         read_jsonl(tmp_path / "rows.jsonl", needs=["prompt"])
 
 
-def test_what_cannot_be_written_is_told_in_one_line(tmp_path):
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file/rows.jsonl cannot be written"):
         JsonlWriter(tmp_path / "file" / "rows.jsonl")
     with JsonlWriter(tmp_path / "rows.jsonl") as writer, open("/dev/full", "ab", buffering=0) as full:
         writer._file, opened = full, writer._file
-        with pytest.raises(UsageError, match="No space left on device; the rows before are kept"):
+        with pytest.raises(UsageError, match="rows.jsonl cannot be written: No space left on device"):
             writer.append({})
         opened.close()
