@@ -3,7 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "reflect_rl"]
-PROGRAMS += ["generate", "annotate", "evaluate", "judge", "estimate", "plot"]
+PROGRAMS += ["generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge", "estimate", "plot"]
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],

@@ -30,6 +30,12 @@ def experiment_of(directory: str) -> Path:
     return path.parent if path.name.startswith("checkpoint-") else path
 
 
+def is_experiment_dir(directory: str) -> bool:
+    """Whether a path is an experiment dir, rather than a checkpoint or a plain model folder."""
+    path = Path(directory)
+    return (path / "args.json").is_file() and not path.name.startswith("checkpoint-")
+
+
 def located(directory: str, key: str) -> str | None:
     """The path stored under `key`, from here if it exists here, else from where the run was started."""
     name, log_dir = stored(directory, key), stored(directory, "log_dir")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.args import DeviceArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.sharding import shard_layers
@@ -51,7 +51,7 @@ def make_fabric(args: TrainArgs) -> Any:
         raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
 
 
-def processes(args: TrainArgs) -> tuple[int, int]:
+def processes(args: DeviceArgs) -> tuple[int, int]:
     """Number of processes per machine and of machines: as torchrun or SLURM started them, else as the flags say.
 
     Raises: UsageError when a flag contradicts the launcher.

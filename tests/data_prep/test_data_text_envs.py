@@ -20,7 +20,7 @@ from datasets_prep.text_envs.walks import Walker
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.splits import SPLITS, load_split
 from lightrlhf.envs import make_env, prompts
-from lightrlhf.evaluate import LONGEST_COMMAND, acting_args
+from lightrlhf.evaluate_env import COMMAND_TOKENS, acting_args
 from lightrlhf.models.tokenizer import load_tokenizer
 
 SIZES = ["--num_samples", "60", "--num_held_out", "20", "--num_proc", "1"]
@@ -288,7 +288,7 @@ def test_commands_written_out_are_targets_and_no_labels_are_shown(corridor, tmp_
     experiment = tmp_path / "experiment"
     experiment.mkdir()
     (experiment / "args.json").write_text(json.dumps({"data_dir": str(tmp_path / "data" / "sft")}))
-    assert acting_args(str(experiment), {}).max_new_tokens == LONGEST_COMMAND
+    assert acting_args(str(experiment), {}).max_new_tokens == COMMAND_TOKENS
     assert acting_args(str(experiment), {"max_new_tokens": 5}).max_new_tokens == 5
 
 

@@ -1,4 +1,4 @@
-"""lightrlhf.evaluate: what it measures, against computations by hand; what it writes; what it refuses."""
+"""lightrlhf.evaluate: results against computations by hand, files, errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
 from lightrlhf.maths.ops import wilson_interval
 
+BY_TURN = ["--by_turn", "True"]
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
 
 
@@ -108,7 +109,7 @@ def test_what_is_said_follows_the_seed_and_not_the_batch_size(sft):
         call("--experiment_dir", sft, *flags)
         return [r["response"] for r in records(sft)]
 
-    assert said("--mini_batch_size", 64) == said("--mini_batch_size", 3)
+    assert said("--rollout_mini_batch_size", 64) == said("--rollout_mini_batch_size", 3)
     assert said("--seed", 1) != said("--seed", 2)
     assert said("--do_sample", False, "--seed", 1) == said("--do_sample", False, "--seed", 2)
 
@@ -119,7 +120,7 @@ def test_kl_is_zero_to_itself_and_not_to_another_model(sft, base_model, tmp_path
     assert call("--experiment_dir", sft, "--reference_dir", sft)[0]["kl"] == pytest.approx(0, abs=1e-5)
     to_base = call("--experiment_dir", sft, "--reference_dir", base_model)[0]["kl"]
     assert abs(to_base) > 1e-3
-    aligned = shutil.copytree(sft, tmp_path / "aligned")  # as after PPO: args.json tells what it started from
+    aligned = shutil.copytree(sft, tmp_path / "aligned")  # as after PPO: args.json has the start of the run
     stored = json.loads((aligned / "args.json").read_text()) | {"sft_experiment_dir": str(base_model)}
     (aligned / "args.json").write_text(json.dumps(stored))
     assert call("--experiment_dir", aligned)[0]["kl"] == pytest.approx(to_base)
@@ -253,20 +254,36 @@ def test_wilson_interval_against_published_values(successes, trials, low, high):
 
 
 def test_win_rate_splits_ties():
-    def scored(*values: float) -> list[dict]:
-        return [{"gold": {"score": value}} for value in values]
-
-    share, interval = evaluate.win_rate(scored(1, 1, 0.5, 0), scored(0, 0.5, 0.5, 1))
+    share, interval = evaluate.win_rate([(1, 0), (1, 0.5), (0.5, 0.5), (0, 1)])
     assert share == (1 + 1 + 0.5 + 0) / 4
     assert interval == wilson_interval(2.5, 4)
 
 
+# ----------------------------------------------------------------------------------------------- the other programs
+def test_help_names_the_programs_for_environments_and_dialogues(capsys):
+    for flags, program in (([], "lightrlhf.evaluate"), (["--env", "e"], "evaluate_env"), (BY_TURN, "dialogues")):
+        with pytest.raises(SystemExit):
+            evaluate.main([*flags, "--help"])
+        text = capsys.readouterr().out
+        assert program in text.splitlines()[0]
+        assert flags or "evaluate_env" in text and "evaluate_dialogues" in text
+
+
+def test_a_config_file_with_the_flags_of_all_three_programs_still_counts(sft, tmp_path, capsys):
+    config = tmp_path / "args.yaml"
+    config.write_text("mini_batch_size: 3\nby_turn: false\nenv: null\nlevels: []\neval_reps: 1\nnum_turns: 5\n")
+    flags = ["--experiment_dir", str(sft), "--config", str(config)]
+    assert evaluate.parse(evaluate.EvaluateArgs, flags).rollout_mini_batch_size == 3
+    config.write_text("env: dangerous_taxi\n")
+    assert "lightrlhf.evaluate_env" in refused(capsys, *flags)
+
+
 # ------------------------------------------------------------------------------------------------------- bad calls
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "named"),
     [
         (["--num_samples", "0"], "--num_samples 0"),
-        (["--mini_batch_size", "0"], "--mini_batch_size 0"),
+        (["--rollout_mini_batch_size", "0"], "--rollout_mini_batch_size 0"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0"),
         (["--temperature", "0"], "--do_sample False"),
         (["--top_p", "1.5"], "--top_p 1.5"),
@@ -276,21 +293,25 @@ def test_win_rate_splits_ties():
         (["--split", "dev"], "split"),
         (["--num_sample", "3"], "did you mean --num_samples?"),
         (["--accelerator", "gpu9"], "--accelerator gpu9"),
+        (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
+        (["--by_turn", "maybe"], "--by_turn maybe"),
+        (["--eval_reps", "2"], "lightrlhf.evaluate_env"),
+        (["--num_turns", "2"], "lightrlhf.evaluate_dialogues"),
     ],
 )
-def test_a_bad_flag_is_one_line(sft, capsys, flags, told):
+def test_a_bad_flag_is_one_line(sft, capsys, flags, named):
     with pytest.raises(SystemExit) as stop:
         evaluate.main(["--experiment_dir", str(sft), *SMALL, *flags])
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2
-    assert len(lines) == 1 and told in lines[0], lines
+    assert len(lines) == 1 and named in lines[0], lines
 
 
 def test_bad_experiment_dirs_are_one_line(sft, reward_model, base_model, cafe_data, tmp_path, capsys):
     assert "experiment_dir" in refused(capsys)
     assert "nowhere" in refused(capsys, "--experiment_dir", "nowhere")
     assert "args.json" in refused(capsys, "--experiment_dir", tmp_path, "--data_dir", cafe_data)
-    assert "--data_dir is needed" in refused(capsys, "--experiment_dir", base_model)
+    assert "--data_dir" in refused(capsys, "--experiment_dir", base_model)
     assert "language model, not a reward model" in refused(capsys, "--experiment_dir", sft, "--rm_experiment_dir", sft)
     assert "reward model, not a language model" in refused(
         capsys, "--experiment_dir", sft, "--reference_dir", reward_model

@@ -1,0 +1,210 @@
+"""Evaluate language models in dialogues of several turns: scores and win rates after each turn.
+
+All models hold dialogues with the same user, from the same openings and with the same sampling noise. After each turn
+the dialogues so far are scored by a reward model or the judge of the data; win rates are against the first model, with
+95% intervals. Writes `eval/{split}_by_turn.json`, `.jsonl` and `.png`, and for `lightrlhf.judge` the dialogues up to
+each turn as `eval/{split}/turn-{h}.jsonl`.
+
+Left out: scores of single turns (a score is of the whole dialogue so far).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.generation.users import UserArgs, load_user
+from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.roles import vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
+from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.results import new_figure, print_table, save_figure, write_results
+from lightrlhf.storage.run_dir import is_experiment_dir, pretrained, short_name, stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateDialoguesArgs(GenerationArgs, UserArgs):
+    """Evaluate language models in dialogues of several turns, turn by turn."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"by_turn": (True, "this program always evaluates by turn")}
+
+    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | {"required": "what is evaluated"})
+    """Experiment dirs or checkpoints; win rates are against the first model."""
+    data_dir: str | None = None
+    """Folder with `dialogue_*.pt`; by default the data that the first experiment was trained on."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Split whose openings are used."""
+    rm_experiment_dir: str | None = None
+    """Reward model that scores the dialogues; by default the judge of the data."""
+    use_pretrained: bool = False
+    """Also evaluate the model that the first experiment started from, as the first model."""
+    num_samples: int | None = None
+    """Openings to use; all when not given."""
+    rollout_mini_batch_size: int = 64
+    """Rows per forward pass and slots of the generation engine."""
+    seed: int = 42
+    """Seed of the sampling noise, the same for every model."""
+    accelerator: str = "auto"
+    """cpu, cuda, mps or auto."""
+
+    def __post_init__(self) -> None:
+        self.check_generation()
+        self.check_user()
+        check_at_least(self, "rollout_mini_batch_size", 1)
+        if self.num_samples is not None:
+            check_at_least(self, "num_samples", 1)
+        if not self.experiment_dir:
+            raise ValueError("--experiment_dir needs at least one experiment dir")
+        for flag in ("experiment_dir", "data_dir", "rm_experiment_dir"):
+            value = getattr(self, flag)
+            for name in value if isinstance(value, list) else [value]:
+                if name is not None and not Path(name).is_dir():
+                    raise ValueError(f"--{flag} {name} does not exist")
+        find_device(self.accelerator)
+
+
+def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
+    """Evaluate models turn by turn; returns one row per model: mean scores and win rates with 95% intervals."""
+    device = find_device(args.accelerator)
+    data_dir = args.data_dir or stored(args.experiment_dir[0], "data_dir")
+    if data_dir is None:
+        raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
+    scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)
+    openings = [row.before(0) for row in load_dialogues(data_dir, args.split)[: args.num_samples]]
+    start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
+    rows: list[dict[str, Any]] = []
+    baseline: list[list[float | None]] = []  # scores of the first model
+    for name in [*start, *args.experiment_dir]:
+        dialogues = hold_dialogues(args, name, data_dir, openings, user, device)
+        scores = score_turns(scorer, dialogues)
+        baseline = baseline or scores
+        lengths = [end - start for dialogue in dialogues for start, end in dialogue.turn_spans]
+        rows.append(
+            {"model": short_name(name)}
+            | results_by_turn(scores, baseline, args.num_turns)
+            | {"mean_length": sum(lengths) / len(lengths)}
+        )
+        if is_experiment_dir(name):
+            records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
+            write_results(Path(name), f"{args.split}_by_turn", rows[-1], records)
+            write_turns(Path(name) / "eval" / args.split, dialogues, args.num_turns)
+    show(rows)
+    if Path(args.experiment_dir[0], "args.json").is_file() and len(rows) > 1:
+        print(f"picture: {draw(rows, Path(args.experiment_dir[0], 'eval', f'{args.split}_by_turn.png'))}")
+    return rows
+
+
+def hold_dialogues(
+    args: EvaluateDialoguesArgs, name: str, data_dir: str, openings: list[Dialogue], user: Any, device: torch.device
+) -> list[Dialogue]:
+    """Dialogues of `num_turns` turns between a model and the user, one from each opening."""
+    tokenizer = load_tokenizer(data_dir, name)
+    policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
+    return roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.rollout_mini_batch_size)
+
+
+def turn_scorer(args: EvaluateDialoguesArgs, data_dir: str, device: torch.device) -> GroupScorer:
+    """The scorer of dialogues: the reward model of `--rm_experiment_dir`, else the judge of the data."""
+    if args.rm_experiment_dir:
+        return load_scorer(args.rm_experiment_dir, device, args.rollout_mini_batch_size, "--rm_experiment_dir")
+    judge = stored(data_dir, "judge")
+    if judge is None:
+        raise UsageError(f"--rm_experiment_dir is required: the args.json of {data_dir} names no judge")
+    return FunctionScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")
+
+
+def results_by_turn(
+    scores: list[list[float | None]], others: list[list[float | None]], num_turns: int
+) -> dict[str, list[Any]]:
+    """Mean score after each turn, win rate over the others' scores (ties half), its interval, and the count.
+
+    A dialogue that ended before a turn counts with its last score; a pair with a missing score does not count.
+    """
+    results: dict[str, list[Any]] = {name: [] for name in ("score_by_turn", "win_rate", "win_rate_interval", "count")}
+    for turn in range(num_turns):
+        pairs = [(one[min(turn, len(one) - 1)], two[min(turn, len(two) - 1)]) for one, two in zip(scores, others)]
+        valid = [(one, two) for one, two in pairs if one is not None and two is not None]
+        rate, interval = win_rate(valid)
+        results["score_by_turn"].append(sum(one for one, _ in valid) / max(len(valid), 1))
+        results["win_rate"].append(rate)
+        results["win_rate_interval"].append(interval)
+        results["count"].append(len(valid))
+    return results
+
+
+def win_rate(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    """Share of pairs whose first score is higher, ties half, with its 95% Wilson interval; 0 without pairs."""
+    wins = sum((one > two) + 0.5 * (one == two) for one, two in pairs)
+    return wins / max(len(pairs), 1), wilson_interval(wins, len(pairs))
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+def write_turns(folder: Path, dialogues: list[Dialogue], num_turns: int) -> None:
+    """Write `turn-{h}.jsonl`: the opening as prompt, and the dialogue from there to turn h as response."""
+    for turn in range(num_turns):
+        rows = []
+        for dialogue in dialogues:
+            opening = dialogue.before(0).messages
+            messages = dialogue.through(min(turn, dialogue.num_turns - 1))[len(opening) :]
+            text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            rows.append({"index": dialogue.index, "prompt": opening, "response": text})
+        write_jsonl(folder / f"turn-{turn + 1}.jsonl", rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print mean scores and win rates turn by turn."""
+    columns = ["", *(f"h = {turn + 1}" for turn in range(len(rows[0]["score_by_turn"]))), "mean"]
+    scores = [[row["model"], *map("{:.3f}".format, with_mean(row["score_by_turn"]))] for row in rows]
+    print_table("score after each turn", columns, scores)
+    lines = []
+    for row in rows[1:]:
+        *rates, mean = map("{:.3f}".format, with_mean(row["win_rate"]))
+        cells = [f"{rate} [{low:.3f}, {high:.3f}]" for rate, (low, high) in zip(rates, row["win_rate_interval"])]
+        lines.append([row["model"], *cells, mean])
+    if lines:
+        print_table(f"win rate over {rows[0]['model']}", columns, lines)
+
+
+def with_mean(values: list[float]) -> list[float]:
+    """The values, and their mean as the last one."""
+    return [*values, sum(values) / len(values)]
+
+
+def draw(rows: list[dict[str, Any]], output: Path) -> Path:
+    """Draw win rates over the first model by turn, with their intervals."""
+    figure, (axis,) = new_figure(5, 3.4)
+    for row in rows[1:]:
+        turns = range(1, len(row["win_rate"]) + 1)
+        errors = [[abs(w - side[i]) for w, side in zip(row["win_rate"], row["win_rate_interval"])] for i in (0, 1)]
+        axis.errorbar(turns, row["win_rate"], yerr=errors, fmt="o-", ms=3, capsize=2, label=row["model"])
+    axis.axhline(0.5, color="grey", lw=0.8)
+    axis.set_xlabel("turn")
+    axis.set_ylabel(f"win rate over {rows[0]['model']}, 95%", fontsize=8)
+    axis.legend(fontsize=8)
+    save_figure(figure, output)
+    return output
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the program; returns one row of results per model."""
+    return run(parse(EvaluateDialoguesArgs, argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Evaluate agents in a text environment: success, cost and length of episodes from fixed starts.
+
+Next to each experiment act the oracle, random commands and, at an OpenAI-compatible server, a language model that gets
+the rules in full. Episodes are sampled and greedy; success is given overall and by level, with a 95% interval. Prints a
+table; each experiment dir gets `eval/{env}_{split}.json` and the episodes as text in `eval/{env}_{split}.jsonl`.
+
+Left out: intervals over starts (the starts are fixed).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightrlhf.cli.args import RARE, ModelArgs, check_at_least
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import PAIRS, PATHS
+from lightrlhf.cli.parser import parse
+from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs.agents import (
+    ActingArgs,
+    Agent,
+    Decision,
+    Episode,
+    ModelAgent,
+    Reflector,
+    Seat,
+    count,
+    num_choices,
+    oracle_agent,
+    play,
+    random_agent,
+    rates,
+)
+from lightrlhf.generation.openai_client import RemoteArgs, Servers
+from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.names import resolve
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.results import cell, print_table, write_results
+from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
+
+COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
+ASK = """\
+{instructions}
+
+You play move by move. End your reply with one line: `Command: ` and one of the offered commands, word for word."""
+AGAIN = "That names none of the offered commands. Reply with one line: `Command: ` and a command of the list."
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateEnvArgs(RemoteArgs):
+    """Evaluate agents in a text environment."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"by_turn": (False, "use lightrlhf.evaluate_dialogues")}
+
+    env: str
+    """Text environment: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""
+    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    """Options of the environment as name=value."""
+    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
+    """Experiment dirs or checkpoints of the agents; none evaluates the oracle and random commands only."""
+    reflect_experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
+    """Reflector of each experiment in turn, `none` for none; by default the reflector of its training."""
+    acting: list[str] = field(default_factory=list, metadata=PAIRS)
+    """Flags of acting as name=value, such as with_history=True, in place of the experiment's own."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Split of the starts."""
+    levels: list[str] = field(default_factory=list)
+    """Names of the environment's levels to start from; all when not given."""
+    num_samples: int | None = None
+    """Starts per level; all when not given."""
+    eval_reps: int = 1
+    """Sampled episodes from each start."""
+    num_envs: int = 64
+    """Environments played in parallel."""
+    rollout_mini_batch_size: int = 64
+    """Rows per forward pass and slots of the generation engine."""
+    agent_model: str | None = None
+    """Name of a language model at `base_url` that is evaluated, too."""
+    agent_attempts: int = field(default=3, metadata=RARE)
+    """Replies of that model until one must name a command."""
+    max_new_tokens: int = 128
+    """Longest reply of that model."""
+    temperature: float = 1.0
+    """Sampling temperature of that model."""
+    do_sample: bool = True
+    """Sample the replies of that model; when false take the most likely tokens."""
+    seed: int = 42
+    """Seed of the sampled episodes."""
+    accelerator: str = "auto"
+    """cpu, cuda, mps or auto."""
+
+    def __post_init__(self) -> None:
+        self.check_remote()
+        for name in ("eval_reps", "num_envs", "agent_attempts", "rollout_mini_batch_size", "max_new_tokens"):
+            check_at_least(self, name, 1)
+        if self.num_samples is not None:
+            check_at_least(self, "num_samples", 1)
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
+        read_options(self.env_options)
+        unknown = set(read_options(self.acting)) - {one.name for one in dataclasses.fields(ActingArgs)}
+        if unknown:
+            raise ValueError(f"--acting {min(unknown)}=… is not a flag of acting")
+        if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.experiment_dir):
+            raise ValueError("--reflect_experiment_dir needs one entry per --experiment_dir, `none` for no reflector")
+        if bool(self.base_url) != bool(self.agent_model):
+            raise ValueError("--base_url and --agent_model are required together: an address, and a model's name there")
+        for flag in ("experiment_dir", "reflect_experiment_dir"):
+            for name in getattr(self, flag):
+                if not Path(name).is_dir() and (flag, name) != ("reflect_experiment_dir", "none"):
+                    raise ValueError(f"--{flag} {name} does not exist")
+        find_device(self.accelerator)
+
+
+def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
+    """Evaluate agents; returns a row each for the oracle, random commands, the experiments and the remote model."""
+    device = find_device(args.accelerator)
+    envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
+    starts = starts_of(args, envs[0])
+
+    def evaluate(name: str, sampled: Agent, greedy: Agent | None) -> tuple[dict[str, Any], list[Episode]]:
+        repeated = [start for start in starts for _ in range(args.eval_reps)]
+        episodes = play(envs, repeated, sampled, f"{args.seed}/{args.split}")
+        row = {"model": name} | episode_results(episodes, envs[0].levels, "")
+        if greedy is not None:
+            row |= episode_results(play(envs, starts, greedy, str(args.seed)), envs[0].levels, "greedy_")
+        return row, episodes
+
+    rows = [evaluate("oracle", oracle_agent, oracle_agent)[0], evaluate("random", random_agent, None)[0]]
+    for number, name in enumerate(args.experiment_dir):
+        row, episodes = evaluate(short_name(name), *model_agents(args, number, envs[0], device))
+        rows.append(row)
+        if is_experiment_dir(name):
+            records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
+            write_results(Path(name), f"{args.env.rpartition(':')[2]}_{args.split}", row, records)
+    if args.agent_model:
+        with Servers(args, args.agent_model) as servers:
+            servers.wait_until_healthy()
+            rows.append(evaluate(args.agent_model, remote_agent(servers, args), None)[0])
+    show(rows, f"{args.env}, {args.split}: {len(starts)} starts, sampled {args.eval_reps} times each")
+    return rows
+
+
+def starts_of(args: EvaluateEnvArgs, env: Any) -> list[Any]:
+    """The starts of `--split` and `--levels`. Raises: UsageError for an unknown level, or without a start."""
+    unknown = [name for name in args.levels if name not in env.levels]
+    if unknown:
+        raise UsageError(f"--levels {unknown[0]} is not one of the environment's: {', '.join(env.levels)}")
+    levels = [number for number, name in enumerate(env.levels) if not args.levels or name in args.levels]
+    starts = [start for level in levels for start in env.starts(args.split, level)[: args.num_samples]]
+    if not starts:
+        raise UsageError(f"--env {args.env} has no starts of the {args.split} split")
+    return starts
+
+
+def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: str) -> dict[str, Any]:
+    """Rates of episodes, and success by level, each with the 95% interval for these starts."""
+    overall = rates(count(episodes))
+    results: dict[str, Any] = {f"{prefix}{name}": overall[name] for name in ("success", "cost", "length")}
+    results[f"{prefix}invalid_ratio"] = overall["invalid_ratio"]
+    for level, name in [(None, "success"), *((n, f"success, {level}") for n, level in enumerate(levels))]:
+        members = [one.success for one in episodes if level is None or one.level == level]
+        if members and (level is None or len(members) < len(episodes)):
+            results[f"{prefix}{name}"] = sum(members) / len(members)
+            results[f"{prefix}{name}_interval"] = wilson_interval(sum(members), len(members))
+    return results
+
+
+# ----------------------------------------------------------------------------------------------------------- agents
+def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.device) -> tuple[ModelAgent, ModelAgent]:
+    """An experiment's sampling and greedy agents, with the reflector of its training or of the flag."""
+    name, flag = args.experiment_dir[number], "--reflect_experiment_dir"
+    given = args.reflect_experiment_dir
+    reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
+    tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
+    policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    reflection = None
+    if reflector_dir not in (None, "none"):
+        own_tokenizer = load_tokenizer(None, resolve(reflector_dir, flag))
+        frozen = load_policy(reflector_dir, ModelArgs(), own_tokenizer, flag)
+        reflection = frozen.requires_grad_(False).eval().to(device), own_tokenizer
+
+    def agent(acting: ActingArgs) -> ModelAgent:
+        slots = args.rollout_mini_batch_size
+        reflector = Reflector(*reflection, prompts, acting, slots) if reflection else None
+        return ModelAgent(policy, tokenizer, prompts, acting, num_choices(env, acting), slots, reflector)
+
+    sampled = acting_args(name, read_options(args.acting))
+    return agent(sampled), agent(dataclasses.replace(sampled, do_sample=False, reflect_do_sample=False))
+
+
+def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
+    """How an experiment acts: as in its run, else as its data was made; overrides win."""
+    values = {}
+    data_dir = located(name, "data_dir")
+    for one in dataclasses.fields(ActingArgs):
+        if stored(name, "program") == "reflect_rl":
+            values[one.name] = stored(name, one.name)
+        elif data_dir and one.name in ("with_history", "shuffle_action"):
+            values[one.name] = stored(data_dir, one.name)
+        elif data_dir and one.name == "max_new_tokens" and stored(data_dir, "written"):
+            values[one.name] = COMMAND_TOKENS
+    try:
+        acting = ActingArgs(**({key: value for key, value in values.items() if value is not None} | overrides))
+        acting.check_acting()
+    except (TypeError, ValueError) as problem:
+        raise UsageError(f"--acting: {problem}") from None
+    return acting
+
+
+def remote_agent(servers: Servers, args: EvaluateEnvArgs) -> Agent:
+    """A language model at a server; it gets the rules, the history and the commands, and may correct itself."""
+    sampling = {"max_tokens": args.max_new_tokens, "temperature": args.temperature if args.do_sample else 0.0}
+
+    def act(seats: Sequence[Seat]) -> list[Decision]:
+        dialogues = []
+        for seat in seats:
+            state = prompts.state_prompt(seat.text, seat.info, with_history=True)
+            offered = "\n".join(f"- {command}" for command in seat.info["admissible"])
+            rules = {"role": "system", "content": ASK.format(instructions=seat.env.instructions)}
+            dialogues.append([rules, {"role": "user", "content": f"{state}\nCommands:\n{offered}"}])
+        decisions = [Decision("", seat.text) for seat in seats]
+        undecided = list(range(len(seats)))
+        for _ in range(args.agent_attempts):
+            bodies = [{"messages": list(dialogues[i]), **sampling} for i in undecided]
+            for i, reply in zip(undecided, servers.replies(bodies)):
+                decisions[i].reflection = reply.text
+                decisions[i].action = named_command(reply.text, seats[i].info["admissible"]) or ""
+                dialogues[i] += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": AGAIN}]
+            undecided = [i for i in undecided if not decisions[i].action]
+        return decisions
+
+    return act
+
+
+def named_command(text: str, offered: Sequence[str]) -> str | None:
+    """The command on the last line that consists of one, with or without `Command:` in front."""
+    for line in reversed(text.splitlines()):
+        words = line.strip(" `*\"'.").removeprefix("Command:").strip(" `*\"'.")
+        for command in offered:
+            if words in (command, command.strip(" .")):
+                return command
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Print a line per agent, success with its 95% interval; in a second table success by level."""
+    names = list(dict.fromkeys(name for row in rows for name in row if not name.endswith("_interval")))
+    for by_level in (False, True):
+        columns = [name for name in names[1:] if (", " in name) is by_level]
+        if columns:
+            lines = [[row["model"], *(cell(row, name) for name in columns)] for row in rows]
+            headings = ["", *(name.replace("_", " ") for name in columns)]
+            print_table("by level" if by_level else title, headings, lines, width=max(80, 30 + 23 * len(columns)))
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the program; returns one row of results per agent."""
+    return run(parse(EvaluateEnvArgs, argv))
+
+
+if __name__ == "__main__":
+    main()

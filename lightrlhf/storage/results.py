@@ -1,0 +1,79 @@
+"""Results of the tools: tables in the terminal, pictures, and files in an experiment dir."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str] | None], width: int | None = None
+) -> None:
+    """Print a table: first column to the left, numbers to the right; a row None draws a line.
+
+    width: columns of the terminal, when the table needs more than it has.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    Console(width=width).print(table)
+
+
+def cell(row: Mapping[str, Any], name: str) -> str:
+    """A value of a row of results, followed by its 95% interval where `{name}_interval` has one; empty if missing."""
+    value, interval = row.get(name, ""), row.get(f"{name}_interval")
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
+
+
+def new_figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of `width` x `height` inches that needs no display, and its axes line by line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+
+
+def save_figure(figure: Figure, path: Path, flag: str = "", bottom: float = 0.0) -> None:
+    """Write a figure as PNG, its axes above `bottom`, a fraction of the height.
+
+    Raises: UsageError naming `flag` and the path when it cannot be written.
+    """
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as problem:
+        raise UsageError(f"{flag} {path} cannot be written: {problem.strerror}".strip()) from None
+
+
+def write_results(
+    experiment_dir: Path, name: str, row: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write the results to `eval/{name}.json` and one record per line to `eval/{name}.jsonl`.
+
+    Raises: UsageError when they cannot be written.
+    """
+    folder = experiment_dir / "eval"
+    try:
+        folder.mkdir(exist_ok=True)
+        write_text(folder / f"{name}.json", json.dumps(row, indent=1))
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    except OSError as problem:
+        raise UsageError(f"results cannot be written to {folder}: {problem.strerror}") from None
