@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     experiments = [row["experiment"] for row in rows if row["learned"]]
     if experiments:
         flags = ["--group_seeds", "True", "--metrics", "val/success", "episodes/success", "episodes/cost"]
-        plot.main(["--experiment_dir", *experiments, *flags, "--output", str(folder / "curves.png")])
+        plot.main(["--experiment_dir", *experiments, *flags, "--output_file", str(folder / "curves.png")])
     finish(claims, folder)
     return claims
 

@@ -1,11 +1,11 @@
-"""Estimate the memory of a training run on one device, before it is started.
+"""Estimate the memory of a training run on one device before it starts.
 
-Counted: weights, gradients, optimiser state, activations of one micro-batch, and the key-value cache of a rollout. The
-parameters are those of the model itself, built without memory; a size such as `1.5B` stands for a Llama of about that
-size. Weights, gradients and optimiser are exact. Activations are counted per token from the widths of the layers, for
-attention that never stores its scores.
+Counted: weights, gradients, optimiser state, activations of one micro-batch, and the KV cache of a rollout. The
+parameters are those of the model itself, built on the meta device; a size such as `1.5B` is a Llama of about that size.
+Weights, gradients and optimiser state are exact. Activations are counted per token from the widths of the layers, for
+attention that does not store its scores.
 
-Left out: what the libraries and the allocator take (0.5 to 1 GiB), and the split over ranks by fsdp.
+Left out: memory of the libraries and the allocator (0.5 to 1 GiB), and sharding over ranks by fsdp.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
+from lightrlhf.storage.results import print_table
 
 FLOAT = 4  # bytes; weights, gradients and optimiser state are float32 in every precision
+QUANTISED = {8: 1.0, 4: 0.5 + 4 / 64}  # bytes by bits; nf4 has a scale for each 64 weights
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
 MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4}  # models in memory when none shares a backbone
-CHUNK = 4096  # predictions whose logits exist at a time
+CHUNK = 4096  # predictions whose logits are in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +33,25 @@ class EstimateArgs(ModelArgs, GenerationArgs):
     """Estimate the memory of a training run on one device."""
 
     algorithm: Literal["sft", "rm", "ppo", "dpo"] = "sft"
-    """What is to be run; `ppo` with a reward model of the policy's size."""
+    """Program of the run; `ppo` with a reward model of the policy's size."""
     share_backbone: bool = True
-    """PPO with `finetune_mode` lora: all roles on one set of base weights."""
+    """PPO with `finetune_mode` lora: all roles share the base weights."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Precision of the run: activations and the cache are half as large in bf16."""
+    """Precision of the run; activations and the KV cache are half as large in bf16."""
     micro_batch_size: int = 8
-    """Examples per forward and backward pass; a pair counts twice by itself."""
+    """Examples per forward and backward pass; a pair counts as one."""
     rollout_mini_batch_size: int = 32
-    """PPO: rows decoded at a time."""
+    """PPO: rows of a rollout decoded at a time."""
     sequence_length: int = 512
-    """Tokens of a whole example, prompt and response."""
+    """Tokens of an example, prompt and response."""
 
     def __post_init__(self) -> None:
         if not self.model_name or self.model_name == "tiny":
-            raise ValueError("--model_name is needed: a hub name, a folder, an experiment dir, or a size such as 1.5B")
+            raise ValueError(
+                "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
+            )
         self.check_model()
         for name in ("micro_batch_size", "rollout_mini_batch_size", "sequence_length"):
             check_at_least(self, name, 1)
@@ -61,23 +65,13 @@ def run(args: EstimateArgs) -> dict[str, float]:
 
 
 def shape_of(args: EstimateArgs) -> dict[str, Any]:
-    """The sizes of a model that memory depends on."""
+    """Sizes of a model that determine the memory."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from lightrlhf.models.lora import linear_layers
 
-    quiet_libraries()
-    if size := re.fullmatch(r"([\d.]+)([MB])", args.model_name):
-        config = llama_of(float(size[1]) * UNITS[size[2]])
-    else:
-        source = base_name(resolve(args.model_name), "--model_name")
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
-        except (OSError, ValueError) as problem:
-            raise UsageError(f"--model_name {args.model_name}: {first_line(problem)}") from None
-        if holds_reward_model(source):
-            raise UsageError(f"--model_name {args.model_name} is a reward model; give the language model it came from")
+    config = config_of(args)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = linear_layers(model)
@@ -89,6 +83,7 @@ def shape_of(args: EstimateArgs) -> dict[str, Any]:
     text = config.get_text_config()
     heads = text.num_attention_heads
     return {
+        "bits": bits_of(args, config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "linear": sum(out * width for out, width in linear),
         "adapter": args.lora_rank * sum(out + width for out, width in adapted),
@@ -101,14 +96,49 @@ def shape_of(args: EstimateArgs) -> dict[str, Any]:
     }
 
 
+def config_of(args: EstimateArgs) -> Any:
+    """The Hugging Face config of `--model_name`. Raises: UsageError when there is none, or it is a reward model's."""
+    from transformers import AutoConfig
+
+    quiet_libraries()
+    name = args.model_name or ""
+    if size := re.fullmatch(r"([\d.]+)([MB])", name):
+        return llama_of(float(size[1]) * UNITS[size[2]])
+    source = base_name(resolve(name), "--model_name") or name
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"--model_name {name}: {first_line(problem)}") from None
+    if holds_reward_model(source):
+        raise UsageError(f"--model_name {name} is a reward model; give the language model it was trained from")
+    return config
+
+
+def bits_of(args: EstimateArgs, config: Any) -> int | None:
+    """Bits of the frozen weights, None for float32: those of the flags, or in which they were saved.
+
+    Raises: UsageError when all weights are to be trained, but were saved quantised.
+    """
+    if args.load_in_4bit or args.load_in_8bit:
+        return 4 if args.load_in_4bit else 8
+    settings = config.to_dict().get("quantization_config") or {}
+    bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else None
+    if bits and args.finetune_mode != "lora":
+        raise UsageError(
+            f"--finetune_mode {args.finetune_mode}: the weights of {args.model_name} were saved in {bits} bits and "
+            "cannot be trained; use --finetune_mode lora"
+        )
+    return bits
+
+
 def out_and_in(layer: Any) -> tuple[int, int]:
-    """Widths of a linear layer; those of GPT-2 are stored the other way round."""
+    """Output and input width of a linear layer; the weights of GPT-2 are transposed."""
     out, width = layer.weight.shape
     return (width, out) if type(layer).__name__ == "Conv1D" else (out, width)
 
 
 def llama_of(parameters: float) -> Any:
-    """The config of a Llama of about this many parameters: 128 of width for each layer, as from 1B to 70B."""
+    """The config of a Llama of about this many parameters, with a width of 128 per layer, as from 1B to 70B."""
     from transformers import LlamaConfig
 
     width = min(range(64, 16384, 64), key=lambda w: abs(llama_size(w) - parameters))
@@ -127,10 +157,10 @@ def llama_size(width: int) -> float:
 
 
 def stored_per_token(linear: list[tuple[int, int]], layers: int, hidden: int) -> int:
-    """Numbers that a layer keeps per token for its backward pass.
+    """Numbers per token that a layer stores for its backward pass.
 
-    The output of every linear layer, and as much again as the widest for what its activation function makes of it and
-    the product behind; two norms with their inputs; the residual sums.
+    The output of every linear layer; twice the widest, for the activation function's output and the gated product; two
+    norms with their inputs; the residual sums.
     """
     outputs = sum(shape[0] for shape in linear) // layers
     widest = max(max(shape) for shape in linear)
@@ -142,24 +172,23 @@ def estimate(args: EstimateArgs, shape: dict[str, Any]) -> dict[str, float]:
     has_lora = args.finetune_mode == "lora"
     models = 1 if has_lora and args.share_backbone else MODELS[args.algorithm]
     learners = 2 if args.algorithm == "ppo" else 1
-    frozen_linear = 1.0 if args.load_in_8bit else 0.5 + 4 / 64 if args.load_in_4bit else FLOAT  # nf4: a scale per 64
-    one_model = frozen_linear * shape["linear"] + FLOAT * (shape["parameters"] - shape["linear"])
-    learning = {"all": shape["parameters"], "last_layer": shape["last_layer"], "lora": shape["adapter"]}
-    learning = learners * learning[args.finetune_mode]
+    one_model = QUANTISED.get(shape["bits"], FLOAT) * shape["linear"] + FLOAT * (shape["parameters"] - shape["linear"])
+    trainable = {"all": shape["parameters"], "last_layer": shape["last_layer"], "lora": shape["adapter"]}
+    learning = learners * trainable[args.finetune_mode]
     number = FLOAT if args.precision == "32-true" else 2
     rows = args.micro_batch_size * (2 if args.algorithm in ("rm", "dpo") else 1)
     tokens = rows * args.sequence_length
-    kept = shape["hidden"] * shape["layers"] + shape["stored"]  # one layer at a time is computed again
+    numbers = shape["hidden"] * shape["layers"] + shape["stored"]  # one layer at a time is recomputed
     if not args.activation_checkpointing:
-        kept = shape["stored"] * shape["layers"]
+        numbers = shape["stored"] * shape["layers"]
     if args.finetune_mode == "last_layer":
-        kept = shape["stored"]
+        numbers = shape["stored"]
     logits = 0 if args.algorithm == "rm" else 3 * FLOAT * min(tokens, CHUNK) * shape["vocabulary"]
     parts: dict[str, float] = {
         "weights": models * one_model + (FLOAT * learning if has_lora else 0),
         "gradients": FLOAT * learning,
         "optimizer": OPTIMIZER_BYTES[args.optimizer] * learning,
-        "activations": number * tokens * kept + logits,
+        "activations": number * tokens * numbers + logits,
         "cache": 0,
     }
     if args.algorithm == "ppo":
@@ -173,13 +202,9 @@ def estimate(args: EstimateArgs, shape: dict[str, Any]) -> dict[str, float]:
 
 def show(args: EstimateArgs, parts: dict[str, float]) -> None:
     """Print the parts as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("part", "GiB", title=f"{args.algorithm} of {args.model_name}, --finetune_mode {args.finetune_mode}")
-    for name, size in parts.items():
-        table.add_row(name, f"{size / 2**30:.2f}", end_section=name == "cache")
-    Console().print(table)
+    lines: list[list[str] | None] = [[name, f"{size / 2**30:.2f}"] for name, size in parts.items()]
+    title = f"{args.algorithm} of {args.model_name}, --finetune_mode {args.finetune_mode}"
+    print_table(title, ["part", "GiB"], [*lines[:-1], None, lines[-1]])
 
 
 @one_line_errors

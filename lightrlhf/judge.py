@@ -1,16 +1,15 @@
-"""Which of two models answers better: pairs of responses to the same prompts, judged one by one.
+"""Judge which of two models answers better, on pairs of responses to the same prompts.
 
-Two JSONL files, as `lightrlhf.generate` writes them, are matched by prompt. A judge is a model behind an
-OpenAI-compatible server, a reward model, a Python function such as the café's gold judge, or a person in the
-terminal. A model at a server sees each pair in both orders; where its verdicts disagree the pair is a tie, and how
-often that happens is reported as position bias. A person sees each pair once, blind and in random order.
+Two JSONL files, as `lightrlhf.generate` writes them, are matched by prompt. A judge is a model at an OpenAI-compatible
+server, a reward model, a Python function such as the café's gold judge, or a person in the terminal. A model at a
+server sees each pair in both orders; where its verdicts disagree the pair is a tie, and the share of such pairs is
+reported as position bias. A person sees each pair once, blind and in random order.
 
-The end is wins, ties and losses of A with 95% intervals (bootstrap over prompts), the lengths, and the win rate that
-answers of equal length would have (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written when it is
-there: a run that stops goes on where it was.
+The results are wins, ties and losses of A with 95% intervals (bootstrap over prompts), the lengths, and the win rate at
+equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written at once; an interrupted run resumes.
 
-`--sample` instead draws rows of the files for a judge who cannot read all of them. Left out: ratings of more than two
-models, and prompts written by the companies whose models judge.
+`--sample` instead draws rows of the files, for a judge who cannot read all of them. Left out: ratings of more than two
+models, and the judging prompts of commercial benchmarks.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import RARE, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
@@ -39,9 +38,10 @@ from lightrlhf.rewards.loading import load_function, load_scorer
 from lightrlhf.rewards.scorers import Sample, as_text
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 
 CHUNK = 32  # pairs scored between two writes
-RESAMPLES = 1000
+RESAMPLES = 1000  # of the bootstrap
 CRITERIA = {
     "summarization": (
         "post",
@@ -83,44 +83,47 @@ VERDICT = re.compile(r"verdict\W{1,6}(A|B|tie)\b", re.IGNORECASE)
 KEYS = {"1": "first", "2": "second", "3": "tie", "4": "skip"}
 SCORES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 Row = dict[str, Any]
+Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeArgs(RemoteArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
 
+    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
+
     responses_file: list[str] = field(metadata=PATHS)
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""
     judge: str = "openai"
-    """Who judges: openai, reward, human, or a Python function `package.module:name` that scores responses."""
+    """Judge: openai, reward, human, or a Python function `package.module:name` that scores responses."""
     judge_model: str | None = None
     """Name of the judging model at the server."""
     task: Literal["summarization", "dialogue", "webgpt"] = "dialogue"
-    """What a judging model is asked to weigh."""
+    """Criteria of a judging model."""
     rm_experiment_dir: str | None = None
     """Reward model that judges."""
     output_file: str | None = None
-    """Records to write; `{A}-vs-{B}-{judge}.jsonl` beside A when not given. Results and a picture stand beside it."""
+    """Records to write, by default `{A}-vs-{B}-{judge}.jsonl` next to A; results and a picture are put next to it."""
     num_pairs: int | None = None
     """Judge at most this many pairs, the first ones."""
-    max_malformed: int = 3
-    """How often a judging model is asked before a reply without a verdict counts as malformed."""
+    max_malformed: int = field(default=3, metadata=RARE)
+    """Attempts of a judging model until a reply without a verdict counts as malformed."""
     max_new_tokens: int = 256
     """Longest reply of a judging model."""
-    mini_batch_size: int = 32
+    rollout_mini_batch_size: int = 32
     """Rows per pass of the reward model."""
     accelerator: str = "auto"
     """cpu, cuda, mps or auto, for the reward model."""
     seed: int = 42
     """Seed of the order in which a person sees two responses, of the sample and of the bootstrap."""
     sample: int | None = None
-    """Write so many rows of each file to `{file}-sampled.jsonl` instead of judging; the same prompts of each."""
-    max_per_subreddit: int | None = None
-    """At most so many sampled rows with the same value in the column `subreddit`."""
+    """Write this many rows of each file, of the same prompts, to `{file}-sampled.jsonl` instead of judging."""
+    max_per_subreddit: int | None = field(default=None, metadata=RARE)
+    """Largest number of sampled rows with the same value in the column `subreddit`."""
 
     def __post_init__(self) -> None:
         self.check_remote()
-        for name in ("max_malformed", "max_new_tokens", "mini_batch_size"):
+        for name in ("max_malformed", "max_new_tokens", "rollout_mini_batch_size"):
             check_at_least(self, name, 1)
         for name in ("num_pairs", "sample", "max_per_subreddit"):
             if getattr(self, name) is not None:
@@ -129,7 +132,7 @@ class JudgeArgs(RemoteArgs):
             if not Path(name).is_file():
                 raise ValueError(f"--responses_file {name} does not exist")
         if self.max_per_subreddit is not None and self.sample is None:
-            raise ValueError("--max_per_subreddit is of no use without --sample")
+            raise ValueError(f"--max_per_subreddit {self.max_per_subreddit} requires --sample")
         if self.sample is not None:
             if not self.responses_file:
                 raise ValueError("--responses_file needs a file to sample from")
@@ -143,30 +146,26 @@ class JudgeArgs(RemoteArgs):
         if self.rm_experiment_dir is not None and not Path(self.rm_experiment_dir).is_dir():
             raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
         if self.judge not in ("openai", "reward", "human") and ":" not in self.judge:
-            raise ValueError(f"--judge {self.judge} is none of openai, reward, human, nor package.module:function")
+            raise ValueError(f"--judge {self.judge} is not one of openai, reward, human, or package.module:function")
 
 
 def run(args: JudgeArgs) -> Row | list[str]:
     """Compare two files of responses; returns the results, or the sampled files."""
     if args.sample is not None:
-        return write_samples(args)
-    pairs, told = matched(args)
+        return write_samples(args, args.sample)
+    pairs, unmatched = matched(args)
     output = output_path(args)
     with JsonlWriter(output, settings_of(args)) as writer:
-        left = pairs[len(writer.rows) :]
-        if left:
-            for record in judge_of(args)(args, left):
-                writer.append(record)
+        if len(writer.rows) < len(pairs):
+            if args.judge == "openai":  # requests of all pairs overlap
+                writer.extend(pairs, len(pairs), ask_model(args), "judge", " pairs", whole_chunks=False)
+            elif args.judge == "human":
+                writer.extend(pairs, len(pairs), ask_person(args), whole_chunks=False)
+            else:
+                writer.extend(pairs, CHUNK, compare_scores(args), "judge", " pairs")
         records = writer.rows
-    results = {
-        "a": args.responses_file[0],
-        "b": args.responses_file[1],
-        "judge": args.judge,
-        **told,
-        "left": len(pairs),
-    }
-    results["left"] -= len(records)
-    results |= summary(records, args.seed)
+    results: Row = {"a": args.responses_file[0], "b": args.responses_file[1], "judge": args.judge}
+    results |= {**unmatched, "left": len(pairs) - len(records), **summary(records, args.seed)}
     write_text(output.with_suffix(".json"), json.dumps(results, indent=1))
     if results["judged"]:
         draw(results, output.with_suffix(".png"))
@@ -174,28 +173,28 @@ def run(args: JudgeArgs) -> Row | list[str]:
     return results
 
 
-# --------------------------------------------------------------------------------------------------------- the pairs
+# ------------------------------------------------------------------------------------------------------------ pairs
 def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
-    """Pairs with the same prompt, in the order of A, and how many rows found no partner.
+    """Pairs with the same prompt, in the order of A, and the number of unmatched rows of each file.
 
-    A prompt that comes several times is matched in order. Raises: UsageError when no prompt is in both.
+    Repetitions of a prompt are matched in order. Raises: UsageError when the files have no prompt in common.
     """
-    ours, theirs = (by_prompt(name) for name in args.responses_file)
-    pairs = []
-    for key, row in ours.items():
-        other = theirs.get(key)
+    rows_a, rows_b = (by_prompt(name) for name in args.responses_file)
+    pairs: list[Row] = []
+    for key, row in rows_a.items():
+        other = rows_b.get(key)
         if other is not None:
             answers = {"a": response_of(row, args.responses_file[0]), "b": response_of(other, args.responses_file[1])}
             columns = {name: value for name, value in row.items() if isinstance(value, (str, int, float))}
             pairs.append({"columns": columns, "index": len(pairs), "prompt": row["prompt"], **answers})
     if not pairs:
         raise UsageError(f"--responses_file {' '.join(args.responses_file)} have no prompt in common")
-    alone = {"only_in_a": len(ours) - len(pairs), "only_in_b": len(theirs) - len(pairs)}
-    return pairs[: args.num_pairs], alone
+    unmatched = {"only_in_a": len(rows_a) - len(pairs), "only_in_b": len(rows_b) - len(pairs)}
+    return pairs[: args.num_pairs], unmatched
 
 
 def by_prompt(file: str) -> dict[tuple[str, int], Row]:
-    """The rows of a file by prompt and by how often it came before."""
+    """The rows of a file by prompt and the number of its earlier occurrences."""
     seen: Counter[str] = Counter()
     rows = {}
     for row in read_jsonl(file, needs=["prompt"]):
@@ -214,19 +213,10 @@ def response_of(row: Row, file: str) -> str:
 
 
 def settings_of(args: JudgeArgs) -> Row:
-    """What the verdicts depend on; of the files their content."""
-    names = (
-        "judge",
-        "judge_model",
-        "task",
-        "rm_experiment_dir",
-        "num_pairs",
-        "max_malformed",
-        "max_new_tokens",
-        "seed",
-    )
+    """Settings that determine the verdicts, with the hashes of the files; stored to detect verdicts of other ones."""
+    names = ("judge", "judge_model", "task", "rm_experiment_dir", "num_pairs", "max_malformed", "max_new_tokens")
     files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses_file]
-    return {"responses": files, **{name: getattr(args, name) for name in names}}
+    return {"responses": files, **{name: getattr(args, name) for name in names}, "seed": args.seed}
 
 
 def output_path(args: JudgeArgs) -> Path:
@@ -236,31 +226,30 @@ def output_path(args: JudgeArgs) -> Path:
     return Path(args.output_file or a.with_name(f"{a.stem}-vs-{other}-{judge}.jsonl"))
 
 
-# -------------------------------------------------------------------------------------------------------- the judges
-def judge_of(args: JudgeArgs) -> Callable[[JudgeArgs, Sequence[Row]], Iterator[Row]]:
-    """What turns pairs into records, each with a `verdict`: A, B, tie, skip or malformed."""
-    return {"openai": ask_model, "human": ask_person}.get(args.judge, compare_scores)
-
-
-def ask_model(args: JudgeArgs, pairs: Sequence[Row]) -> Iterator[Row]:
+# ----------------------------------------------------------------------------------------------------------- judges
+# Each returns a function from pairs to records, with a `verdict` each: A, B, tie, skip or malformed.
+def ask_model(args: JudgeArgs) -> Work:
     """Verdicts of a model at a server, which sees each pair in both orders."""
-    from tqdm import tqdm
 
-    with Servers(args, args.judge_model) as servers:
-        servers.wait_until_healthy()
-        asked = ([question(args.task, pair, swapped)] for pair in pairs for swapped in (False, True))
-        replies = servers.replies(request(args, words) for words in asked)
-        for pair in tqdm(pairs, desc="judge", unit=" pairs"):
-            straight, swapped = (
-                settled(args, servers, question(args.task, pair, order), next(replies)) for order in (False, True)
-            )
-            first, second = straight[0], {"A": "B", "B": "A"}.get(swapped[0], swapped[0])  # in terms of A and B
-            verdict = "malformed" if None in (first, second) else first if first == second else "tie"
-            yield record(pair, verdict, a_first=first, b_first=second, replies=[straight[1], swapped[1]])
+    def work(pairs: Sequence[Row]) -> Iterator[Row]:
+        with Servers(args, args.judge_model or "") as servers:
+            servers.wait_until_healthy()
+            questions = ([question(args.task, pair, swapped)] for pair in pairs for swapped in (False, True))
+            replies = servers.replies(request(args, texts) for texts in questions)
+            for pair in pairs:
+                straight, swapped = (
+                    settled(args, servers, question(args.task, pair, order), next(replies)) for order in (False, True)
+                )
+                first = straight[0]
+                second = {"A": "B", "B": "A"}.get(swapped[0] or "", swapped[0])  # in terms of A and B
+                verdict = "malformed" if first is None or second is None else first if first == second else "tie"
+                yield record(pair, verdict, a_first=first, b_first=second, replies=[straight[1], swapped[1]])
+
+    return work
 
 
 def settled(args: JudgeArgs, servers: Servers, asked: str, reply: Reply) -> tuple[str | None, str]:
-    """The verdict (A is what was shown first; None if none came) and the last reply; asks again where it had none."""
+    """The verdict on the responses as shown, None without one, and the last reply; repeats a malformed request."""
     for _ in range(args.max_malformed - 1):
         if reply.error or read_verdict(reply.text):
             break
@@ -268,14 +257,14 @@ def settled(args: JudgeArgs, servers: Servers, asked: str, reply: Reply) -> tupl
     return read_verdict(reply.text), reply.error or reply.text
 
 
-def request(args: JudgeArgs, words: Sequence[str]) -> Row:
-    """A chat completion; user and model say the words in turn."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
+def request(args: JudgeArgs, texts: Sequence[str]) -> Row:
+    """A chat completion; the texts are messages of user and assistant in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     return {"messages": messages, "max_tokens": args.max_new_tokens, "temperature": 0.0}
 
 
 def question(task: str, pair: Row, swapped: bool) -> str:
-    """What a judging model reads."""
+    """The prompt of a judging model."""
     prompt, answer, criteria = CRITERIA[task]
     first, second = (pair["b"], pair["a"]) if swapped else (pair["a"], pair["b"])
     text = as_text(pair["prompt"])
@@ -283,29 +272,30 @@ def question(task: str, pair: Row, swapped: bool) -> str:
 
 
 def read_verdict(reply: str) -> str | None:
-    """The last verdict of a reply, or the whole of it when it is just A, B or tie."""
-    found = VERDICT.findall(reply) or re.findall(r"^\W*(A|B|tie)\W*$", reply, re.IGNORECASE)
-    return {"a": "A", "b": "B", "tie": "tie"}[found[-1].lower()] if found else None
+    """The last verdict of a reply, or the whole reply when it is only A, B or tie."""
+    verdicts = VERDICT.findall(reply) or re.findall(r"^\W*(A|B|tie)\W*$", reply, re.IGNORECASE)
+    return {"a": "A", "b": "B", "tie": "tie"}[verdicts[-1].lower()] if verdicts else None
 
 
-def compare_scores(args: JudgeArgs, pairs: Sequence[Row]) -> Iterator[Row]:
-    """Verdicts by who has the higher score; a score that is not there makes a pair malformed."""
+def compare_scores(args: JudgeArgs) -> Work:
+    """Verdicts for the higher score; a missing score makes a pair malformed."""
     scores_of = reward_scores(args) if args.judge == "reward" else function_scores(args)
-    for start in range(0, len(pairs), CHUNK):
-        chunk = pairs[start : start + CHUNK]
-        for pair, (a, b) in zip(chunk, scores_of(chunk)):
-            if None in (a, b):
+
+    def work(pairs: Sequence[Row]) -> Iterator[Row]:
+        for pair, (a, b) in zip(pairs, scores_of(pairs)):
+            if a is None or b is None:
                 verdict = "malformed"
-            else:  # the same text may score a rounding error apart
+            else:  # scores of the same text may differ by a rounding error
                 verdict = "tie" if math.isclose(a, b, rel_tol=1e-5) else "A" if a > b else "B"
             yield record(pair, verdict, score_a=a, score_b=b)
 
+    return work
+
 
 def reward_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[float | None]]]:
-    """Scores of a reward model; one that compares pairs is asked in both orders."""
-    scorer = load_scorer(
-        args.rm_experiment_dir, find_device(args.accelerator), args.mini_batch_size, "--rm_experiment_dir"
-    )
+    """Scores of a reward model; a model that compares two responses sees both orders."""
+    device, batch_size = find_device(args.accelerator), args.rollout_mini_batch_size
+    scorer = load_scorer(args.rm_experiment_dir or "", device, batch_size, "--rm_experiment_dir")
     return lambda pairs: scorer([[Sample(pair["prompt"], pair[side]) for side in "ab"] for pair in pairs])
 
 
@@ -319,45 +309,46 @@ def function_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[floa
         prompts = [as_text(pair["prompt"]) for pair in pairs]
         sides = []
         for side in "ab":
-            found = function(prompts, [pair[side] for pair in pairs], **columns)
-            sides.append([float(score["score"] if isinstance(score, dict) else score) for score in found])
-        return [[None if score != score else score for score in both] for both in zip(*sides, strict=True)]
+            verdicts = function(prompts, [pair[side] for pair in pairs], **columns)
+            sides.append([float(score["score"] if isinstance(score, dict) else score) for score in verdicts])
+        return [[None if math.isnan(score) else score for score in both] for both in zip(*sides, strict=True)]
 
     return scores_of
 
 
-def ask_person(args: JudgeArgs, pairs: Sequence[Row]) -> Iterator[Row]:
-    """Verdicts of whoever sits at the terminal, who does not know which model is which; `q` ends it for now."""
-    print("1: the first is better   2: the second is better   3: equal   4: skip   q: stop, and go on another time")
-    for pair in pairs:
-        swapped = random.Random(f"{args.seed} {pair['index']}").random() < 0.5
-        first, second = ("b", "a") if swapped else ("a", "b")
-        print(f"\n{'=' * 80}\n{as_text(pair['prompt'])}\n")
-        for number, side in ((1, first), (2, second)):
-            print(f"--- {number} {'-' * 74}\n{pair[side]}\n")
-        key = ""
-        while key not in (*KEYS, "q"):
-            try:
-                key = input(f"[{pair['index'] + 1}] 1 / 2 / 3 / 4 / q: ").strip().lower()
-            except EOFError:
-                key = "q"
-        if key == "q":
-            return
-        choice = KEYS[key]
-        yield record(
-            pair, {"first": first.upper(), "second": second.upper()}.get(choice, choice), shown_first=first.upper()
-        )
+def ask_person(args: JudgeArgs) -> Work:
+    """Verdicts of a person at the terminal, who does not know which model is which; `q` stops for now."""
+
+    def work(pairs: Sequence[Row]) -> Iterator[Row]:
+        print("1: the first is better   2: the second is better   3: equal   4: skip   q: stop; run again to resume")
+        for pair in pairs:
+            swapped = random.Random(f"{args.seed} {pair['index']}").random() < 0.5
+            first, second = ("b", "a") if swapped else ("a", "b")
+            print(f"\n{'=' * 80}\n{as_text(pair['prompt'])}\n")
+            for number, side in ((1, first), (2, second)):
+                print(f"--- {number} {'-' * 74}\n{pair[side]}\n")
+            key = ""
+            while key not in (*KEYS, "q"):
+                try:
+                    key = input(f"[{pair['index'] + 1}] 1 / 2 / 3 / 4 / q: ").strip().lower()
+                except EOFError:
+                    key = "q"
+            if key == "q":
+                return
+            verdict = {"first": first.upper(), "second": second.upper()}.get(KEYS[key], KEYS[key])
+            yield record(pair, verdict, shown_first=first.upper())
+
+    return work
 
 
 def record(pair: Row, verdict: str, **more: Any) -> Row:
     """A row of the output."""
-    told = {name: value for name, value in pair.items() if name != "columns"}
-    return {**told, "verdict": verdict, **more}
+    return {**{name: value for name, value in pair.items() if name != "columns"}, "verdict": verdict, **more}
 
 
-# ------------------------------------------------------------------------------------------------------- the results
+# ---------------------------------------------------------------------------------------------------------- results
 def summary(records: Sequence[Row], seed: int) -> Row:
-    """Counts, shares of A with 95% intervals, lengths in words, and position bias where both orders were asked."""
+    """Counts, shares of A with 95% intervals, lengths in words, and position bias where both orders were judged."""
     counts = Counter(row["verdict"] for row in records)
     judged = [row for row in records if row["verdict"] in SCORES]
     results: Row = {"judged": len(judged), "skipped": counts["skip"], "malformed": counts["malformed"]}
@@ -380,7 +371,7 @@ def summary(records: Sequence[Row], seed: int) -> Row:
 
 
 def resampled(count: int, seed: int) -> Tensor:
-    """How often each pair is in each bootstrap sample: (R, N). The first row is the data itself."""
+    """Count of each pair in each bootstrap sample: (R, N). The first row is the data itself."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
     weights = torch.zeros(RESAMPLES, count, dtype=torch.float64)
@@ -389,16 +380,16 @@ def resampled(count: int, seed: int) -> Tensor:
 
 
 def with_interval(name: str, estimates: Tensor) -> Row:
-    """The estimate of the data and the middle 95% of those of the resamples: (1, R) -> two entries."""
+    """The estimate of the data, and the middle 95% of the resamples' estimates: (1, R) -> two entries."""
     low, high = estimates[0, 1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return {name: float(estimates[0, 0]), f"{name}_interval": [low, high]}
 
 
 def length_controlled(scores: Tensor, lengths: Tensor, weights: Tensor, ridge: float = 0.1) -> Tensor:
-    """Win rate that a logistic model gives at equal lengths, for each resample: (N,), (N, 2), (R, N) -> (R,).
+    """Win rate of a logistic model at equal lengths, for each resample: (N,), (N, 2), (R, N) -> (R,).
 
     P(A wins) = sigmoid(theta + phi tanh(d / std(d))), d the difference in length; then sigmoid(theta). This is Dubois
-    et al. 2024, eq. 2, without its term for how hard a prompt is. Newton's method, with a small ridge.
+    et al. 2024, eq. 2, without its term for the prompt's difficulty. Newton's method, with a small ridge.
     """
     difference = lengths[:, 0] - lengths[:, 1]
     features = torch.stack(
@@ -416,80 +407,60 @@ def length_controlled(scores: Tensor, lengths: Tensor, weights: Tensor, ridge: f
 
 def show(results: Row, output: Path) -> None:
     """Print the results as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
     a, b = (Path(results[side]).stem for side in "ab")
-    table = Table(title=f"A: {a}   B: {b}   judge: {results['judge']}", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in results.items():
-        if name in ("a", "b", "judge") or name.endswith("_interval"):
-            continue
-        interval = results.get(f"{name}_interval")
-        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), shown + (" [{:.3f}, {:.3f}]".format(*interval) if interval else ""))
-    Console().print(table)
+    names = [name for name in results if name not in ("a", "b", "judge") and not name.endswith("_interval")]
+    lines = [[name.replace("_", " "), cell(results, name)] for name in names]
+    print_table(f"A: {a}   B: {b}   judge: {results['judge']}", ["", ""], lines)
     print(f"records: {output}")
 
 
 def draw(results: Row, output: Path) -> None:
-    """One bar: how often A wins, ties and loses, and the interval of its win rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 1.8))
+    """Draw the shares of wins, ties and losses of A as a bar, and the interval of its win rate."""
+    figure, (axis,) = new_figure(7, 1.8)
     left = 0.0
     for name, colour in (("win", "C2"), ("tie", "0.8"), ("loss", "C3")):
         axis.barh(0, results[name], left=left, color=colour, label=f"{name} {results[name]:.2f}")
         left += results[name]
-    low, high = results["win_rate_interval"]
-    middle = results["win_rate"]
-    axis.errorbar(
-        middle, 0, xerr=[[max(middle - low, 0)], [max(high - middle, 0)]], fmt="ko", capsize=4, label="win rate"
-    )
+    (low, high), rate = results["win_rate_interval"], results["win_rate"]
+    error = [[max(rate - low, 0)], [max(high - rate, 0)]]
+    axis.errorbar(rate, 0, xerr=error, fmt="ko", capsize=4, label="win rate")
     axis.axvline(0.5, color="k", lw=0.8, ls=":")
     axis.set_xlim(0, 1)
     axis.set_yticks([])
-    axis.set_title(
-        f"{Path(results['a']).stem} against {Path(results['b']).stem}, {results['judged']} pairs", fontsize=9
-    )
+    a, b = (Path(results[side]).stem for side in "ab")
+    axis.set_title(f"{a} against {b}, {results['judged']} pairs", fontsize=9)
     axis.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
-    figure.tight_layout()
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+    save_figure(figure, output)
 
 
-# -------------------------------------------------------------------------------------------------------- the sample
-def write_samples(args: JudgeArgs) -> list[str]:
-    """`{file}-sampled.jsonl` of each file, all with the same prompts where the files have them."""
+# ----------------------------------------------------------------------------------------------------------- sample
+def write_samples(args: JudgeArgs, size: int) -> list[str]:
+    """Write `{file}-sampled.jsonl` of each file, with the same prompts where the files have them; returns the files."""
     written = []
     for name in args.responses_file:
         rows = read_jsonl(name, needs=["prompt"])
         if args.max_per_subreddit is not None and not any("subreddit" in row for row in rows):
             raise UsageError(f"--max_per_subreddit {args.max_per_subreddit}: {name} has no column subreddit")
-        rows = sampled(rows, args.sample, args.max_per_subreddit, args.seed)
+        rows = sampled(rows, size, args.max_per_subreddit, args.seed)
         output = Path(name).with_name(f"{Path(name).stem}-sampled.jsonl")
         write_jsonl(output, rows)
-        print(f"{output}: {len(rows)} rows" + (f", fewer than --sample {args.sample}" * (len(rows) < args.sample)))
+        print(f"{output}: {len(rows)} rows" + (f", fewer than --sample {size}" if len(rows) < size else ""))
         written.append(str(output))
     return written
 
 
 def sampled(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
-    """Rows in an order that follows from the seed and their prompts alone, so that two files give the same prompts."""
+    """Rows in an order that depends on the seed and their prompts alone, so that two files give the same prompts."""
 
     def rank(row: Row) -> str:
         return hashlib.sha256(f"{seed} {json.dumps(row['prompt'])}".encode()).hexdigest()
 
-    taken: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     chosen: list[Row] = []
     for row in sorted(rows, key=rank):
         group = row.get("subreddit")
-        if len(chosen) < size and (max_per_subreddit is None or taken[group] < max_per_subreddit):
-            taken[group] += 1
+        if len(chosen) < size and (max_per_subreddit is None or counts[group] < max_per_subreddit):
+            counts[group] += 1
             chosen.append(row)
     return chosen
 

@@ -159,9 +159,9 @@ def respond(args: OnlineDPOArgs, folder: Path, prompts: Sequence[Row], number: i
             "trust_remote_code": args.trust_remote_code,
             "prompts_file": folder / "prompts.jsonl",
             "num_prompts": len(rows),
-            "num_responses": args.num_responses,
+            "num_generations": args.num_responses,
             "output_file": folder / "responses.jsonl",
-            "mini_batch_size": args.rollout_mini_batch_size,
+            "rollout_mini_batch_size": args.rollout_mini_batch_size,
             "seed": args.seed * 1000 + number,
             "accelerator": args.accelerator,
             "devices": args.devices,
@@ -172,7 +172,7 @@ def respond(args: OnlineDPOArgs, folder: Path, prompts: Sequence[Row], number: i
 def score_and_choose(args: OnlineDPOArgs, folder: Path) -> None:
     """Write `rewards.jsonl`, and the pairs into `pairs/`."""
     names = ("rm_experiment_dir", "rm_chat_template", "reward_function", "trust_remote_code", "choose_type")
-    names += ("length_penalty", "length_unit", "data_dir", "seed", "accelerator")
+    names += ("length_penalty", "data_dir", "seed", "accelerator")
     run_stage(
         "annotate",
         args,
@@ -180,8 +180,8 @@ def score_and_choose(args: OnlineDPOArgs, folder: Path) -> None:
             **{name: getattr(args, name) for name in names},
             "responses_file": folder / "responses.jsonl",
             "output_file": folder / "rewards.jsonl",
-            "destination_dir": folder / "pairs",
-            "mini_batch_size": args.rollout_mini_batch_size,
+            "output_dir": folder / "pairs",
+            "rollout_mini_batch_size": args.rollout_mini_batch_size,
         },
     )
 

@@ -1,11 +1,10 @@
 """Draw the curves of one or more runs into a PNG.
 
 One panel per metric, one colour per run, thin lines as logged and thick ones smoothed. With `--group_seeds True` one
-colour per experiment name instead: the mean over its seeds, in a band of a standard error on each side. Reads
-`metrics.jsonl` only, so it works while a run goes on. With `--responses_file` it draws what `lightrlhf.generate` wrote
-with rewards instead: the reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et
-al. 2020, appendix G.3; an upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs
-log to TensorBoard).
+colour per experiment name: the mean over its seeds, in a band of one standard error on each side. Reads only
+`metrics.jsonl`, so it works during a run. With `--responses_file` it draws files of `lightrlhf.generate` with rewards:
+the reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et al. 2020, appendix G.3;
+an upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs log to TensorBoard).
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.results import new_figure, save_figure
 from lightrlhf.storage.run_dir import labels, read_metrics, short_name, stored
 
 PREFERRED = (
@@ -43,18 +43,20 @@ PREFERRED = (
 class PlotArgs:
     """Draw the curves of one or more runs."""
 
+    RENAMED: ClassVar[dict[str, str]] = {"output": "output_file"}
+
     experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
     """Experiment dirs."""
     responses_file: list[str] = field(default_factory=list, metadata=PATHS)
     """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""
     metrics: list[str] | None = None
-    """Metric names to draw; a choice of the usual ones when not given."""
-    output: str | None = None
-    """PNG to write; `curves.png` in the first experiment dir or beside the first file when not given."""
+    """Metrics to draw; a choice of the usual ones when not given."""
+    output_file: str | None = None
+    """PNG to write; by default `curves.png` in the first experiment dir or next to the first file."""
     group_seeds: bool = False
     """Draw runs of the same experiment name as one line with a band; all folders of one seed are one run."""
     smoothing: int = 9
-    """Points in the moving average of the thick line; 1 draws what was logged."""
+    """Points in the moving average of the thick line; 1 draws the logged values."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "smoothing", 1)
@@ -65,7 +67,7 @@ class PlotArgs:
 def run(args: PlotArgs) -> str:
     """Draw curves; returns the path of the picture."""
     if args.responses_file:
-        output = Path(args.output or Path(args.responses_file[0]).parent / "curves.png")
+        output = Path(args.output_file or Path(args.responses_file[0]).parent / "curves.png")
         draw_best_of_n([read_sweep(name) for name in args.responses_file], output)
         print(f"wrote {output}")
         return str(output)
@@ -74,8 +76,8 @@ def run(args: PlotArgs) -> str:
     names = args.metrics or [name for name in PREFERRED if name in logged] or sorted(logged)
     unknown = [name for name in names if name not in logged]
     if unknown:
-        raise UsageError(f"--metrics {unknown[0]} was not logged; there are: {', '.join(sorted(logged))}")
-    output = Path(args.output or Path(args.experiment_dir[0]) / "curves.png")
+        raise UsageError(f"--metrics {unknown[0]} was not logged; logged are: {', '.join(sorted(logged))}")
+    output = Path(args.output_file or Path(args.experiment_dir[0]) / "curves.png")
     errors: dict[str, list[dict[str, Any]]] = {}
     if args.group_seeds:
         runs, errors = over_seeds(args.experiment_dir)
@@ -85,15 +87,15 @@ def run(args: PlotArgs) -> str:
 
 
 def over_seeds(folders: list[str]) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
-    """Rows of means, and of standard errors, by experiment name: at each step over the seeds that logged it.
+    """Means and standard errors by experiment name, one row per step, over the seeds that logged it.
 
-    Several folders of one name and seed are one run that went on: of a step they share the last folder's row counts.
+    Several folders of one name and seed are one resumed run; where they share a step, the last folder's row counts.
     """
     by_name: dict[str, dict[Any, dict[int, dict[str, float]]]] = {}
     for folder in folders:
         steps = by_name.setdefault(short_name(folder), {}).setdefault(stored(folder, "seed"), {})
-        again = {row["step"] for row in read_metrics(folder)}
-        for step in again & steps.keys():
+        repeated = {row["step"] for row in read_metrics(folder)}
+        for step in repeated & steps.keys():
             del steps[step]
         for row in read_metrics(folder):
             steps.setdefault(row["step"], {}).update(row)  # evaluations are rows of their own
@@ -102,7 +104,8 @@ def over_seeds(folders: list[str]) -> tuple[dict[str, list[dict[str, Any]]], dic
     for name, seeds in by_name.items():
         for step in sorted({step for steps in seeds.values() for step in steps}):
             rows = [steps[step] for steps in seeds.values() if step in steps]
-            mean, error = {"step": step}, {"step": step}
+            mean: dict[str, Any] = {"step": step}
+            error: dict[str, Any] = {"step": step}
             for metric in {key for row in rows for key in row if key != "step"}:
                 values = [row[metric] for row in rows if metric in row]
                 mean[metric] = sum(values) / len(values)
@@ -114,7 +117,7 @@ def over_seeds(folders: list[str]) -> tuple[dict[str, list[dict[str, Any]]], dic
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """Centred moving average that narrows towards both ends."""
+    """Centred moving average, narrower towards both ends."""
     out = []
     for i in range(len(values)):
         half = min(width // 2, i, len(values) - 1 - i)
@@ -129,21 +132,16 @@ def draw(
     smoothing: int,
     errors: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """One panel per metric, written to `output`, with a band where there are standard errors of a run's rows.
+    """Write a figure with one panel per metric to `output`, with bands for runs that have standard errors.
 
     Raises: UsageError when it cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     columns = min(3, len(names))
     lines = math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 2.9 * lines), squeeze=False)
-    for axis in axes.flat[len(names) :]:
+    figure, axes = new_figure(4.6 * columns, 2.9 * lines, lines, columns)
+    for axis in axes[len(names) :]:
         axis.set_visible(False)
-    for axis, name in zip(axes.flat, names):
+    for axis, name in zip(axes, names):
         for index, (label, rows) in enumerate(runs.items()):
             points = [(row["step"], row[name]) for row in rows if name in row]
             if not points:
@@ -154,31 +152,18 @@ def draw(
             axis.plot(steps, values, color=colour, alpha=1.0 if few else 0.3, lw=1.2, marker="o" if few else None, ms=3)
             axis.plot(steps, values if few else smooth(values, smoothing), color=colour, lw=1.8, label=label)
             if label in errors:
-                wide = [row[name] for row in errors[label] if name in row]
-                values, wide = (values, wide) if few else (smooth(values, smoothing), smooth(wide, smoothing))
-                low, high = ([v + sign * e for v, e in zip(values, wide)] for sign in (-1, 1))
+                band = [row[name] for row in errors[label] if name in row]
+                values, band = (values, band) if few else (smooth(values, smoothing), smooth(band, smoothing))
+                low, high = ([v + sign * e for v, e in zip(values, band)] for sign in (-1, 1))
                 axis.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
-    handles, texts = axes.flat[0].get_legend_handles_labels()
+    handles, texts = axes[0].get_legend_handles_labels()
     if len(runs) > 1:
         figure.legend(handles, texts, loc="lower center", ncol=min(4, len(runs)), fontsize=8)
-    figure.tight_layout(rect=(0, 0.05 if len(runs) > 1 else 0, 1, 1))
-    save(figure, output)
-
-
-def save(figure: Any, output: Path) -> None:
-    """Write the picture. Raises: UsageError when it cannot be written."""
-    from matplotlib import pyplot as plt
-
-    try:
-        figure.savefig(output, dpi=130)
-    except OSError as problem:
-        raise UsageError(f"--output {output} cannot be written: {problem.strerror}") from None
-    finally:
-        plt.close(figure)
+    save_figure(figure, output, "--output_file", bottom=0.05 if len(runs) > 1 else 0)
 
 
 # ---------------------------------------------------------------------------------------- temperatures and best of n
@@ -192,14 +177,14 @@ class Sweep:
 
 
 def read_sweep(name: str) -> Sweep:
-    """A file with rewards, and the temperature that stands beside it. Raises: UsageError when it has none."""
+    """Rewards of a file, and the temperature in its `.args.json`. Raises: UsageError when it has none."""
     path = Path(name)
     rows = [row for row in read_jsonl(path, needs=("rewards",)) if None not in row["rewards"]]
     try:
-        told = json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))
-        temperature = float(told["temperature"]) if told["do_sample"] else 0.0
+        settings = json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))
+        temperature = float(settings["temperature"]) if settings["do_sample"] else 0.0
     except (OSError, ValueError, KeyError):
-        raise UsageError(f"--responses_file {name}: {path.stem}.args.json does not tell its temperature") from None
+        raise UsageError(f"--responses_file {name}: {path.stem}.args.json has no temperature") from None
     if not rows:
         raise UsageError(f"--responses_file {name} has no row with valid rewards")
     most = min(len(row["rewards"]) for row in rows)
@@ -208,7 +193,7 @@ def read_sweep(name: str) -> Sweep:
 
 
 def best_of_n(rewards: list[float], n: int) -> float:
-    """Expected highest of n of K rewards drawn without replacement, unbiased for the best of n fresh ones.
+    """Expected maximum of n of K rewards drawn without replacement, unbiased for the best of n new ones.
 
     The i-th smallest is the highest of C(i-1, n-1) of the C(K, n) subsets (Nakano et al. 2021, 2112.09332, section 3).
     """
@@ -217,18 +202,13 @@ def best_of_n(rewards: list[float], n: int) -> float:
 
 
 def best_of_n_kl(n: int) -> float:
-    """KL of the best of n to the policy it is drawn from, in nats: log n - (n-1)/n."""
+    """KL of the best of n to the policy, in nats: log n - (n-1)/n."""
     return math.log(n) - (n - 1) / n
 
 
 def draw_best_of_n(sweeps: list[Sweep], output: Path) -> None:
-    """Reward by temperature, by n, and by the KL of the best of n. Raises: UsageError when it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13.5, 3.6))
+    """Draw reward by temperature, n, and KL of the best of n. Raises: UsageError when it cannot be written."""
+    figure, axes = new_figure(13.5, 3.6, columns=3)
     for number, model in enumerate(dict.fromkeys(sweep.model for sweep in sweeps)):
         own = sorted((s for s in sweeps if s.model == model), key=lambda s: s.temperature)
         heats = [sweep.temperature for sweep in own]
@@ -248,8 +228,7 @@ def draw_best_of_n(sweeps: list[Sweep], output: Path) -> None:
         axis.grid(alpha=0.25)
     axes[0].legend(fontsize=7)
     axes[1].legend(fontsize=7)
-    figure.tight_layout()
-    save(figure, output)
+    save_figure(figure, output, "--output_file")
 
 
 @one_line_errors

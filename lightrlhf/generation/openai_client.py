@@ -1,8 +1,8 @@
-"""Text from OpenAI-compatible servers: vLLM, SGLang, `transformers serve`, or a company's own.
+"""Client of OpenAI-compatible servers: vLLM, SGLang, `transformers serve`, or hosted ones.
 
-Requests go to the servers in turn, several at a time, and their replies come back in the order of the requests. A
-busy server (429, 5xx), a time-out or a broken connection is tried again, at the next server if there are several,
-after a growing wait or what its Retry-After asks for. The key is read from OPENAI_API_KEY and is written nowhere.
+Requests go to the servers in turn, several at a time, and replies are returned in the order of the requests. After a
+busy server (429, 5xx), a time-out or a broken connection a request is retried, at the next server if there are several,
+with exponential backoff or after the server's Retry-After. The key is read from OPENAI_API_KEY and never written.
 
 Left out: streaming, tools, images, and starting servers.
 """
@@ -24,28 +24,28 @@ from urllib.parse import urlsplit
 import httpx2
 import tenacity
 
-from lightrlhf.cli.args import check_at_least, check_positive
+from lightrlhf.cli.args import RARE, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure
 
 KEY = "OPENAI_API_KEY"
-LONGEST_WAIT = 60.0  # seconds, between two attempts; a Retry-After may ask for more
-LONGEST_RETRY_AFTER = 600.0
-MANY = 8  # so many refusals, and nothing else, mean that something is wrong with all requests
+LONGEST_WAIT = 60.0  # seconds between two attempts, without a Retry-After
+LONGEST_RETRY_AFTER = 600.0  # seconds
+MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteArgs:
-    """Where servers are and how long to wait for them."""
+    """OpenAI-compatible servers."""
 
     base_url: list[str] = field(default_factory=list)
-    """Addresses of OpenAI-compatible servers up to `/v1`, used in turn; the key comes from OPENAI_API_KEY."""
-    max_workers: int = 16
-    """Requests under way at a time."""
-    max_attempts: int = 8
-    """How often a request is sent before the program gives up."""
-    request_timeout: float = 600.0
+    """Addresses of the servers up to `/v1`, used in turn; the key is read from OPENAI_API_KEY."""
+    max_workers: int = field(default=16, metadata=RARE)
+    """Concurrent requests."""
+    max_attempts: int = field(default=8, metadata=RARE)
+    """Attempts per request until the program fails."""
+    request_timeout: float = field(default=600.0, metadata=RARE)
     """Seconds until an unanswered request counts as failed."""
-    health_timeout: float = 600.0
+    health_timeout: float = field(default=600.0, metadata=RARE)
     """Seconds to wait until every server is up."""
 
     def check_remote(self) -> None:
@@ -53,9 +53,9 @@ class RemoteArgs:
         for url in self.base_url:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"--base_url {url} is no address; give one like http://localhost:8000/v1")
+                raise ValueError(f"--base_url {url} is not an address such as http://localhost:8000/v1")
             if parts.username or parts.password:
-                raise ValueError(f"--base_url at {parts.hostname} holds a password; put it into {KEY}")
+                raise ValueError(f"--base_url at {parts.hostname} contains a password; put it into {KEY}")
         for name in ("max_workers", "max_attempts"):
             check_at_least(self, name, 1)
         check_positive(self, "request_timeout", "health_timeout")
@@ -63,7 +63,7 @@ class RemoteArgs:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server said. `error` is its reason when it refused this one request as it is (status 400, 413, 422)."""
+    """Reply of a server; `error` is its reason for refusing this request (status 400, 413, 422)."""
 
     text: str = ""
     truncated: bool = False  # stopped by length
@@ -71,7 +71,7 @@ class Reply:
 
 
 class Busy(Exception):
-    """A failure that another attempt may not meet; `seconds` is what the server asked to wait."""
+    """A failure after which a retry may succeed; `seconds` is the server's Retry-After."""
 
     def __init__(self, reason: str, seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -101,9 +101,9 @@ class Servers:
         self.close()
 
     def wait_until_healthy(self) -> None:
-        """Return when every server answers `/health`, or where there is none `/v1/models`.
+        """Wait until every server answers `/health`, or `/v1/models` where there is no such path.
 
-        Raises: RunFailure naming the server that did not within `--health_timeout`, or that refuses the key.
+        Raises: RunFailure naming a server that does not within `--health_timeout`, or that refuses the key.
         """
         end = time.monotonic() + self.args.health_timeout
         for url in self.urls:
@@ -111,17 +111,17 @@ class Servers:
                 if time.monotonic() > end:
                     raise RunFailure(
                         f"--base_url {url} did not answer within {self.args.health_timeout:g} s ({problem}); "
-                        "start a server there, or give a longer --health_timeout"
+                        "start a server at this address, or give a longer --health_timeout"
                     )
                 time.sleep(min(self.first_wait, 1.0))
 
     def replies(self, requests: Iterable[dict[str, Any]]) -> Iterator[Reply]:
-        """One reply per request, in order, some requests being ahead of the reply that is handed out.
+        """Yield one reply per request, in order; later requests are sent ahead.
 
         A request is the body of a chat completion (`messages`) or a plain one (`prompt`), without `model`.
-        Raises: RunFailure when a server keeps failing, knows no such model, or refuses the key or all requests.
+        Raises: RunFailure when a server keeps failing, does not have the model, or refuses the key or all requests.
         """
-        stop = threading.Event()  # ends the waits of requests nobody will read any more
+        stop = threading.Event()  # ends the waits of requests whose replies are no longer needed
         executor = ThreadPoolExecutor(self.args.max_workers, thread_name_prefix="request")
         waiting: deque[Any] = deque()
         numbered = enumerate(requests)
@@ -132,7 +132,7 @@ class Servers:
             while waiting:
                 reply = waiting.popleft().result()
                 answered, refused = answered + (reply.error is None), refused + (reply.error is not None)
-                if not answered and refused >= MANY:
+                if not answered and refused >= MAX_REFUSALS:
                     raise RunFailure(f"--base_url {self.urls[0]} refuses every request: {reply.error}")
                 for number, request in itertools.islice(numbered, 1):
                     waiting.append(executor.submit(self._ask, number, request, stop))
@@ -160,8 +160,8 @@ class Servers:
                     return self._ask_once(url, request)
         except (Busy, httpx2.TransportError) as problem:
             raise RunFailure(
-                f"--base_url {url} failed {self.args.max_attempts} times, at last with: {_told(problem)}; "
-                "what was done is kept, the same command goes on from there"
+                f"--base_url {url} failed {self.args.max_attempts} times, last with: {_message(problem)}; "
+                "complete rows are kept, run the same command to resume"
             ) from None
         raise AssertionError("tenacity returns or raises")
 
@@ -182,7 +182,7 @@ class Servers:
             text = choice["message"]["content"] if "messages" in request else choice["text"]
             return Reply(text or "", choice.get("finish_reason") == "length")
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise Busy(f"a reply that is no completion: {response.text[:200]!r}") from None
+            raise Busy(f"a reply that is not a completion: {response.text[:200]!r}") from None
 
     def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
         problem = state.outcome.exception() if state.outcome else None
@@ -193,10 +193,10 @@ class Servers:
     def _health_problem(self, url: str) -> str | None:
         try:
             response = self.client.get(url.removesuffix("/v1") + "/health", timeout=10.0)
-            if response.status_code in (401, 403, 404, 405):  # no such page: ask for what every server has
+            if response.status_code in (401, 403, 404, 405):  # no such path; every server has /models
                 response = self.client.get(url + "/models", timeout=10.0)
         except httpx2.TransportError as problem:
-            return _told(problem)
+            return _message(problem)
         if response.status_code in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {response.status_code}); set {KEY}")
         return None if response.status_code == 200 else f"status {response.status_code}"
@@ -216,7 +216,7 @@ def _retry_after(response: httpx2.Response) -> float | None:
 
 
 def _reason(response: httpx2.Response) -> str:
-    """What a server says of a refusal, in one line."""
+    """A server's reason for a refusal, in one line."""
     try:
         body = response.json()
         error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
@@ -226,5 +226,5 @@ def _reason(response: httpx2.Response) -> str:
     return " ".join(str(text).split())[:300] or response.reason_phrase
 
 
-def _told(problem: Exception) -> str:
+def _message(problem: Exception) -> str:
     return str(problem) or type(problem).__name__

@@ -1,7 +1,7 @@
-"""What an experiment dir tells without any model being loaded: its arguments, what it started from, its metrics.
+"""Experiment dirs, read without loading a model: arguments, initial model, metrics; and new ones.
 
-Paths in `args.json` are as they were typed, so a relative one holds from where the run was started; `located` finds it
-from elsewhere too.
+Paths in `args.json` are stored as typed, so a relative one is relative to the directory of the run's start; `located`
+resolves it from other directories, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightrlhf.storage.checkpoint import checkpoints
 
 
 def stored(directory: str, key: str) -> Any:
-    """A value of `{directory}/args.json` (of the experiment dir, for a checkpoint); None when there is none."""
+    """A value of `{directory}/args.json` (for a checkpoint, of its experiment dir); None when there is none."""
     try:
         return json.loads((experiment_of(directory) / "args.json").read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError):
@@ -25,7 +25,7 @@ def stored(directory: str, key: str) -> Any:
 
 
 def experiment_of(directory: str) -> Path:
-    """The experiment dir of a checkpoint; any other path as it is."""
+    """The experiment dir of a checkpoint; any other path unchanged."""
     path = Path(directory)
     return path.parent if path.name.startswith("checkpoint-") else path
 
@@ -37,7 +37,7 @@ def is_experiment_dir(directory: str) -> bool:
 
 
 def located(directory: str, key: str) -> str | None:
-    """The path stored under `key`, from here if it exists here, else from where the run was started."""
+    """The path stored under `key`, unchanged if it exists, else relative to the directory of the run's start."""
     name, log_dir = stored(directory, key), stored(directory, "log_dir")
     if name is None or Path(name).exists() or log_dir is None or Path(log_dir).is_absolute():
         return name
@@ -49,7 +49,7 @@ def located(directory: str, key: str) -> str | None:
 
 
 def pretrained(experiment_dir: str) -> str:
-    """The model at the start of an experiment's chain. Raises: UsageError when args.json does not tell."""
+    """The pretrained model that an experiment goes back to. Raises: UsageError when args.json has none."""
     before = "sft_experiment_dir" if stored(experiment_dir, "sft_experiment_dir") else "model_name"
     name = located(experiment_dir, before)
     if name is None or name == "tiny":
@@ -58,12 +58,12 @@ def pretrained(experiment_dir: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """Experiment name of a dir, else the last part of its path."""
+    """Experiment name of an experiment dir, else the last part of the path."""
     return stored(name, "experiment_name") or Path(name).name
 
 
 def labels(folders: Sequence[str]) -> dict[str, str]:
-    """A short distinct name per experiment dir: experiment name, its time where names repeat, else the whole path."""
+    """Experiment dirs by a short unique label: the experiment name, with its time if repeated, or the whole path."""
     names: dict[str, str] = {}
     for folder in folders:
         path, name = Path(folder), short_name(folder)
@@ -73,20 +73,20 @@ def labels(folders: Sequence[str]) -> dict[str, str]:
 
 
 def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """What can be chosen of some experiments: (model, experiment dir) by label, pretrained ones first, newest last."""
-    found: dict[str, tuple[str, str]] = {}
+    """Models of experiments as (model, experiment dir) by label: pretrained ones first, the newest checkpoint last."""
+    models: dict[str, tuple[str, str]] = {}
     for folder in dict.fromkeys(folders):
         try:
-            found.setdefault(f"pretrained {Path(pretrained(folder)).name}", (pretrained(folder), folder))
+            models.setdefault(f"pretrained {Path(pretrained(folder)).name}", (pretrained(folder), folder))
         except UsageError:
-            pass  # a model of no experiment, or one that started from nothing
+            pass  # not an experiment, or one without a pretrained model
     for label, folder in labels(folders).items():
         steps = checkpoints(Path(folder))
         for path in steps:
-            found[f"{label} step {int(path.name.rpartition('-')[2])}"] = (str(path), folder)
+            models[f"{label} step {int(path.name.rpartition('-')[2])}"] = (str(path), folder)
         if not steps:
-            found[label] = (folder, folder)
-    return found
+            models[label] = (folder, folder)
+    return models
 
 
 def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
@@ -96,14 +96,14 @@ def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
     if rows is None:
         raise UsageError(f"--experiment_dir {experiment_dir} has no metrics.jsonl")
     if not rows:
-        raise UsageError(f"{path} holds no metrics yet")
+        raise UsageError(f"{path} has no metrics yet")
     return rows
 
 
 def read_growing(path: Path) -> list[dict[str, Any]] | None:
-    """Rows of a JSONL file that may be in the middle of being written; None when there is no file.
+    """Rows of a JSONL file that another process may be writing; None when there is no file.
 
-    Raises: UsageError when a line other than the last is no JSON.
+    Raises: UsageError when a line other than the last is not JSON.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -795,7 +795,7 @@ def test_a_model_at_a_server_writes_the_questions_and_is_asked_once_a_file(tmp_p
     [
         (["--repo_dir", "nowhere"], "--repo_dir nowhere is no folder; name the root of a source tree"),
         (["--task_model", "m"], "--base_url and --task_model belong together"),
-        (["--base_url", "localhost"], "--base_url localhost is no address"),
+        (["--base_url", "localhost"], "--base_url localhost is not an address"),
         (["--tasks_per_file", "0"], "--tasks_per_file 0 must be at least 1"),
         (["--num_samples", "2"], "--num_samples 2 must be at least 3"),
         (["--destination_dir", "/dev/null/tasks"], "--destination_dir /dev/null/tasks cannot be written"),

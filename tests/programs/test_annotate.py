@@ -46,7 +46,7 @@ def test_a_functions_rewards_are_added_and_the_columns_reach_it(responses):
 
 
 def test_a_reward_model_of_another_tokenizer_scores_the_text_in_its_own_tokens(responses, rm_dir, tokenizer):
-    rows = annotated(responses, "--rm_experiment_dir", rm_dir, "--mini_batch_size", "3")
+    rows = annotated(responses, "--rm_experiment_dir", rm_dir, "--rollout_mini_batch_size", "3")
     model = load_scalar(rm_dir, ModelArgs(), tokenizer, 0).eval()
     mean, std = reward_statistics(last_checkpoint(rm_dir))
     for row in rows:
@@ -107,7 +107,7 @@ def test_a_plain_encoder_reads_prompt_and_response_as_two_texts(responses, tmp_p
     model = BertForSequenceClassification(BertConfig(vocab_size=len(words), num_labels=1, **sizes)).eval()
     model.save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
-    rows = annotated(responses, "--rm_experiment_dir", tmp_path / "bert", "--mini_batch_size", "3")
+    rows = annotated(responses, "--rm_experiment_dir", tmp_path / "bert", "--rollout_mini_batch_size", "3")
     for row in rows:
         for text, reward in zip(row["responses"], row["rewards"]):
             alone = model(**tokenizer(row["prompt"], text, return_tensors="pt")).logits.item()
@@ -200,7 +200,7 @@ def test_a_pair_model_is_trained_evaluated_and_holds_tournaments(tmp_path, cafe_
 def test_scores_that_are_none_are_marked_counted_and_never_chosen(responses, tmp_path, cafe_data, capsys):
     flags = ["--reward_function", "helpers.rewards:partly_invalid", "--choose_type", "max_min"]
     with pytest.raises(SystemExit):
-        annotated(responses, *flags, "--destination_dir", tmp_path / "pairs", "--data_dir", cafe_data)
+        annotated(responses, *flags, "--output_dir", tmp_path / "pairs", "--data_dir", cafe_data)
     said = capsys.readouterr()
     assert "4 rewards, mean 1.000, 4 without a valid score" in said.out and "gives no pair: 2 tie" in said.err
     rows = read_jsonl(responses.with_suffix(".rewards.jsonl"))
@@ -213,7 +213,7 @@ def test_a_response_that_no_server_gave_and_one_too_long_have_no_score(tmp_path,
     assert row["rewards"][:2] == [None, None] and isinstance(row["rewards"][2], float)
 
 
-def test_killed_while_scoring_it_goes_on(responses, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_scoring(responses, tmp_path, monkeypatch):
     monkeypatch.setattr("lightrlhf.annotate.CHUNK", 1)
     flags = ["--reward_function", "helpers.rewards:length"]
     annotated(responses, *flags)
@@ -252,13 +252,10 @@ def test_a_tie_gives_no_pair(scores):
     assert choose([None, 1.0], "max_min", random.Random(0)) == "fewer than two valid scores"
 
 
-@pytest.mark.parametrize("unit, penalty", [("tokens", 2.0), ("characters", 0.2)])
-def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, tokenizer, unit, penalty, capsys):
-    folder = tmp_path / "pairs"
-    flags = ["--reward_function", "helpers.rewards:length", "--choose_type", "max_min_p", "--length_unit", unit]
-    rows = annotated(
-        responses, *flags, "--length_penalty", penalty, "--destination_dir", folder, "--data_dir", cafe_data
-    )
+def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, tokenizer, capsys):
+    folder, penalty = tmp_path / "pairs", 2.0
+    flags = ["--reward_function", "helpers.rewards:length", "--choose_type", "max_min_p"]
+    rows = annotated(responses, *flags, "--length_penalty", penalty, "--output_dir", folder, "--data_dir", cafe_data)
     (first, _), (theirs, *_) = load_split(folder, "preference", "train"), load_split(cafe_data, "preference", "train")
     assert first.keys() == theirs.keys() and first["chosen_input_ids"].dtype == theirs["chosen_input_ids"].dtype
     prompt = encode_prompt(tokenizer, rows[0]["prompt"])
@@ -266,7 +263,7 @@ def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, t
     assert first["prompt_len"] == len(prompt)
     assert first["chosen_input_ids"].tolist() == prompt + encode_response(tokenizer, shortest)
     assert first["rejected_input_ids"].tolist() == prompt + encode_response(tokenizer, longest)
-    lengths = [len(t) if unit == "characters" else len(encode_response(tokenizer, t)) for t in (shortest, longest)]
+    lengths = [len(encode_response(tokenizer, text)) for text in (shortest, longest)]
     better, worse = (len(t) / 10 - penalty * n for t, n in zip((shortest, longest), lengths))
     columns = {"worth": 1, "chosen_score": better, "rejected_score": worse, "margin": better - worse}
     assert first["columns"] == pytest.approx(columns) and better > worse
@@ -280,9 +277,9 @@ def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, 
 
     rows = tmp_path / "rows.jsonl"
     source = ["--data_dir", str(cafe_data), "--split", "train", "--num_prompts", "12", "--model_name", sft_dir]
-    generate([*source, "--num_responses", "3", "--max_new_tokens", "6", "--output_file", str(rows), *DEVICE])
+    generate([*source, "--num_generations", "3", "--max_new_tokens", "6", "--output_file", str(rows), *DEVICE])
     flags = ["--reward_function", "helpers.rewards:length", "--choose_type", "max_random"]
-    flags += ["--destination_dir", tmp_path / "pairs", "--data_dir", cafe_data, "--validation_percentage", "0.3"]
+    flags += ["--output_dir", tmp_path / "pairs", "--data_dir", cafe_data, "--validation_percentage", "0.3"]
     annotated(rows, *flags)
     assert Path(tmp_path, "pairs", "preference_validation.pt").is_file()
     learn = ["--max_steps", "1", "--loss_type", "rev_kl", "--rapo", "ra", "--log_dir", str(tmp_path), *CPU]
@@ -293,13 +290,16 @@ def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, 
     "wrong, message",
     [
         (["--responses_file", "none.jsonl"], "--responses_file none.jsonl does not exist"),
-        (["--choose_type", "max_min"], "--choose_type max_min needs --destination_dir"),
-        (["--choose_type", "max_min", "--destination_dir", "d"], "needs --data_dir or --tokenizer_name"),
-        (["--destination_dir", "d"], "say how by --choose_type"),
-        (["--length_penalty", "1"], "--length_penalty 1.0 is read by --choose_type max_min_p only"),
-        (["--reward_function", "f:g", "--rm_experiment_dir", "."], "both score; give one"),
+        (["--choose_type", "max_min"], "--choose_type max_min needs --output_dir"),
+        (["--choose_type", "max_min", "--output_dir", "d"], "needs --data_dir or --tokenizer_name"),
+        (["--output_dir", "d"], "--output_dir d"),
+        (["--length_penalty", "1"], "--length_penalty 1.0 requires --choose_type max_min_p"),
+        (["--reward_function", "f:g", "--rm_experiment_dir", "."], "--rm_experiment_dir and --reward_function"),
         (["--rm_experiment_dir", "none"], "--rm_experiment_dir none does not exist"),
         ([], "has no rewards yet; give --rm_experiment_dir or --reward_function"),
+        (["--destination_dir", "d"], "--output_dir"),
+        (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
+        (["--length_unit", "characters"], "--length_penalty counts tokens"),
     ],
 )
 def test_bad_flags_are_one_line(wrong, message, responses, capsys):
@@ -312,4 +312,4 @@ def test_bad_flags_are_one_line(wrong, message, responses, capsys):
 def test_a_language_model_is_no_scorer(responses, base_model, capsys):
     with pytest.raises(SystemExit):
         annotated(responses, "--rm_experiment_dir", base_model)
-    assert "holds no reward model" in capsys.readouterr().err
+    assert f"--rm_experiment_dir {base_model}" in capsys.readouterr().err

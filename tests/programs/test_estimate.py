@@ -1,6 +1,8 @@
-"""lightrlhf.estimate: exact where it says so, and in proportion elsewhere."""
+"""lightrlhf.estimate: exact where it claims to be, proportional elsewhere."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from helpers import save_model, tiny_scalar
@@ -37,7 +39,20 @@ def test_ppo_counts_four_models_or_one_backbone(tmp_path, tokenizer):
     assert parts(folder, "--algorithm", "ppo")["weights"] == 4 * base
 
 
-def test_what_saves_memory_is_seen_to_save_it():
+def test_weights_saved_in_4_bits_count_as_such(tmp_path, tokenizer, capsys):
+    folder = save_model("llama", tmp_path, tokenizer)
+    flags = ["--finetune_mode", "lora"]
+    quantised = parts(folder, *flags, "--load_in_4bit", "True")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert parts(folder, *flags) == quantised
+    with pytest.raises(SystemExit) as stopped:
+        parts(folder)
+    assert stopped.value.code == 2 and "--finetune_mode lora" in capsys.readouterr().err
+
+
+def test_options_that_save_memory_lower_the_estimate():
     flags = ["--finetune_mode", "lora"]
     whole, less = (parts("50M", *flags, *more) for more in ([], ["--load_in_4bit", "True"]))
     assert 0.15 < less["weights"] / whole["weights"] < 0.6
@@ -56,10 +71,10 @@ def test_a_size_is_that_of_the_llama_that_stands_for_it(size):
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.15)
 
 
-def test_what_cannot_be_estimated_is_refused_in_one_line(capsys, tmp_path, tokenizer):
+def test_a_model_that_cannot_be_estimated_is_refused(capsys, tmp_path, tokenizer):
     tiny_scalar("llama").model.save_pretrained(tmp_path)
     for flags, line in (
-        ([], "--model_name is needed"),
+        ([], "--model_name is required"),
         (["--model_name", "50M", "--load_in_4bit", "True"], "quantised weights cannot learn"),
         (["--model_name", str(tmp_path)], "is a reward model"),
         (["--model_name", "no-such/model"], "no-such/model"),

@@ -1,4 +1,4 @@
-"""Generation to files: whatever is killed, cut into shards or answered by servers, every prompt has its row once."""
+"""Generation to files: killed, sharded or remote, every prompt has exactly one row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.servers import status
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.data.splits import load_prompts, load_split
 from lightrlhf.data.tokens import decode
-from lightrlhf.generate import main, subset
+from lightrlhf.generate import Shard, main, subset
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
 from lightrlhf.rewards.loading import reward_statistics
@@ -24,7 +24,7 @@ SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]
 
 @pytest.fixture
 def flags(cafe_data, sft_dir):
-    return ["--data_dir", str(cafe_data), "--split", "train", "--model_name", sft_dir, *SMALL, "--num_responses", "2"]
+    return ["--data_dir", str(cafe_data), "--split", "train", "--model_name", sft_dir, *SMALL, "--num_generations", "2"]
 
 
 def generated(tmp_path, flags, name: str = "rows.jsonl") -> list[dict]:
@@ -37,7 +37,7 @@ def test_each_prompt_gets_k_responses_and_keeps_its_columns(tmp_path, cafe_data,
     chat = [{"role": "user", "content": "A tea, please."}, {"role": "assistant", "content": "Here you are."}]
     lines = [{"prompt": "Guest: a tea", "table": 3}, {"context_messages": chat[:1]}, {"messages": chat, "table": 5}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--prompts_file", str(prompts), "--model_name", sft_dir, *SMALL, "--num_responses", "3"]
+    flags = ["--prompts_file", str(prompts), "--model_name", sft_dir, *SMALL, "--num_generations", "3"]
     rows = generated(tmp_path, flags)
     assert [row.get("table") for row in rows] == [3, None, 5]
     assert [row["prompt"] for row in rows] == ["Guest: a tea", chat[:1], chat[:1]]
@@ -58,8 +58,8 @@ def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_d
     assert subset(3, None, 0) == subset(3, 5, 0) == [0, 1, 2]
 
 
-def test_killed_anywhere_it_goes_on_to_the_same_file(tmp_path, flags):
-    flags = [*flags, "--mini_batch_size", "2"]  # chunks of 8 prompts
+def test_a_killed_run_resumes_to_the_same_file(tmp_path, flags):
+    flags = [*flags, "--rollout_mini_batch_size", "2"]  # chunks of 8 prompts
     generated(tmp_path, flags)
     whole = (tmp_path / "rows.jsonl").read_bytes()
     ends = [n for n, byte in enumerate(whole) if byte == 10]
@@ -69,21 +69,39 @@ def test_killed_anywhere_it_goes_on_to_the_same_file(tmp_path, flags):
         assert (tmp_path / "rows.jsonl").read_bytes() == whole, kept
 
 
-def test_shards_put_together_are_the_whole(tmp_path, flags):
-    whole = generated(tmp_path, flags)
-    for index in (2, 0, 1):
+def test_shards_are_merged_by_the_last_one(tmp_path, flags, monkeypatch):
+    rows = generated(tmp_path, flags)
+    for rank in (2, 0, 1):
         assert not (tmp_path / "shards.jsonl").exists()
-        shard = [*flags, "--output_file", str(tmp_path / "shards.jsonl"), "--my_world_size", "3"]
-        main([*shard, "--local_index", str(index)])
-    assert read_jsonl(tmp_path / "shards.jsonl") == whole
+        ours = Shard(rank, 3), torch.device("cpu"), lambda: None
+        monkeypatch.setattr("lightrlhf.generate.start_ranks", lambda args, ours=ours: ours)
+        main([*flags, "--output_file", str(tmp_path / "shards.jsonl")])
+    assert read_jsonl(tmp_path / "shards.jsonl") == rows
 
 
 @pytest.mark.slow
-def test_two_ranks_write_what_one_writes(tmp_path, flags):
-    whole = generated(tmp_path, flags)
+@pytest.mark.parametrize("starter", ["devices", "torchrun"])
+def test_two_ranks_write_what_one_writes(tmp_path, flags, starter):
+    rows = generated(tmp_path, flags)
     file = tmp_path / "ranks.jsonl"
-    run_program("lightrlhf.generate", *flags, "--devices", "2", "--output_file", file)
-    assert read_jsonl(file) == whole
+    flags = [*flags, "--output_file", str(file)]
+    if starter == "devices":
+        run_program("lightrlhf.generate", *flags, "--devices", "2")
+    else:
+        ranks = ["--standalone", "--nproc_per_node", "2", "-m"]
+        run_program("torch.distributed.run", *ranks, "lightrlhf.generate", *flags)
+    assert read_jsonl(file) == rows
+
+
+def test_a_file_of_an_older_release_is_resumed(tmp_path, flags):
+    rows = generated(tmp_path, flags)
+    file, settings = tmp_path / "rows.jsonl", tmp_path / "rows.args.json"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]))
+    old = {"num_generations": "num_responses", "rollout_mini_batch_size": "mini_batch_size"}
+    stored = json.loads(settings.read_text())
+    settings.write_text(json.dumps({old.get(name, name): value for name, value in stored.items()}))
+    assert generated(tmp_path, flags) == rows
 
 
 def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data, rm_dir, tokenizer):
@@ -120,7 +138,7 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
     prompts.write_text("".join(json.dumps({"prompt": f"p{n}", "n": n}) + "\n" for n in range(12)))
     one = serve({"p7": [status(404)]})
     two = serve({"p7": [status(404)], "p3": [status(400, {"detail": "too long"})] * 4})
-    flags = ["--prompts_file", str(prompts), "--model_name", "m", "--num_responses", "2", "--max_workers", "1"]
+    flags = ["--prompts_file", str(prompts), "--model_name", "m", "--num_generations", "2", "--max_workers", "1"]
     flags += ["--rollout_engine", "openai", "--base_url", one.url, two.url]
     with pytest.raises(SystemExit) as stopped:
         generated(tmp_path, flags)
@@ -137,19 +155,22 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ([], "--data_dir or --prompts_file is needed"),
+        ([], "--data_dir or --prompts_file"),
         (["--data_dir", "/nowhere"], "--data_dir /nowhere does not exist"),
         (["--prompts_file", "none.jsonl"], "--prompts_file none.jsonl does not exist"),
         (["--data_dir", ".", "--rollout_engine", "openai"], "needs --base_url"),
         (
             ["--data_dir", ".", "--rollout_engine", "openai", "--base_url", "http://a/v1", "--eos_ids", "5"],
-            "--eos_ids 5: servers end at texts",
+            "--eos_ids 5",
         ),
-        (["--data_dir", ".", "--base_url", "http://a/v1"], "of no use without --rollout_engine openai"),
-        (["--data_dir", ".", "--my_world_size", "2", "--local_index", "2"], "--local_index 2 must lie in [0"),
-        (["--data_dir", ".", "--temperatures", "0", "--num_responses", "2"], "--num_responses 2 would all be the same"),
-        (["--data_dir", ".", "--temperatures", "1", "2", "--output_file", "x"], "cannot hold several --temperatures"),
-        (["--data_dir", ".", "--ref_scores", "True"], "--ref_scores needs --rm_experiment_dir"),
+        (["--data_dir", ".", "--base_url", "http://a/v1"], "--base_url http://a/v1"),
+        (["--data_dir", ".", "--temperatures", "0", "--num_generations", "2"], "--num_generations 2"),
+        (["--data_dir", ".", "--temperatures", "1", "2", "--output_file", "x"], "--temperatures"),
+        (["--data_dir", ".", "--ref_scores", "True"], "--ref_scores True needs --rm_experiment_dir"),
+        (["--data_dir", ".", "--num_responses=2"], "--num_generations"),
+        (["--data_dir", ".", "--mini_batch_size=2"], "--rollout_mini_batch_size"),
+        (["--data_dir", ".", "--my_world_size", "2"], "--devices"),
+        (["--data_dir", ".", "--local_index", "1"], "torchrun"),
     ],
 )
 def test_bad_flags_are_one_line(wrong, message, capsys):
@@ -161,7 +182,7 @@ def test_bad_flags_are_one_line(wrong, message, capsys):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", ":2 is no JSON"),
+        ("{", ":2 is not JSON"),
         ('{"text": "a"}', "row 2 has no prompt"),
         ('{"prompt": ""}', "row 2"),
         ('{"prompt": [3]}', "row 2 has"),
@@ -175,11 +196,11 @@ def test_a_bad_line_of_prompts_is_named(line, message, tmp_path, sft_dir, capsys
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_newer_checkpoint_does_not_go_on_with_the_rows_of_an_older_one(tmp_path, flags, sft_dir, capsys):
+def test_rows_of_an_older_checkpoint_are_not_resumed_with_a_newer_one(tmp_path, flags, sft_dir, capsys):
     generated(tmp_path, flags)
     copy = tmp_path / "sft"
     shutil.copytree(sft_dir, copy)
     flags[flags.index(sft_dir)] = str(copy)
     with pytest.raises(SystemExit):
         generated(tmp_path, flags)
-    assert "holds rows of other settings: model_name was" in capsys.readouterr().err
+    assert "rows.jsonl has rows of other settings: model_name was" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Judging pairs: every verdict is kept, order and bad replies are accounted for, the shares have honest intervals."""
+"""Judging pairs: verdicts are kept, position bias and malformed replies are counted, intervals are right."""
 
 from __future__ import annotations
 
@@ -106,23 +106,23 @@ def test_malformed_replies_are_asked_again_then_counted(files, server, tmp_path)
     assert sorted(n for p, _, _, n in server.asked if p == "p1") == [1, 1, 3]  # both orders, one with a reminder
 
 
-def test_an_interrupted_run_goes_on_where_it_was(files, server, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_resumes(files, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     flags = remote(server, tmp_path)
-    _, whole = run(files, *flags)
+    _, complete = run(files, *flags)
     output = tmp_path / "out.jsonl"
     text = output.read_text()
     lines = text.splitlines(keepends=True)
     output.write_text("".join(lines[:4]) + lines[4][:20])
     asked = len(server.asked)
     results, records = run(files, *flags)
-    assert records == whole and output.read_text() == text and results["judged"] == 10
+    assert records == complete and output.read_text() == text and results["judged"] == 10
     assert len(server.asked) == asked + 2 * 6
     written = "".join(path.read_text(errors="replace") for path in tmp_path.iterdir())
     assert "secret" not in written + capsys.readouterr().out
     with pytest.raises(SystemExit):
         judge.main(["--responses_file", *files, *flags, "--task", "webgpt"])
-    assert "rows of other settings: task was dialogue, now webgpt" in capsys.readouterr().err
+    assert "task was dialogue, now webgpt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_reward_model_judges_as_it_scores(tmp_path, rm_dir, tokenizer):
         assert row["verdict"] == ("tie" if row["a"] == row["b"] else "AB"[expected[1] > expected[0]])
 
 
-def test_a_person_judges_blind_stops_and_goes_on(files, tmp_path, monkeypatch, capsys):
+def test_a_person_judges_blind_stops_and_resumes(files, tmp_path, monkeypatch, capsys):
     flags = ["--judge", "human", "--output_file", str(tmp_path / "out.jsonl")]
     monkeypatch.setattr("sys.stdin", io.StringIO("1\nx\n2\n3\nq\n"))
     results, records = run(files, *flags)
@@ -294,10 +294,11 @@ def test_samples_are_seeded_spread_and_of_the_same_prompts(tmp_path):
     [
         (["--judge", "openai"], "--judge openai needs --base_url"),
         (["--judge", "reward"], "--judge reward needs --rm_experiment_dir"),
-        (["--judge", "gpt"], "--judge gpt is none of openai, reward, human"),
+        (["--judge", "gpt"], "--judge gpt"),
         (["--judge", "nowhere:f"], "--judge nowhere:f cannot be imported"),
-        (["--max_per_subreddit", "5"], "--max_per_subreddit is of no use without --sample"),
+        (["--max_per_subreddit", "5"], "--max_per_subreddit 5 requires --sample"),
         (["--sample", "5", "--max_per_subreddit", "5"], "has no column subreddit"),
+        (["--judge", "human", "--mini_batch_size", "2"], "--rollout_mini_batch_size"),
         (["--responses_file", "nowhere.jsonl"], "--responses_file nowhere.jsonl does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -316,9 +317,9 @@ def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
         lines = [json.dumps({"prompt": "p", "response": text}) + "\n" for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     args = judge.JudgeArgs(responses_file=[str(tmp_path / f"{name}.jsonl") for name in rows], judge="human")
-    pairs, told = judge.matched(args)
+    pairs, unmatched = judge.matched(args)
     assert [(pair["a"], pair["b"]) for pair in pairs] == [("a1", "b1"), ("a2", "b2")]
-    assert told == {"only_in_a": 1, "only_in_b": 0}
+    assert unmatched == {"only_in_a": 1, "only_in_b": 0}
 
 
 def test_files_without_a_common_prompt_are_refused(tmp_path, capsys):

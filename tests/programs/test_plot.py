@@ -1,4 +1,4 @@
-"""lightrlhf.plot: what it reads, what it draws, what it refuses."""
+"""lightrlhf.plot: input, curves, errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_run_with_the_points_as_logged(tmp_path, drawn):
 def test_two_runs_share_panels_and_keep_their_names(tmp_path, drawn):
     one, two = experiment(tmp_path / "a" / "1"), experiment(tmp_path / "b" / "2", ROWS[:3])
     output = tmp_path / "both.png"
-    plot.main(["--experiment_dir", one, two, "--output", str(output), "--metrics", "objective/kl"])
+    plot.main(["--experiment_dir", one, two, "--output_file", str(output), "--metrics", "objective/kl"])
     assert output.read_bytes().startswith(PNG)
     assert {label: len(points) for label, points in drawn["objective/kl"].items()} == {"rlhf-ppo": 5, "rlhf-ppo 2": 3}
 
@@ -136,7 +136,7 @@ def test_metrics_outside_the_usual_ones_are_drawn_when_there_are_no_others(tmp_p
 
 def test_the_curves_of_a_real_run(sft_dir, tmp_path):
     output = tmp_path / "sft.png"
-    plot.main(["--experiment_dir", sft_dir, "--output", str(output)])
+    plot.main(["--experiment_dir", sft_dir, "--output_file", str(output)])
     assert output.read_bytes().startswith(PNG)
 
 
@@ -146,12 +146,14 @@ def test_bad_calls_are_one_line(tmp_path, capsys):
     assert "at least one" in refused(capsys, "--experiment_dir")
     assert "nowhere has no metrics.jsonl" in refused(capsys, "--experiment_dir", "nowhere")
     empty = experiment(tmp_path / "empty", [])
-    assert "holds no metrics yet" in refused(capsys, "--experiment_dir", empty)
-    told = refused(capsys, "--experiment_dir", folder, "--metrics", "train/los")
-    assert "train/los was not logged" in told and "train/loss" in told
+    assert "metrics.jsonl" in refused(capsys, "--experiment_dir", empty)
+    error = refused(capsys, "--experiment_dir", folder, "--metrics", "train/los")
+    assert "--metrics train/los " in error and "train/loss" in error
     assert "--smoothing 0" in refused(capsys, "--experiment_dir", folder, "--smoothing", "0")
-    assert "--output" in refused(capsys, "--experiment_dir", folder, "--output", tmp_path / "no" / "such" / "a.png")
-    assert "did you mean --output?" in refused(capsys, "--experiment_dir", folder, "--outptu", "a.png")
+    missing = str(tmp_path / "no" / "such" / "a.png")
+    assert f"--output_file {missing}" in refused(capsys, "--experiment_dir", folder, "--output_file", missing)
+    assert "--output_file" in refused(capsys, "--experiment_dir", folder, "--output", "a.png")
+    assert "did you mean --output_file?" in refused(capsys, "--experiment_dir", folder, "--outptu_file", "a.png")
 
 
 def test_damage_before_the_last_line_is_named(tmp_path, capsys):

@@ -1,0 +1,90 @@
+"""lightrlhf.evaluate_dialogues: results by turn, files, errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightrlhf import evaluate, evaluate_dialogues
+from lightrlhf.evaluate_dialogues import results_by_turn
+from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.storage.jsonl import read_jsonl
+
+SMALL = ["--num_turns", "2", "--max_new_tokens", "4", "--num_samples", "4", "--accelerator", "cpu"]
+GUEST = ["--user_function", "datasets_prep.cafe_talk.guest:guest"]
+
+
+@pytest.fixture(scope="module")
+def talk_data(tmp_path_factory, tokenizer) -> Path:
+    from datasets_prep.cafe_talk.prepare_data import main as prepare
+
+    folder = tmp_path_factory.mktemp("talk")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    flags = ["--tokenizer_name", str(folder / "tokenizer"), "--num_dialogues", "20", "--num_held_out", "6"]
+    prepare(["--destination_dir", str(folder / "data"), *flags, "--num_proc", "1"])
+    return folder / "data"
+
+
+@pytest.fixture
+def experiment(sft_dir, tmp_path) -> str:
+    """A copy of the SFT experiment, to write results into."""
+    return str(shutil.copytree(sft_dir, tmp_path / "sft"))
+
+
+def test_the_results_are_in_the_experiment_dir(experiment, talk_data, tmp_path, capsys):
+    twin = str(shutil.copytree(experiment, tmp_path / "twin"))
+    flags = ["--experiment_dir", experiment, twin, "--data_dir", str(talk_data), *GUEST, *SMALL]
+    first, second = evaluate_dialogues.main(flags)
+    assert first["win_rate"] == second["win_rate"] == [0.5, 0.5]
+    assert first["score_by_turn"] == second["score_by_turn"] and first["count"] == [4, 4]
+    folder = Path(twin, "eval")
+    assert json.loads((folder / "test_by_turn.json").read_text()) == json.loads(json.dumps(second))
+    records = read_jsonl(folder / "test_by_turn.jsonl")
+    assert second["score_by_turn"][0] == pytest.approx(sum(record["scores"][0] for record in records) / 4)
+    turns = [read_jsonl(folder / "test" / f"turn-{turn}.jsonl") for turn in (1, 2)]
+    assert turns[1][0]["response"].startswith(turns[0][0]["response"]) and turns[0][0]["prompt"][-1]["role"] == "user"
+    printed = capsys.readouterr().out
+    assert "score after each turn" in printed and "0.500 [" in printed
+    assert (Path(experiment) / "eval" / "test_by_turn.png").stat().st_size > 5_000
+    assert evaluate.main(["--by_turn", "True", *flags]) == [first, second]
+
+
+def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
+    ours, others = [[1.0, 2.0], [0.0, None], [3.0]], [[0.0, 2.0], [0.0, 1.0], [2.0, 4.0]]
+    results = results_by_turn(ours, others, 2)
+    assert results["count"] == [3, 2]
+    assert results["win_rate"] == pytest.approx([2.5 / 3, 0.25])
+    assert results["win_rate_interval"][1] == wilson_interval(0.5, 2)
+    assert results["score_by_turn"] == pytest.approx([4 / 3, 2.5])  # a dialogue that ended counts with its last score
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--num_turns", "0"], "--num_turns 0"),
+        (["--num_samples", "0"], "--num_samples 0"),
+        (["--data_dir", "nowhere"], "--data_dir nowhere"),
+        (["--experiment_dir", "nowhere"], "--experiment_dir nowhere"),
+        (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
+        (["--by_turn", "True"], "--by_turn"),
+        (["--user_model", "m", "--user_function", "a:b"], "--user_function"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_one_line(flags, named, sft_dir, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        evaluate_dialogues.main(["--experiment_dir", sft_dir, *flags])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and named in lines[0]
+
+
+def test_data_without_a_judge_needs_a_reward_model(experiment, talk_data, tmp_path, capsys):
+    data = shutil.copytree(talk_data, tmp_path / "data")
+    stored = json.loads((data / "args.json").read_text()) | {"judge": None}
+    (data / "args.json").write_text(json.dumps(stored))
+    with pytest.raises(SystemExit):
+        evaluate_dialogues.main(["--experiment_dir", experiment, "--data_dir", str(data), *GUEST, *SMALL])
+    assert "--rm_experiment_dir" in capsys.readouterr().err
