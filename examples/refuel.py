@@ -303,8 +303,8 @@ def scores_of(task: str, run: str, data: str) -> list[float]:
     """Gold scores after each turn of held-out dialogues."""
     about = TASKS[task]
     flags = ["--by_turn", "True", "--experiment_dir", run, "--data_dir", data, "--user_function", about["user"]]
-    flags += ["--num_turns", str(about["turns"]), "--max_new_tokens", about["tokens"], "--rollout_mini_batch_size", "256"]
-    (row,) = evaluate.main([*flags, "--accelerator", "cpu"])
+    flags += ["--num_turns", str(about["turns"]), "--max_new_tokens", about["tokens"], "--accelerator", "cpu"]
+    (row,) = evaluate.main([*flags, "--rollout_mini_batch_size", "256"])
     return row["score_by_turn"]
 
 

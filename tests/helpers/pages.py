@@ -55,6 +55,9 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     for flag, value in flags_with_values(flags):
         if flag.endswith("_dir") and flag != "destination_dir":
             (folder / value).mkdir(parents=True, exist_ok=True)
+    if module == "lightrlhf.evaluate":  # which calls other programs for --env and --by_turn
+        program, flags = importlib.import_module(module).program_for(flags)
+        module = program.__module__ if program else module
     return parse(args_class(module), flags)
 
 

@@ -42,6 +42,8 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.annotate": ["--accelerator", "cpu"],
     "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
+    "lightrlhf.evaluate_env": ["--num_samples", "4", "--accelerator", "cpu"],
+    "lightrlhf.evaluate_dialogues": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.reflect_rl": ACT,
     "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
     "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
