@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from lightrlhf.cli.args import RARE, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.data.splits import Row, save_split
+from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -232,9 +232,9 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     counted = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
     if not pairs:
         raise UsageError(f"{args.responses_file} gives no pair: {counted}")
-    held_out = [is_held_out(row, args) for row in pairs]
-    splits = {"train": [p for p, held in zip(pairs, held_out) if not held]}
-    splits["validation"] = [p for p, held in zip(pairs, held_out) if held]
+    splits: dict[str, list[Row]] = {"train": [], "validation": []}
+    for row in pairs:
+        splits[split_of(row, args)].append(row)
     for split, members in splits.items():
         if members:
             save_split(folder, "preference", split, members)
@@ -251,10 +251,10 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     return f"{folder}: {counted}, mean margin {mean:.3f}"
 
 
-def is_held_out(row: Row, args: AnnotateArgs) -> bool:
-    """Whether a pair belongs to the validation split; depends on its prompt and the seed alone."""
-    prompt = repr((args.seed, row["chosen_input_ids"][: row["prompt_len"]])).encode()
-    return int.from_bytes(hashlib.sha256(prompt).digest()[:8], "big") / 2**64 < args.validation_percentage
+def split_of(row: Row, args: AnnotateArgs) -> str:
+    """train or validation; depends on the prompt and the seed alone."""
+    key = repr((args.seed, row["chosen_input_ids"][: row["prompt_len"]])).encode()
+    return split_by_hash(key, {"validation": args.validation_percentage})
 
 
 @one_line_errors

@@ -32,9 +32,8 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, preference_batch
 from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
 from lightrlhf.data.tokens import decode, pair_rows
-from lightrlhf.evaluate_dialogues import win_rate
 from lightrlhf.generation.rollout import generate_rollout
-from lightrlhf.maths.ops import preference_loss, wilson_interval
+from lightrlhf.maths.ops import preference_loss, win_rate
 from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary_size
@@ -267,10 +266,11 @@ def evaluate_reward_model(
         for row, good, bad, loss in zip(micro, chosen.tolist(), rejected.tolist(), losses):
             right = 0.5 if good == bad else float(good > bad)
             records.append({**row.get("columns", {}), "chosen": good, "rejected": bad, "loss": loss, "right": right})
-    right, count = sum(r["right"] for r in records), len(records)
+    accuracy, interval = win_rate((r["chosen"], r["rejected"]) for r in records)
+    count = len(records)
     results = {
-        "accuracy": right / count,
-        "accuracy_interval": wilson_interval(right, count),
+        "accuracy": accuracy,
+        "accuracy_interval": interval,
         "loss": sum(r["loss"] for r in records) / count,
         "margin": sum(r["chosen"] - r["rejected"] for r in records) / count,
     }

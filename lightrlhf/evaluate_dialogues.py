@@ -10,7 +10,6 @@ Left out: scores of single turns (a score is of the whole dialogue so far).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,7 +23,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import UserArgs, load_user
-from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -145,12 +144,6 @@ def results_by_turn(
         results["win_rate_interval"].append(interval)
         results["count"].append(len(valid))
     return results
-
-
-def win_rate(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
-    """Share of pairs whose first score is higher, ties half, with its 95% Wilson interval; 0 without pairs."""
-    wins = sum((one > two) + 0.5 * (one == two) for one, two in pairs)
-    return wins / max(len(pairs), 1), wilson_interval(wins, len(pairs))
 
 
 # ---------------------------------------------------------------------------------------------------------- results
