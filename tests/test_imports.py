@@ -49,7 +49,7 @@ def imported(path, nested: bool = True) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             modules = {name for name in names if (ROOT / (name.replace(".", "/") + ".py")).is_file()}
             found |= modules or {node.module}
-    return {name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep")}
+    return {name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep", "examples")}
 
 
 def room(name: str) -> str | None:
@@ -95,6 +95,14 @@ def test_the_library_never_imports_data_preparation():
     for path in FILES:
         if "lightrlhf" == path.relative_to(ROOT).parts[0]:
             assert not {name for name in imported(path) if name.startswith("datasets_prep")}, path
+
+
+def test_no_example_imports_another():
+    files = sorted((ROOT / "examples").rglob("*.py"))
+    programs = {module_name(path) for path in files if '__name__ == "__main__"' in path.read_text()}
+    assert {"examples.quickstart", "examples.experiments.refuel"} <= programs
+    for path in files:
+        assert not imported(path) & programs, path
 
 
 def test_no_two_files_import_each_other_in_a_circle():

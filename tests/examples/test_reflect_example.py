@@ -1,4 +1,4 @@
-"""examples/reflect_rl.py: one short seed through the kinds of arms, and that a second call does nothing again."""
+"""The Reflect-RL experiment: one short seed through the kinds of arms, and that a second call repeats nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
-from examples import reflect_rl
+from examples.experiments import reflect_rl
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def here(monkeypatch):
 
             return Done()
 
-    monkeypatch.setattr(reflect_rl, "ProcessPoolExecutor", Now)
+    monkeypatch.setattr(reflect_rl, "workers", Now)
     monkeypatch.setattr(reflect_rl, "as_completed", lambda jobs: jobs)
 
 
@@ -40,8 +40,7 @@ def test_a_short_seed_and_then_nothing_is_done_twice(here, tmp_path, capsys, mon
     flags = ["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", *arms]
     claims = reflect_rl.main(flags)
     assert list(claims) == ["SFT+RL > SFT"]  # the arm between the other two was not run
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1].startswith("claims: SFT+RL > SFT: ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("claims: SFT+RL > SFT: ")
     rows = [json.loads(line) for line in (tmp_path / "taxi" / "seed-7" / "results.jsonl").read_text().splitlines()]
     assert [row["arm"] for row in rows] == arms
     assert [[result["iterations"] for result in row["results"]] for row in rows] == [[0], [1, 2], [1, 2]]
@@ -92,28 +91,24 @@ def test_a_base_is_made_once_for_all_seeds_and_goes_on_after_a_kill(here, tmp_pa
     assert models == [base, first, first, second, second]  # the second stage twice, then a policy for each seed
 
 
-def test_what_a_program_stops_with_is_seen(here, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(reflect_rl.TASKS, "taxi", reflect_rl.TASKS["taxi"]._replace(sft=["--epochs", "-1"]))
+def test_a_program_s_error_is_reported_with_its_log(here, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(reflect_rl.TASKS, "taxi", reflect_rl.TASKS["taxi"]._replace(sft={"epochs": -1}))
     with pytest.raises(SystemExit) as stopped:
         reflect_rl.main(["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", "SFT"])
-    told = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 1 and len(told) == 1 and "--epochs -1" in told[0]
-    assert str(tmp_path / "taxi" / "seed-7" / "output.txt") in told[0]
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 1 and "--epochs -1" in line
+    assert str(tmp_path / "taxi" / "seed-7" / "output.txt") in line
 
 
 def test_every_task_runs_what_it_compares():
     assert set(reflect_rl.RUN) == set(reflect_rl.COMPARISONS) == set(reflect_rl.TASKS)
     for task, arms in reflect_rl.RUN.items():
         assert set(reflect_rl.COMPARISONS[task]) <= set(arms) <= set(reflect_rl.ARMS | reflect_rl.CONTROLS)
-        assert reflect_rl.TASKS[task].rounds[-1] == int(reflect_rl.TASKS[task].rl[1])  # so many steps
+        assert reflect_rl.TASKS[task].rounds[-1] == reflect_rl.TASKS[task].rl["max_steps"]
 
 
 def test_bad_flags_are_one_line(capsys):
-    for flags, line in (
-        (["--task", "chess"], "--task chess is none of: taxi, explore, household"),
-        (["--arms", "RL"], "--arms RL is none of: SFT; SFT+RL"),
-        (["--seeds", "-1"], "--seeds -1 must be at least 0"),
-    ):
+    for flags in (["--task", "chess"], ["--arms", "RL"], ["--seeds", "-1"]):
         with pytest.raises(SystemExit) as stopped:
             reflect_rl.main(flags)
-        assert stopped.value.code == 2 and line in capsys.readouterr().err
+        assert stopped.value.code == 2 and " ".join(flags) in capsys.readouterr().err

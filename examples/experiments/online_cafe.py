@@ -1,0 +1,162 @@
+"""The café by three methods from the same SFT policy: PPO, offline DPO and online DPO, over seeds.
+
+Every stage but online DPO has the quickstart's settings, and every method sees the café's 6,400 prompts or 6,000 pairs
+once. PPO scores one response per prompt, online DPO eight; its beta was tuned on seed 100, which is none of the five.
+The gold judge, which no training stage uses, decides. Prints a table and the claims that held; earlier trials are in
+howto/algorithms/online_dpo.md. Finished stages are kept: the same command resumes after a kill.
+
+    python -m examples.experiments.online_cafe
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from datasets_prep.cafe import prepare_data
+from datasets_prep.cafe.pretrain_base import BASE_DIR
+from examples.cafe_settings import FEW_ROWS, PPO, RM, SFT
+from examples.experiments.stats import interval, report_claims, shown
+from examples.programs import call
+from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.jsonl import JsonlWriter
+
+DPO = {
+    "mini_batch_size": 32,
+    "micro_batch_size": 32,
+    "learning_rate": 1e-3,
+    "lr_warmup_steps": 5,
+    "beta": 0.1,
+    "rpo_alpha": 0.5,
+    "eval_iters": 8,
+    "log_interval": 5,
+}
+ONLINE = {
+    "iterations": 8,
+    "num_generations": 8,
+    "max_new_tokens": 96,
+    "mini_batch_size": 32,
+    "micro_batch_size": 32,
+    "learning_rate": 2e-4,
+    "beta": 0.3,
+    "rpo_alpha": 0.5,
+    "rollout_mini_batch_size": 128,
+    "eval_prompts": 200,
+}
+SMOKE_ONLINE = {"iterations": 1, "prompts_per_iteration": 8, "eval_prompts": 8, "max_new_tokens": 8}
+GOALS = {"DPO": 0.7, "online DPO": 0.8}  # gold win rate over the SFT policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineCafeArgs:
+    """Compare PPO, DPO and online DPO on the café."""
+
+    output_dir: str = "online_cafe"
+    """Folder for data, logs and results; finished stages in it are not run again."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 5 by default."""
+    smoke: bool = False
+    """Run every stage for a moment only, to test that it works; the results mean nothing."""
+
+    def __post_init__(self) -> None:
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> dict[str, bool]:
+    """Run the program; returns which claims hold."""
+    args = parse(OnlineCafeArgs, argv)
+    folder, seeds = Path(args.output_dir), args.seeds or [1, 2, 3, 4, 5]
+    with JsonlWriter(folder / "results.jsonl", {"dpo": DPO, "online": ONLINE, "smoke": args.smoke}) as writer:
+        done = {row["seed"] for row in writer.rows}
+        for seed in seeds:
+            if seed not in done:
+                writer.append({"seed": seed, "methods": run_seed(folder / f"seed-{seed}", seed, args.smoke)})
+        results = [row["methods"] for row in writer.rows if row["seed"] in seeds]
+    claims = show_results(results)
+    report_claims(claims, folder)
+    return claims
+
+
+def run_seed(folder: Path, seed: int, smoke: bool) -> dict[str, dict[str, Any]]:
+    """Train and evaluate each method; returns its measures and reward queries."""
+    data, logs = f"{folder}/data/cafe", f"{folder}/logs"
+    few_steps = {"max_steps": 1} if smoke else {}
+    if not Path(data, "args.json").is_file():
+        few_rows = FEW_ROWS if smoke else {}
+        call(prepare_data, destination_dir=data, tokenizer_name=BASE_DIR, seed=seed, **few_rows)
+
+    def run(program: ModuleType, name: str, **flags: Any) -> str:
+        """The newest finished run of a program in the folder, else a resumed or new one."""
+        runs = [path.parent for path in Path(logs, name).rglob("args.json") if checkpoints(path.parent)]
+        finished = [path for path in runs if program is not online_dpo or is_finished(path)]
+        if finished:
+            return str(max(finished))
+        if runs:
+            return call(program, resume_from=max(runs))
+        return call(program, data_dir=data, log_dir=logs, seed=seed, **flags)
+
+    start = run(sft, "rlhf-supervised-finetuning", model_name=BASE_DIR, **SFT, **few_steps)
+    reward = run(rm, "rlhf-reward-modelling", sft_experiment_dir=start, **RM, **few_steps)
+    models = {"sft_experiment_dir": start, "rm_experiment_dir": reward}
+    online = ONLINE | (SMOKE_ONLINE if smoke else {})
+    trained = {
+        "PPO": run(ppo, "rlhf-ppo", **models, **PPO, **few_steps),
+        "DPO": run(dpo, "rlhf-dpo", sft_experiment_dir=start, **DPO, **few_steps),
+        "online DPO": run(online_dpo, "rlhf-online-dpo", **models, **online),
+    }
+    flags = {"rm_experiment_dir": reward, "max_new_tokens": 96, "num_samples": 8 if smoke else None}
+    rows = call(evaluate, experiment_dir=[start, *trained.values()], **flags)
+    queries = reward_queries(trained)
+    return {name: {**row, "reward_queries": queries.get(name)} for name, row in zip(("SFT", *trained), rows)}
+
+
+def is_finished(run: Path) -> bool:
+    """Whether an online run has all its iterations."""
+    stored = json.loads((run / "args.json").read_text(encoding="utf-8"))
+    return (run / f"iteration-{stored['iterations']:02d}" / "evaluation.json").is_file()
+
+
+def reward_queries(trained: dict[str, str]) -> dict[str, int]:
+    """How many sampled responses each method had scored in training (DPO learns from the guests' pairs)."""
+    args = json.loads((Path(trained["PPO"]) / "args.json").read_text(encoding="utf-8"))
+    steps = int(checkpoints(Path(trained["PPO"]))[-1].name.partition("-")[2])
+    last = json.loads((Path(trained["online DPO"]) / "results.json").read_text(encoding="utf-8"))[-1]
+    return {"PPO": steps * args["rollout_size"], "DPO": 0, "online DPO": last["reward_queries"]}
+
+
+def show_results(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
+    """Print the table; returns which claims hold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"the café, held-out orders: mean over {len(results)} seeds [95% interval]")
+    for name in ("", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries"):
+        table.add_column(name, justify="right" if name else "left")
+    for method in results[0]:
+        rows = [methods[method] for methods in results]
+        measures = [
+            shown([row[name] for row in rows]) if name in rows[0] else "" for name in ("gold", "win_rate", "kl")
+        ]
+        length = sum(row["mean_length"] for row in rows) / len(rows)
+        queries = rows[0]["reward_queries"]
+        table.add_row(method, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}")
+    Console(width=130).print(table)
+    win_rates = {method: [methods[method]["win_rate"] for methods in results] for method in GOALS}
+    for method, rates in win_rates.items():
+        print(f"  {method}, win rate of each seed:", *(f"{rate:.3f}" for rate in rates))
+    return {
+        f"{method} wins >= {least:.0%}": interval(win_rates[method])[0] >= least for method, least in GOALS.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

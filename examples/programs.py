@@ -1,0 +1,73 @@
+"""Calls of the library's programs by keyword, each printed as the command line it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightrlhf.cli.errors import RunFailure
+
+
+def call(program: ModuleType, **flags: Any) -> Any:
+    """Print the command, run the program's `main` in this process, print the seconds it took.
+
+    A list becomes several words; a flag that is None is left out.
+    """
+    words = words_of(flags)
+    print(f"\n$ python -m {program.__name__} {shlex.join(words)}", flush=True)
+    started = time.perf_counter()
+    result = program.main(words)
+    print(f"({time.perf_counter() - started:.0f} s)", flush=True)
+    return result
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Flags as words of a command line."""
+    words = []
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def logged(log: Path, program: ModuleType, **flags: Any) -> Any:
+    """`call` with its output appended to a file.
+
+    Raises: RunFailure with the program's error line and the name of the file.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        try:
+            with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+                return call(program, **flags)
+        except SystemExit as stop:
+            if not stop.code:
+                raise
+            file.flush()
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise RunFailure(f"{lines[-1].removeprefix('error: ')} ({log})") from None
+
+
+@contextlib.contextmanager
+def workers(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes of one thread each; after a failure no further job starts."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
