@@ -1,18 +1,18 @@
-"""Data preparation, written once: load -> filter -> tokenise -> split -> write -> report.
+"""Data preparation shared by all datasets: load -> filter -> tokenise -> split -> write -> report.
 
-A dataset's `prepare_data.py` turns its raw rows into plain dicts with TRL's columns and calls `run`; everything else
-happens here. From one stream of rows come whichever files the rows allow and `--stage` asks for:
+A dataset's `prepare_data.py` turns its raw rows into plain dicts with TRL's columns and calls `run`. One stream of rows
+yields every file that its columns allow and `--stage` requests:
 
     finetune    prompt + completion (or chosen), or messages   {prompt_len, input_ids, targets}
     preference  prompt + chosen + rejected                      {prompt_len, chosen_input_ids, rejected_input_ids}
     prompts     prompt, with plain columns for a reward         {prompt_len, input_ids, columns}
     dialogue    messages (or a prompt of messages)              {messages, input_ids, turn_spans}
 
-A row may also carry `split` and `stage` (kept as given), `group` (rows of one group never cross splits or stages; by
-default the prompt, or the first user message), `columns` and `source` (for messages about it).
+A row may also have `split` and `stage` (kept as given), `group` (rows of one group never cross splits or stages; by
+default the prompt, or the first user message), `columns`, and `source` (its file and line, for error messages).
 
-Ids are int32 tensors, all of one file views of one storage: 160,000 rows then save and load in seconds and take four
-bytes a token. Left out: streaming sets that do not fit in memory, and packing (the trainers do it).
+Ids are int32 tensors, all views of one storage per file: 160,000 rows save and load in seconds and take four bytes a
+token. Left out: streaming of datasets that do not fit in memory, and packing (the trainers do it).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -42,15 +42,15 @@ from datasets_prep import encoding, report
 from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import RARE, check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
 
-CHUNK = 1000  # rows that are tokenised together
-# How dialogues are written for a tokenizer without a template: as the helpful-harmless set was published, with an end
-# token behind each answer, so that one turn of many also knows where it ends.
+CHUNK = 1000  # rows tokenised per call
+# Chat template for a tokenizer without one: the format in which the helpful-harmless dataset was published, with an end
+# token after each answer, so that every turn of a dialogue has one.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'system' %}{{ message.content }}{% endif %}"
@@ -58,63 +58,63 @@ PLAIN_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
-MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split")  # for two stages in one folder
+MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split")  # between stages in one folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArgs:
-    """What every `prepare_data.py` shares."""
+    """Flags of every dataset."""
 
     destination_dir: str
-    """Folder that gets the `.pt` splits, the tokenizer and the report."""
+    """Output folder of the `.pt` splits, the tokenizer and the report."""
     tokenizer_name: str
     """Tokenizer of the model to be trained: hub name or local folder."""
     dataset_name: str
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     dataset_config: str | None = None
-    """Configuration of a hub set that has several."""
-    dataset_revision: str | None = None
-    """Branch, tag or commit of a hub set."""
+    """Configuration of a hub dataset that has several."""
+    dataset_revision: str | None = field(default=None, metadata=RARE)
+    """Branch, tag or commit of a hub dataset."""
     stage: Literal["all", "finetune", "preference", "prompts", "dialogue"] = "all"
-    """Which files to write; `all` writes every one that the rows allow."""
+    """Files to write; `all` writes every kind that the columns allow."""
     split: str | None = None
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
     max_length: int = 512
-    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int = 256
-    """Longest prompt in tokens; rows with a longer one are dropped."""
-    minimum_response_length: int = 2
-    """Shortest response in characters; rows with a shorter one are dropped."""
-    max_turns: int = 5
-    """Most turns of a dialogue."""
-    turn_prompt_length: str = "128"
-    """Longest user turn of a dialogue in tokens; a list such as 1024,768,512 gives it by number of turns."""
-    turn_response_length: str = "512"
-    """Longest assistant turn of a dialogue in tokens; a list gives it by number of turns."""
-    max_dialogue_length: int = 3200
-    """Longest dialogue in tokens."""
+    """Maximum tokens of a prompt; rows with a longer one are dropped."""
+    minimum_response_length: int = field(default=2, metadata=RARE)
+    """Minimum characters of a response; rows with a shorter one are dropped."""
+    max_turns: int = field(default=5, metadata=RARE)
+    """Maximum turns of a dialogue."""
+    turn_prompt_length: str = field(default="128", metadata=RARE)
+    """Maximum tokens of a user turn; a list such as 1024,768,512 sets it by the dialogue's number of turns."""
+    turn_response_length: str = field(default="512", metadata=RARE)
+    """Maximum tokens of an assistant turn; a list sets it by the dialogue's number of turns."""
+    max_dialogue_length: int = field(default=3200, metadata=RARE)
+    """Maximum tokens of a dialogue."""
     remove_same_inputs: bool = True
-    """Keep only the first row of each prompt (of each sequence of user turns for dialogues)."""
-    remove_same_responses: bool = True
-    """Drop pairs whose chosen and rejected responses are the same."""
-    mask_prompt: bool = True
-    """Mark prompt tokens in `targets` as ignored."""
+    """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
+    remove_same_responses: bool = field(default=True, metadata=RARE)
+    """Drop pairs whose chosen and rejected responses are equal."""
+    mask_prompt: bool = field(default=True, metadata=RARE)
+    """Mask prompt tokens in `targets`, so that they carry no loss."""
     chat_template: str | None = None
-    """Jinja chat template or a file with it; plain prompts then become a user message."""
+    """Jinja chat template or a file with one; plain prompts then become a user message."""
     num_samples: int | None = None
-    """Read only this many raw rows."""
+    """Maximum number of raw rows to read."""
     validation_percentage: float = 0.1
-    """Share of prompts in the validation split, unless the source brings one."""
+    """Share of prompts in the validation split, unless the source has one."""
     test_percentage: float = 0.1
-    """Share of prompts in the test split, unless the source brings one."""
+    """Share of prompts in the test split, unless the source has one."""
     shuffle: bool = True
     """Shuffle the rows of each split."""
     seed: int = 42
     """Seed of splits and shuffling."""
     save_skipped_examples: bool = False
-    """Keep dropped rows with their reason in skipped_{stage}.jsonl."""
-    num_proc: int | None = None
-    """Processes that tokenise; as many as cores when not given."""
+    """Write dropped rows with their reason to skipped_{stage}.jsonl."""
+    num_proc: int | None = field(default=None, metadata=RARE)
+    """Tokenising processes; one per core by default."""
 
     def __post_init__(self) -> None:
         for name in ("max_length", "max_prompt_length", "max_turns", "max_dialogue_length"):
@@ -127,7 +127,7 @@ class PrepareArgs:
         if self.validation_percentage + self.test_percentage >= 1:
             raise ValueError(
                 f"--validation_percentage {self.validation_percentage} and --test_percentage {self.test_percentage} "
-                "leave nothing to train on; they are shares such as 0.1"
+                "leave no training split; use shares such as 0.1"
             )
         shares_of(self.split)
         for name in ("turn_prompt_length", "turn_response_length"):
@@ -137,15 +137,15 @@ class PrepareArgs:
 
 # ---------------------------------------------------------------------------------------------------------- programs
 def run(
-    args_class: type,
+    args_class: type[PrepareArgs],
     to_row: Callable[[dict], Row],
     argv: list[str] | None = None,
     **details: Any,
 ) -> None:
-    """The main of a dataset script: parse, read raw rows, turn each into a row by `to_row`, prepare.
+    """Main function of a dataset's script: parse, read raw rows, convert each with `to_row`, prepare.
 
-    `to_row` gets the raw columns and returns a row or raises `BadRow(reason)`; `details` go to `prepare`.
-    Raises: UsageError for bad arguments, RunFailure for bad data, each one line.
+    `to_row` takes the raw columns and returns a row or raises `BadRow(reason)`; `details` are passed to `prepare`.
+    Raises: UsageError for invalid arguments, RunFailure for invalid data.
     """
     args = parse(args_class, argv)
     tokenizer = load_tokenizer(args.tokenizer_name)
@@ -154,19 +154,19 @@ def run(
 
 
 def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
-    """Rows of a source; a raw row that `to_row` refuses comes out as `Dropped`."""
+    """Rows of a source; `Dropped` for a raw row that `to_row` rejects."""
     for raw in islice(source, num_samples):
         try:
             row = to_row(raw.values)
         except BadRow as bad:
-            yield Dropped(str(bad), raw.source, row=raw.values)  # few, so kept whether they are saved or not
+            yield Dropped(str(bad), raw.source, row=raw.values)  # few, so kept even if they are not saved
             continue
-        held_out = raw.split if raw.split != "train" else None  # of train, `Placement` carves what the source lacks
+        held_out = raw.split if raw.split != "train" else None  # `Placement` carves missing splits out of train
         yield {"split": held_out, **row, "source": raw.source}
 
 
 def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
-    """A column of a raw row. Raises: BadRow when it is missing, null, of another type, or empty text."""
+    """A column of a raw row. Raises: BadRow if it is missing, null, of another type, or empty text."""
     if name not in raw:
         raise BadRow(f"no_column_{name}")
     if raw[name] is None:
@@ -179,24 +179,24 @@ def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a hub name or a folder. Raises: UsageError, one line."""
+    """The tokenizer of a hub name or a folder. Raises: UsageError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name)
-    except Exception as problem:  # the hub client, the network and each tokenizer class raise their own
+    except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own
         line = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({line})") from None
 
 
 def complete(tokenizer: Any, chat_template: str | None) -> Any:
-    """The tokenizer with a pad token and a chat template: `chat_template`, else its own, else the plain one.
+    """Add a missing pad token and a chat template: `chat_template`, else the tokenizer's own, else the plain one.
 
-    Raises: UsageError when it has no end token or the template is none.
+    Raises: UsageError if there is no usable end token, or the template cannot be rendered.
     """
     eos = tokenizer.eos_token_id
     if eos is None or tokenizer(tokenizer.eos_token + "a", add_special_tokens=False)["input_ids"][0] != eos:
-        raise UsageError("the tokenizer has no end token (eos) that stands apart from text, which responses need")
+        raise UsageError("the tokenizer has no end token (eos) that is split off from text, as responses require")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template:
@@ -231,21 +231,20 @@ def prepare(
     given: frozenset[str] = frozenset(),
     stages: tuple[str, ...] = STAGES,
 ) -> dict[str, Any]:
-    """Write all files of DESIGN's data contract for `rows` into `args.destination_dir`; returns the report.
+    """Write the files of howto/datasets.md for `rows` into `args.destination_dir`; returns the report.
 
-    `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` names the held-out splits
-    that the source brings, which are then not carved out of train; `stages` are those that make sense for the set.
-    Raises: UsageError, one line, with the destination left as it was.
+    `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` are the held-out splits of
+    the source, which are then not carved out of train; `stages` are those that the dataset supports.
+    Raises: UsageError or RunFailure, with the destination unchanged.
     """
     tokenizer = complete(tokenizer or load_tokenizer(args.tokenizer_name), args.chat_template)
     destination = Path(args.destination_dir)
     _check_destination(args, destination)
     if args.stage not in ("all", *stages):
-        raise UsageError(f"--stage {args.stage}: this set is prepared for {', '.join(stages)}")
+        raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
     examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, stages, given)))
-    kept = [split for stage in examples for split in examples[stage]]
-    if "train" not in kept:
-        raise RunFailure(_nothing_left(args, dropped))
+    if not any("train" in splits for splits in examples.values()):
+        raise RunFailure(_no_rows(args, dropped))
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
@@ -270,25 +269,25 @@ def prepare(
 def collect(
     args: PrepareArgs, rows: Iterable[Row | Dropped], encoder: Encoder
 ) -> tuple[dict[str, dict[str, list[Example]]], list[Dropped]]:
-    """Examples by stage and split, and what was dropped; the same whatever `num_proc` is."""
+    """Examples by stage and split, and dropped rows; independent of `num_proc`."""
     dropped: list[Dropped] = []
     seen: set[tuple[str, int]] = set()
-    found: list[Example] = []
-    for examples, refused in _encoded(_usable(rows, dropped), encoder, args.num_proc or os.cpu_count() or 1):
-        dropped += refused
+    unique: list[Example] = []
+    for examples, rejected in _encoded(_usable(rows, dropped), encoder, args.num_proc or os.cpu_count() or 1):
+        dropped += rejected
         for example in examples:
-            again = (example.stage, example.key) in seen
-            if again and (args.remove_same_inputs or example.stage == "dialogue"):
+            duplicate = (example.stage, example.key) in seen
+            if duplicate and (args.remove_same_inputs or example.stage == "dialogue"):
                 reason = "same_dialogue" if example.stage == "dialogue" else "same_input"
                 dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
                 continue
             seen.add((example.stage, example.key))
-            found.append(example)
+            unique.append(example)
     held_out: dict[int, str] = {}
     for split in ("validation", "test"):  # test wins over validation, both over train
-        held_out |= {example.place.group: split for example in found if example.place.split == split}
+        held_out |= {example.place.group: split for example in unique if example.place.split == split}
     result: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
-    for example in found:
+    for example in unique:
         belongs = held_out.get(example.place.group, "train")
         if belongs != example.place.split:
             reason = f"prompt_also_in_{belongs}"
@@ -313,7 +312,7 @@ def _usable(rows: Iterable[Row | Dropped], dropped: list[Dropped]) -> Iterator[R
 
 
 def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Example], list[Dropped]]]:
-    """Chunks of rows through the encoder, in order; in this process when there is one chunk only."""
+    """Encode chunks of rows, in order; in this process if there is only one chunk."""
     chunks = iter(lambda: list(islice(rows, CHUNK)), [])
     first = list(islice(chunks, 2))
     if num_proc == 1 or len(first) < 2:
@@ -322,7 +321,7 @@ def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[t
         return
     with _pool(num_proc, encoder) as pool:
         waiting = deque(pool.submit(encoding.work, chunk) for chunk in first)
-        for chunk in chunks:  # only a few chunks wait at a time, so memory does not grow with the file
+        for chunk in chunks:  # a few chunks are queued at a time, so memory does not grow with the file
             waiting.append(pool.submit(encoding.work, chunk))
             if len(waiting) > 3 * num_proc:
                 yield waiting.popleft().result()
@@ -336,7 +335,7 @@ def _pool(num_proc: int, encoder: Encoder) -> Iterator[ProcessPoolExecutor]:
         with ProcessPoolExecutor(num_proc, initializer=encoding.start_worker, initargs=(encoder,)) as pool:
             yield pool
     except BrokenProcessPool:
-        raise RunFailure("a process that tokenised was killed, perhaps for memory; use a lower --num_proc") from None
+        raise RunFailure("a tokenising process was killed, perhaps for memory; use a lower --num_proc") from None
 
 
 # -------------------------------------------------------------------------------------------------------------- write
@@ -369,16 +368,16 @@ def save(path: Path, value: Any) -> None:
     """`torch.save` of plain values and tensors. Raises: OSError."""
     try:
         torch.save(value, path)
-    except RuntimeError as problem:  # torch's own writer tells of a full disk this way
+    except RuntimeError as problem:  # how torch's own writer reports a full disk
         raise OSError(first_line(problem)) from None
 
 
 @contextmanager
 def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
-    """A fresh folder inside `destination`; on success its files replace those there, on an error it vanishes.
+    """Yield a temporary folder; on success its files replace those of `destination`, on an error it is removed.
 
-    Older splits of `stages` that were not written again are removed. Each file is flushed to disk before any is
-    renamed, so `destination` never holds half a file.
+    Older splits of `stages` that were not written again are removed. All files are fsynced before any is renamed, so
+    `destination` never contains a partial file.
     """
     folder = None
     try:
@@ -405,7 +404,7 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:
-    """Two stages may be prepared one after the other into one folder, but only alike."""
+    """Refuse a file, or a folder with another stage prepared from other data, tokenizer, seed or shares."""
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"--destination_dir {destination} is a file; name a folder")
     before = _stored(destination / "args.json")
@@ -415,8 +414,8 @@ def _check_destination(args: PrepareArgs, destination: Path) -> None:
     for name in MUST_AGREE:
         if before.get(name) != now[name]:
             raise UsageError(
-                f"--destination_dir {destination} holds data prepared with --{name} {before.get(name)}, "
-                f"not {now[name]}; use the same or another folder"
+                f"--destination_dir {destination} contains data prepared with --{name} {before.get(name)}, "
+                f"not {now[name]}; use the same value or another folder"
             )
 
 
@@ -429,13 +428,13 @@ def _stored(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
 
 
-def _nothing_left(args: PrepareArgs, dropped: list[Dropped]) -> str:
+def _no_rows(args: PrepareArgs, dropped: list[Dropped]) -> str:
     if not dropped:
-        return f"--dataset_name {args.dataset_name} holds no rows for --stage {args.stage}"
+        return f"--dataset_name {args.dataset_name} has no rows for --stage {args.stage}"
     reasons = Counter(row.reason for row in dropped).most_common(3)
     first = next((row.source for row in dropped if row.reason == reasons[0][0]), "")
-    told = ", ".join(f"{count} x {reason}" for reason, count in reasons)
-    return f"--dataset_name {args.dataset_name}: no row is left to train on ({told}; first {first})"
+    counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
+    return f"--dataset_name {args.dataset_name}: every training row was dropped ({counts}; first {first})"
 
 
 def _write_skipped(path: Path, dropped: list[Dropped]) -> None:

@@ -1,12 +1,12 @@
-"""Rows of text into rows of token ids, many at a time.
+"""Batched encoding of rows of text as rows of token ids.
 
-A row becomes *segments*: stretches of text that are tokenised apart and joined as ids, because a token must never
-span the border between a prompt and its response (BPE would merge across it, and the model would learn to continue
-a prompt that it never sees). Messages are rendered by the chat template, each growing prefix of a dialogue once; what
-a longer prefix adds is the next segment. So masks are sums of segment lengths, exact by construction, and nobody
-searches for a marker among ids.
+A row becomes *segments*: texts that are tokenised separately and joined as ids, because a token must never span the
+border between a prompt and its response (BPE would merge across it, and the model would learn to continue a prompt that
+it never sees). Messages are rendered by the chat template, once per prefix of a dialogue that grows by one message; the
+text that a longer prefix adds is the next segment. So masks are sums of segment lengths, exact by construction, without
+a search for markers among ids.
 
-Left out: templates that rewrite earlier turns when a turn is added (their rows are dropped and counted).
+Left out: templates that rewrite earlier turns when a turn is added (such rows are dropped and counted).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from jinja2 import TemplateError
@@ -29,19 +29,19 @@ from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import adds_bos
 
 Row = dict[str, Any]
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 STAGES = ("finetune", "preference", "prompts", "dialogue")
 
 
 class BadRow(Exception):
-    """Why a row is dropped, in a few words that the report counts by."""
+    """The reason for dropping a row, by which the report counts."""
 
 
 class Segment(NamedTuple):
-    """A stretch of text that is tokenised by itself."""
+    """A text that is tokenised separately."""
 
     text: str
-    kind: str  # "text": a plain prompt; "rendered": a template's beginning; "middle": goes on; "response": ends a turn
+    kind: str  # "text": plain prompt; "rendered": start of a template's text; "middle": later prompt; "response"
 
 
 @dataclass
@@ -50,56 +50,56 @@ class Example:
 
     stage: str
     prompt_len: int
+    place: Place
     ids: list[np.ndarray]  # int32: the row; or chosen and rejected
     spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each response
-    cut: bool = False  # whether max_length cut it, so that it has no end token
-    place: Place | None = None
-    key: int = 0  # hash of what makes two inputs the same: the prompt's ids, or a dialogue's user turns and columns
+    cut: bool = False  # whether max_length truncated it, so that it has no end token
+    key: int = 0  # hash that identifies equal inputs: of the prompt's ids, or of a dialogue's user turns and columns
     extra: Any = None  # the columns of a prompt or a pair, the messages of a dialogue
     columns: Row = field(default_factory=dict)  # of a dialogue
-    row: Row | None = None  # kept when skipped examples are saved
+    row: Row | None = None  # kept if skipped examples are saved
 
 
 @dataclass
 class Dropped:
-    """A row that is not used, and why."""
+    """A dropped row and the reason."""
 
     reason: str
     source: str
     stage: str | None = None  # None: dropped before its stage was known
-    row: Row | None = None  # kept when skipped examples are saved
+    row: Row | None = None  # kept if skipped examples are saved
 
 
 class Place(NamedTuple):
-    """Where a row belongs."""
+    """The split and stages of a row."""
 
     group: int  # rows of one group never cross splits or stages
     split: str
     stages: frozenset[str]
-    source: str  # file:line, for messages
+    source: str  # file:line, for error messages
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> TypeGuard[Messages]:
     """Whether `value` is a list of `{role, content}`."""
     return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
 
 
 class Encoder:
-    """Turns a chunk of rows into examples; picklable, so that processes can share the work."""
+    """Encodes a chunk of rows; picklable for worker processes."""
 
     def __init__(self, args: Any, tokenizer: Any, place: Callable[[Row], Place]) -> None:
         self.args = args
         self.tokenizer = tokenizer
         self.place = place
         self.bos = tokenizer.bos_token_id if adds_bos(tokenizer) else None
-        # An added token is always split off first, so what follows it is tokenised as a continuation: a SentencePiece
-        # tokenizer, which begins a text with a space of its own, does not do so there.
+        # An added token is always split off first, so the text after it is tokenised as a continuation: there a
+        # SentencePiece tokenizer inserts no space of its own, as it does at the start of a text.
         self.anchor = tokenizer.eos_token
-        self.rendered: dict[Any, str] = {}  # of the row at hand, whose stages need the same texts
+        self.rendered: dict[Any, str] = {}  # of the current row, whose stages need the same texts
         self.special = [token for token in set(tokenizer.all_special_tokens) if token]
 
     def __call__(self, rows: list[Row]) -> tuple[list[Example], list[Dropped]]:
-        """The examples of `rows`, in order, and what was dropped."""
+        """The examples of `rows`, in order, and dropped rows."""
         plans: list[tuple[str, Row, Place, list[Segment]]] = []
         dropped: list[Dropped] = []
         for row in rows:
@@ -115,11 +115,10 @@ class Encoder:
         examples = []
         for stage, row, place, segments in plans:
             try:
-                example = self._build(stage, [ids[segment] for segment in segments])
+                example = self._build(stage, place, [ids[segment] for segment in segments])
             except BadRow as bad:
                 dropped.append(self._drop(bad, row, stage))
                 continue
-            example.place = place
             example.row = row if self.args.save_skipped_examples else None
             self._describe(example, row)
             examples.append(example)
@@ -134,8 +133,8 @@ class Encoder:
             messages = row.get("messages") or self._dialogue_of(row)
             example.extra = [{"role": m["role"], "content": m["content"]} for m in messages]
             example.columns = row.get("columns", {})
-            said = [m["content"] for m in example.extra if m["role"] != "assistant"]
-            prompt = repr([said, example.columns] if example.columns else said).encode()
+            user_turns = [m["content"] for m in example.extra if m["role"] != "assistant"]
+            prompt = repr([user_turns, example.columns] if example.columns else user_turns).encode()
         elif example.stage in ("prompts", "preference"):
             example.extra = row.get("columns", {})
         example.key = hash_of(prompt)
@@ -155,13 +154,13 @@ class Encoder:
         prompt = self._wrap(row["prompt"])
         start = self._start(prompt)
         answers = {name: row[name] for name in ("completion", "chosen", "rejected") if name in row}
-        best = answers.get("chosen", answers.get("completion"))
         if "preference" in stages:
             if self.args.remove_same_responses and answers["chosen"] == answers["rejected"]:
                 raise BadRow("same_responses")
-            both = [self._response(prompt, start, answers[name]) for name in ("chosen", "rejected")]
-            plans.append(("preference", [start, *both]))
+            sides = [self._response(prompt, start, answers[name]) for name in ("chosen", "rejected")]
+            plans.append(("preference", [start, *sides]))
         if "finetune" in stages:
+            best = answers["chosen" if "chosen" in answers else "completion"]
             plans.append(("finetune", [start, self._response(prompt, start, best)]))
         if "prompts" in stages:
             plans.append(("prompts", [start]))
@@ -211,15 +210,15 @@ class Encoder:
         return segments
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        known = (len(messages), messages[-1]["content"], add_generation_prompt)  # within a row this tells them apart
-        if known not in self.rendered:
+        key = (len(messages), messages[-1]["content"], add_generation_prompt)  # unique within a row
+        if key not in self.rendered:
             try:
-                self.rendered[known] = self.tokenizer.apply_chat_template(
+                self.rendered[key] = self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             except TemplateError:
                 raise BadRow("refused_by_chat_template") from None
-        return self.rendered[known]
+        return self.rendered[key]
 
     def _check_messages(self, messages: Messages, last: str) -> None:
         roles = [message["role"] for message in messages]
@@ -240,7 +239,7 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------- segments to ids
     def _tokenise(self, segments: set[Segment]) -> dict[Segment, np.ndarray]:
-        """Ids of each segment: exactly what `encode_prompt` and `encode_response` give for it alone."""
+        """Ids of each segment, equal to those of `encode_prompt` and `encode_response`."""
         ordered = list(segments)
         texts = [s.text if s.kind in ("text", "rendered") else self.anchor + s.text for s in ordered]
         if not texts:
@@ -250,7 +249,7 @@ class Encoder:
     def _ids(self, texts: list[str]) -> Iterable[list[int]]:
         if not self.tokenizer.is_fast:
             return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        backend = self.tokenizer.backend_tokenizer  # without the offsets and masks that nobody reads
+        backend = self.tokenizer.backend_tokenizer  # faster: no offsets, no masks
         backend.no_truncation()
         backend.no_padding()
         return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False))
@@ -266,31 +265,31 @@ class Encoder:
         return np.array(ids, dtype=np.int32)
 
     # ------------------------------------------------------------------------------------------------- ids to examples
-    def _build(self, stage: str, ids: list[np.ndarray]) -> Example:
-        """Joined ids with their spans, cut to `max_length`. Raises: BadRow."""
+    def _build(self, stage: str, place: Place, ids: list[np.ndarray]) -> Example:
+        """Joined ids with their spans, truncated to `max_length`. Raises: BadRow."""
         prompt_len = len(ids[0])
         longest = self.args.max_length
         if stage == "dialogue":
-            return self._build_dialogue(ids)
+            return self._build_dialogue(place, ids)
         if prompt_len == 0:
             raise BadRow("empty_prompt")
         if prompt_len > self.args.max_prompt_length:
             raise BadRow("prompt_too_long")
         if stage == "prompts":
-            return Example(stage, prompt_len, [ids[0]])
+            return Example(stage, prompt_len, place, [ids[0]])
         if prompt_len >= longest:
             raise BadRow("no_trained_tokens")
         if stage == "preference":
             sides = [np.concatenate([ids[0], response]) for response in ids[1:]]
-            short = [side[:longest] for side in sides]
-            if self.args.remove_same_responses and np.array_equal(*short):
+            chosen, rejected = (side[:longest] for side in sides)
+            if self.args.remove_same_responses and np.array_equal(chosen, rejected):
                 raise BadRow("same_responses_after_cut")
-            return Example(stage, prompt_len, short, cut=any(len(side) > longest for side in sides))
+            return Example(stage, prompt_len, place, [chosen, rejected], cut=any(len(side) > longest for side in sides))
         whole = np.concatenate(ids)
         spans = [(start, min(end, longest)) for start, end in _spans(ids) if start < longest]
-        return Example(stage, prompt_len, [whole[:longest]], spans, cut=len(whole) > longest)
+        return Example(stage, prompt_len, place, [whole[:longest]], spans, cut=len(whole) > longest)
 
-    def _build_dialogue(self, ids: list[np.ndarray]) -> Example:
+    def _build_dialogue(self, place: Place, ids: list[np.ndarray]) -> Example:
         prompts, responses = ids[::2], ids[1::2]
         if len(prompts) > self.args.max_turns:
             raise BadRow("too_many_turns")
@@ -302,11 +301,11 @@ class Encoder:
             raise BadRow("response_too_long")
         if sum(map(len, ids)) > self.args.max_dialogue_length:
             raise BadRow("dialogue_too_long")
-        return Example("dialogue", len(ids[0]), [np.concatenate(ids)], _spans(ids))
+        return Example("dialogue", len(ids[0]), place, [np.concatenate(ids)], _spans(ids))
 
 
 def hash_of(data: bytes) -> int:
-    """A 64-bit hash that is the same in every process and on every machine."""
+    """A 64-bit hash, equal in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
@@ -322,7 +321,7 @@ def targets_of(example: Example, mask_prompt: bool) -> np.ndarray:
 
 
 def limit_for(limits: str, turns: int) -> int:
-    """The limit for dialogues of `turns` turns from "512" (for all) or "1024,768,512" (by number of turns)."""
+    """The limit for dialogues of `turns` turns, from "512" (all) or "1024,768,512" (by number of turns)."""
     numbers = [int(number) for number in limits.split(",")]
     return numbers[min(turns, len(numbers)) - 1]
 
@@ -352,23 +351,21 @@ def _check_text(text: Any, what: str) -> None:
         raise BadRow("lone_surrogate") from None
 
 
-# A worker process holds one encoder, given once at its start instead of with each chunk.
-_encoder: Encoder | None = None
+_encoders: list[Encoder] = []  # of a worker process: one, sent at its start instead of with each chunk
 
 
 def start_worker(encoder: Encoder) -> None:
-    """Give this process its encoder."""
-    global _encoder
+    """Initialise a worker process with its encoder."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent leaves no worker behind
         parent, by_server = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
-        if not parent.is_alive() if by_server else os.getppid() != parent.pid:  # killed before
+        if parent and (not parent.is_alive() if by_server else os.getppid() != parent.pid):  # killed before
             os._exit(1)
-    _encoder = encoder
+    _encoders[:] = [encoder]
 
 
 def work(rows: list[Row]) -> tuple[list[Example], list[Dropped]]:
     """Encode a chunk in a worker process."""
-    return _encoder(rows)
+    return _encoders[0](rows)

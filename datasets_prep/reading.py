@@ -1,8 +1,8 @@
 """Raw rows of a dataset: from a hub id, a local file or a folder of files, one at a time.
 
-A file is read as a stream, so its size does not matter. Damage (a gzip stream that ends early, bytes that are not
-UTF-8, a line that is no JSON object, a key given twice) is refused in one line that names the file and the line:
-after it nothing of the file can be trusted. What a row *says* is judged later, row by row.
+Files are streamed, so they may be of any size. A damaged file (a truncated gzip stream, bytes that are not UTF-8, a
+line that is not a JSON object, a duplicate key) is refused with its name and the line, since nothing after the damage
+can be trusted. The contents of rows are checked later, row by row.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
 
 @dataclass(frozen=True)
 class Raw:
-    """One raw row and where it came from."""
+    """A raw row and its source."""
 
     values: dict[str, Any]
     source: str  # file:line, or hub id/split:index
-    split: str | None  # the split its file belongs to, None where the source has only one
+    split: str | None  # the split of its file, None if the source has only one
 
 
 class Source:
-    """All raw rows of `name`; iterate over it.
+    """Iterable over the raw rows of `name`.
 
-    `given` are the held-out splits that the source brings with it and that need not be carved out of train.
-    Raises: UsageError, one line, when there is no such file, folder or hub set.
+    `given` are the held-out splits of the source, which need not be carved out of train.
+    Raises: UsageError if there is no such file, folder or hub dataset.
     """
 
     def __init__(self, name: str, config: str | None = None, revision: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Source:
         splits = {split for split, _ in self._parts}
         alone = len(splits) == 1
         self._parts = [(None if alone else split, reader) for split, reader in self._parts]
-        self.given = frozenset() if alone else frozenset(splits - {"train", None})
+        self.given = frozenset(split for split in splits if split not in (None, "train") and not alone)
 
     def __iter__(self) -> Iterator[Raw]:
         for split, reader in self._parts:
@@ -70,12 +70,12 @@ def _files_of(path: Path) -> list[Path]:
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
     files = [file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_infos.json")]
     if not files:
-        raise UsageError(f"--dataset_name {path}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
+        raise UsageError(f"--dataset_name {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
     return files
 
 
 def _split_of(file: Path, root: Path) -> str | None:
-    """The split that a file's name, or a folder on the way to it, begins with."""
+    """The split named at the start of the file name or of a folder above it."""
     for part in reversed(file.relative_to(root).parts if file != root else (file.name,)):
         word = part.replace("_", "-").replace(".", "-").split("-")[0].lower()
         if word in SPLIT_NAMES:
@@ -97,7 +97,7 @@ def _read_json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except _BadLine as problem:
         raise RunFailure(f"{file}:{number}: {problem}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise RunFailure(f"{file}:{number + 1}: the gzip stream is damaged or ends early ({problem})") from None
+        raise RunFailure(f"{file}:{number + 1}: the gzip stream is damaged or truncated ({problem})") from None
     except OSError as problem:
         raise RunFailure(f"{file}: cannot be read ({problem.strerror or problem})") from None
 
@@ -122,7 +122,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _BadLine(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise _BadLine(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values
 
 
@@ -137,22 +137,21 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
                 yield f"{file}:{number}", values
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        said = first_line(problem)
-        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({said})") from None
+        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({first_line(problem)})") from None
 
 
 def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Any]]:
     import datasets
 
     try:
-        sets = datasets.load_dataset(name, config, revision=revision)
-    except Exception as problem:  # the hub client raises its own, its network library's and the builder's errors
+        splits = datasets.load_dataset(name, config, revision=revision)
+    except Exception as problem:  # the hub client, its network library and the builder raise errors of their own
         line = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise UsageError(
-            f"--dataset_name {name}: no local file or folder of that name, and the hub gave none ({line})"
+            f"--dataset_name {name}: no such file or folder, and loading it from the hub failed ({line})"
         ) from None
-    known = {split: SPLIT_NAMES.get(split.split("_")[0], "train") for split in sets}
-    return [(known[split], _read_hub(f"{name}/{split}", sets[split])) for split in sets]
+    known = {split: SPLIT_NAMES.get(split.split("_")[0], "train") for split in splits}
+    return [(known[split], _read_hub(f"{name}/{split}", splits[split])) for split in splits]
 
 
 def _read_hub(name: str, rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,7 +1,7 @@
-"""What was prepared, for people (`report.md`, a histogram) and for programs (`report.json`).
+"""Report on the prepared data, for people (`report.md`, a histogram) and for programs (`report.json`).
 
-The content hash of a file covers its ids, masks and columns, so two runs of the same arguments have the same hashes,
-whatever torch, the clock or `num_proc` do to the bytes on disk.
+The content hash of a file covers its ids, masks and columns, so two runs with the same arguments have equal hashes,
+even if the torch version, the clock or `num_proc` change the bytes on disk.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Splits = dict[str, dict[str, list[Example]]]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the files' content."""
+    """Versions of Python and the packages that determine the files' contents."""
     from importlib.metadata import version
 
     names = ("lightrlhf", "torch", "transformers", "tokenizers", "datasets")
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = version(name)
-        except ModuleNotFoundError:  # run from a checkout that is not installed
-            found[name] = "not installed"
-    return found
+            result[name] = version(name)
+        except ModuleNotFoundError:  # a checkout that is not installed
+            result[name] = "not installed"
+    return result
 
 
 def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any, earlier: dict) -> dict[str, Any]:
     """Counts, drop reasons, lengths, special tokens, hashes and a sample of each file.
 
-    `earlier` is the report of a run for another stage in the same folder; its files stay listed.
+    `earlier` is the report of a run for another stage in the same folder; its files remain listed.
     """
     files = {
         f"{stage}_{split}": _describe(stage, members, tokenizer)
@@ -96,7 +96,7 @@ def _content_hash(examples: list[Example]) -> str:
 
 
 def marked(stage: str, example: Example, tokenizer: Any) -> str:
-    """The decoded row with ⟦ and ⟧ around what is trained; both sides of a pair."""
+    """The decoded row with ⟦ and ⟧ around trained tokens; both sides of a pair."""
 
     def text(ids: np.ndarray) -> str:
         return tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -115,7 +115,7 @@ def marked(stage: str, example: Example, tokenizer: Any) -> str:
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
-    """report.json, report.md and lengths.png into `folder`."""
+    """Write report.json, report.md and lengths.png to `folder`."""
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(_markdown(summary), encoding="utf-8", errors="replace")
     _draw_lengths(folder / "lengths.png", summary["files"])
@@ -162,7 +162,7 @@ def _draw_lengths(path: Path, files: dict[str, dict]) -> None:
 
 
 def show(summary: dict[str, Any], destination: Path) -> None:
-    """The short form, on the terminal."""
+    """Print the short form."""
     print(f"{destination}:")
     for name, file in summary["files"].items():
         print(f"  {name + '.pt':28s} {file['rows']:8d} rows  {file['tokens']:10d} tokens")

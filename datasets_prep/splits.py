@@ -1,8 +1,8 @@
-"""Where a row belongs: a split and, with `--split`, one stage, from a hash of its group and the seed alone.
+"""Assignment of a row to a split and, with `--split`, to one stage, by a hash of its group and the seed alone.
 
-So neither the order of rows, nor `num_samples`, nor `num_proc`, nor a later run for another stage moves a prompt. The
-shares hold on average, not to the row. A group is a prompt (a dialogue's first user message, so that a dialogue and
-its own beginnings stay together), compared without regard to case and spacing.
+So a prompt is assigned independently of the order of rows, `num_samples`, `num_proc`, and runs for other stages. The
+shares hold on average, not exactly. A group is a prompt (of a dialogue the first user message, so that a dialogue and
+its prefixes stay together), compared without regard to case and spacing.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def shares_of(split: str | None) -> list[float]:
 
 
 class Placement:
-    """Gives each row its `Place`.
+    """Assigns each row its `Place`.
 
-    `stages` are those the set is for, `given` the held-out splits of its source, which are not carved out of train.
+    `stages` are those that the dataset supports, `given` the held-out splits of the source, not carved out of train.
     """
 
     def __init__(self, args: Any, stages: tuple[str, ...] = STAGES, given: frozenset[str] = frozenset()) -> None:
         self.seed = args.seed
-        self.asked = frozenset(stages if args.stage == "all" else [args.stage])
+        self.requested = frozenset(stages if args.stage == "all" else [args.stage])
         self.shares = shares_of(args.split)
         self.test = 0.0 if "test" in given else args.test_percentage
         self.validation = 0.0 if "validation" in given else args.validation_percentage
         self.wraps_prompts = bool(args.chat_template)
 
     def __call__(self, row: Row) -> Place:
-        """Raises: BadRow when the row has no prompt to go by."""
+        """The place of a row. Raises: BadRow if it has no prompt."""
         group = " ".join(self._group(row).split()).casefold()
-        stages = self._possible(row) & self.asked
+        stages = self._possible(row) & self.requested
         if row.get("stage"):
             stages &= {row["stage"]}
         elif self.shares:
@@ -74,7 +74,7 @@ class Placement:
         raise BadRow("no_prompt" if value is None else f"prompt_is_{type(value).__name__}")
 
     def _possible(self, row: Row) -> frozenset[str]:
-        """The stages that the row's columns allow."""
+        """Stages that the row's columns allow."""
         if "messages" in row:
             answered = row["messages"] and row["messages"][-1]["role"] == "assistant"
             return frozenset({"finetune", "prompts", "dialogue"} if answered else {"prompts"})

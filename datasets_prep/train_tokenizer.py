@@ -1,12 +1,12 @@
-"""Train a small byte-level BPE tokenizer on any set, for a model that starts from nothing (`--model_name tiny`).
+"""Train a small byte-level BPE tokenizer on any dataset, for a model trained from scratch (`--model_name tiny`).
 
-A model built from its config has no tokenizer of its own, and one of 50,000 tokens would be larger than the model.
-Reads every text of the raw rows, messages included. Byte-level, so no text is ever unknown. The chat template is left
-to the data preparation, which writes the plain one.
+A model built from its config has no tokenizer, and the embeddings of 50,000 tokens would be larger than the model.
+Reads every text of the raw rows, messages included. Byte-level, so there are no unknown tokens. Data preparation adds
+the plain chat template.
 
     python -m datasets_prep.train_tokenizer --dataset_name=mine.jsonl --destination_dir=data/mine/tokenizer_4k
 
-Left out: other kinds of tokenizer (the `tokenizers` package trains them in as many lines).
+Left out: other kinds of tokenizers (the `tokenizers` package trains them in as many lines).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerArgs:
-    """Train a small tokenizer on the texts of a set."""
+    """Train a small tokenizer on the texts of a dataset."""
 
     destination_dir: str
-    """Folder to write, for `--tokenizer_name` of the data preparation."""
+    """Output folder, for `--tokenizer_name` of the data preparation."""
     dataset_name: str
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file."""
     dataset_config: str | None = None
-    """Configuration of a hub set that has several."""
+    """Configuration of a hub dataset that has several."""
     dataset_revision: str | None = None
-    """Branch, tag or commit of a hub set."""
+    """Branch, tag or commit of a hub dataset."""
     vocab_size: int = 4096
-    """Tokens, special ones included."""
+    """Number of tokens, special ones included."""
     num_samples: int = 50_000
-    """Raw rows to read at most; more than some ten thousand change little."""
+    """Maximum number of raw rows to read; more than some ten thousand change little."""
 
     def __post_init__(self) -> None:
         check_at_least(self, "vocab_size", MIN_VOCABULARY)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> str:
     source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
     texts = [text for raw in islice(source, args.num_samples) for text in texts_of(raw.values)]
     if not texts:
-        raise RunFailure(f"--dataset_name {args.dataset_name} holds no text")
+        raise RunFailure(f"--dataset_name {args.dataset_name} contains no text")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
@@ -70,13 +70,13 @@ def main(argv: list[str] | None = None) -> str:
     except OSError as problem:
         raise UsageError(f"--destination_dir {args.destination_dir} cannot be written: {problem.strerror}") from None
     tokens = sum(len(ids) for ids in tokenizer(texts[:1000])["input_ids"])
-    letters = sum(map(len, texts[:1000]))
-    print(f"wrote {len(tokenizer)} tokens to {args.destination_dir}; {letters / tokens:.1f} characters a token")
+    characters = sum(map(len, texts[:1000]))
+    print(f"wrote {len(tokenizer)} tokens to {args.destination_dir}; {characters / tokens:.1f} characters a token")
     return args.destination_dir
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every string inside a raw row, whatever its columns are; text that is not valid Unicode is left out."""
+    """Every string in a raw row, in any column; text that is not valid Unicode is skipped."""
     if isinstance(value, str):
         if value and not any("\ud800" <= letter <= "\udfff" for letter in value):
             yield value

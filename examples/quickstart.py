@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
 NEXT = """
 Next:
-{activate}  make demo                                             chat with these models in a browser, compare them blind
+{activate}  make demo                                             chat with these models in a browser, compare blind
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
   python -m lightrlhf.evaluate --experiment_dir {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise

@@ -1,8 +1,8 @@
-"""Programming problems with unit tests (APPS): a solution to learn from, tests to earn a reward by.
+"""Programming problems with unit tests (APPS): a solution for SFT, tests for the reward.
 
 Reads codeparrot/apps (`question, solutions, input_output, starter_code, difficulty`), whose hub repository is a
-loading script, hence the parquet revision. 20% of the problems are for SFT, 80% for RL. Of the solutions SFT gets the
-shortest that Python 3 parses (some are Python 2). The tests stay in the column `tests`, as the JSON they came in, for
+loading script, hence the parquet revision. 20% of the problems are for SFT, 80% for RL. SFT gets the shortest solution
+that Python 3 parses (some are Python 2). The column `tests` has the tests as the original JSON, for
 `datasets_prep.apps.reward`.
 
     python -m datasets_prep.apps.prepare_data --destination_dir=data/apps --tokenizer_name=google/codegemma-2b
@@ -33,17 +33,17 @@ class AppsArgs(PrepareArgs):
     dataset_name: str = "codeparrot/apps"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     dataset_revision: str | None = "refs/convert/parquet"
-    """Branch, tag or commit of a hub set."""
+    """Branch, tag or commit of a hub dataset."""
     split: str | None = "2,0,8"
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
     max_length: int = 1112
-    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int = 600
-    """Longest prompt in tokens; rows with a longer one are dropped."""
+    """Maximum tokens of a prompt; rows with a longer one are dropped."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """`{prompt, completion (where a solution parses), columns}`. Raises: BadRow."""
+    """`{prompt, completion (if a solution parses), columns}`. Raises: BadRow."""
     tests = load_json(column(raw, "input_output"), dict, "input_output")
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
@@ -75,10 +75,10 @@ def shortest_solution(solutions: str) -> str | None:
 
 
 def load_json(text: str, kind: type, name: str) -> Any:
-    """Raises: BadRow when `text` is no JSON of that kind."""
+    """A JSON value of type `kind`. Raises: BadRow."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # also numbers of more digits than Python reads
+    except (ValueError, RecursionError):  # ValueError also for integers longer than Python parses
         raise BadRow(f"{name}_is_no_json") from None
     if not isinstance(value, kind):
         raise BadRow(f"{name}_is_{type(value).__name__}")
@@ -87,7 +87,7 @@ def load_json(text: str, kind: type, name: str) -> Any:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     run(
         AppsArgs, to_row, argv, stages=STAGES, reward="datasets_prep.apps.reward:adaptive_score", example_prompt=EXAMPLE
     )

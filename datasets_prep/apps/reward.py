@@ -1,13 +1,13 @@
-"""The adaptive code reward: how many unit tests a program passes.
+"""The adaptive code reward: the share of unit tests that a program passes.
 
     -1.0                        it does not compile
-    -0.6                        it fails or runs out of time on a test
+    -0.6                        it fails or times out on a test
     -0.3 + 1.3 * passed / total otherwise
-     NaN                        nothing can be said (the sandbox failed, the tests are unreadable): masked
+     NaN                        unknown (the sandbox failed, the tests are unreadable): masked
 
 The scale is that of MA-RLHF's experiments on APPS (arXiv:2410.02743), after earlier work on learning from unit tests.
-Expected values stay in this process; what a program prints or returns comes back as plain data and is compared here by
-exact types, so neither an exit code, nor an object that equals everything, nor a patched comparison passes a test.
+Expected values stay in this process; the program's output or return value comes back as plain data and is compared here
+by exact types, so neither an exit code, nor an object that equals everything, nor a patched comparison passes a test.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ DECIMAL = re.compile(r"-?[0-9]{1,40}\.[0-9]{1,40}(?:[eE][-+]?[0-9]{1,3})?")
 
 
 def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
-    """Scores (B,) of programs; `tests` holds the JSON `{inputs, outputs, fn_name?}` of APPS for each.
+    """Scores (B,) of programs; `tests` is the JSON `{inputs, outputs, fn_name?}` of APPS for each.
 
-    Raises: RunFailure when this system cannot isolate programs and nobody allowed to run them without.
+    Raises: RunFailure if this system cannot isolate programs and running them without isolation is not permitted.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(score_program, completions, tests))
 
 
 def score_program(completion: str, tests: str | None, limits: Limits = Limits()) -> float:  # noqa: B008  (frozen)
-    """The score of one completion, which may hold its program in a code fence."""
+    """The score of one completion, with its program as it is or in a code fence."""
     try:
-        cases = json.loads(tests)
+        cases = json.loads(tests or "")
         pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
         function = cases.get("fn_name")
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
@@ -68,7 +68,7 @@ def code_of(completion: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Input or expected output of a program that reads and prints; APPS gives it as text or as a list of lines."""
+    """Input or expected output of a program that reads and prints; in APPS text or a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -89,7 +89,7 @@ def same_word(ours: str, theirs: str) -> bool:
 
 
 def same_answer(answer: list[Any] | None, expected: Any) -> bool:
-    """Whether a returned value is the expected one, which APPS often wraps in a list of one."""
+    """Whether a returned value equals the expected one, which APPS often wraps in a list of one."""
     if answer is None:
         return False
     wrapped = isinstance(expected, list) and len(expected) == 1
@@ -97,7 +97,7 @@ def same_answer(answer: list[Any] | None, expected: Any) -> bool:
 
 
 def same_value(ours: Any, theirs: Any) -> bool:
-    """Equal with equal types all the way down; fractional numbers up to rounding."""
+    """Equal with equal types at every level; floats up to rounding."""
     if type(ours) is not type(theirs):
         return False
     if isinstance(ours, list):

@@ -1,14 +1,14 @@
-"""Runs programs that a model wrote, each in a fresh process that is shut in and thrown away.
+"""Sandbox for model-written programs: each runs in a fresh, isolated process that is killed afterwards.
 
-What holds where:
+Layers of isolation:
 
 - always: `python -I` in an empty folder with a clean environment; limits on time, memory, file size, open files and
   output; the process group is killed at the end; the process gets one input and never a test's expected value.
-- where the kernel grants it (Linux 5.13, no privilege needed): Landlock (nothing may be written, only Python's own
-  files read), seccomp (no process, no network, no signal), namespaces as a further layer.
+- where the kernel supports them (Linux 5.13, no privilege needed): Landlock (no file can be written, only Python's own
+  files can be read), seccomp (no process, no network, no signal), namespaces as a further layer.
 
-Without Landlock and seccomp a program could read the trainer's files and memory, so running it is refused until the
-environment variable `LIGHTRLHF_RUN_UNISOLATED_CODE=1` says so.
+Without Landlock and seccomp a program could read the trainer's files and memory, so it is refused unless the
+environment variable `LIGHTRLHF_RUN_UNISOLATED_CODE=1` permits it.
 
 Left out: other languages, and programs that need files.
 """
@@ -38,21 +38,21 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use."""
+    """Resource limits of one run."""
 
-    seconds: float = 4.0  # of processor time; of the clock on the wall twice that, as the machine may be busy
+    seconds: float = 4.0  # CPU time; twice that in wall time, since the machine may be busy
     memory: int = 2**30  # bytes of address space
     output: int = 2**20  # bytes written
-    processes: int = 256  # of the user, where the kernel does not forbid new ones altogether
+    processes: int = 256  # of the user, where the kernel does not forbid new ones entirely
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `machinery` means that the program never got to run, which is not its fault."""
+    """How a run ended; `machinery`: the sandbox failed before the program ran."""
 
     kind: Literal["ran", "compile_error", "runtime_error", "time_out", "machinery"]
-    output: str = ""  # what it printed
-    answer: Any = None  # what the function returned, a list of one value; None when nothing valid came
+    output: str = ""  # stdout
+    answer: Any = None  # return value of the function in a list of one; None if there is no valid one
 
 
 def run_program(
@@ -64,7 +64,7 @@ def run_program(
 ) -> Outcome:
     """Run `program` with `text` as its input, or call `function(*arguments)` in it.
 
-    Raises: RunFailure when the kernel grants no isolation and nobody allowed to run without.
+    Raises: RunFailure if the kernel supports no isolation and running without is not permitted.
     """
     job = {
         "program": program,
@@ -76,12 +76,12 @@ def run_program(
         "must_isolate": os.environ.get(PERMISSION) != "1",
     }
     if not hasattr(os, "pidfd_open"):
-        raise RunFailure("model-written programs can be run on Linux only")
+        raise RunFailure("model-written programs can only be run on Linux")
     return _run(job, text, limits)
 
 
 def readable_files() -> list[str]:
-    """What a program may read: Python and its libraries."""
+    """Files that a program may read: Python and its libraries."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return [*(sysconfig.get_path(name) for name in names), f"{sys.base_prefix}/lib", *SYSTEM_FILES, *DEVICES]
 
@@ -98,8 +98,8 @@ def _run(job: dict[str, Any], text: str, limits: Limits) -> Outcome:
         return Outcome("machinery")
     if job["must_isolate"] and not {"landlock", "seccomp"} <= set(layers):
         raise RunFailure(
-            f"this kernel grants no {' and '.join(sorted({'landlock', 'seccomp'} - set(layers)))}, so a program that a "
-            f"model wrote could read your files; to run it all the same set {PERMISSION}=1, best inside a container"
+            f"this kernel has no {' and '.join(sorted({'landlock', 'seccomp'} - set(layers)))}, so a model-written "
+            f"program could read your files; to run it anyway set {PERMISSION}=1, preferably inside a container"
         )
     if status[:1] != ["true"]:
         return Outcome("compile_error")
@@ -111,7 +111,7 @@ def _run(job: dict[str, Any], text: str, limits: Limits) -> Outcome:
 
 
 def _answer(lines: list[str]) -> list[Any] | None:
-    """The one answer of a called function, as plain data in a list, or None."""
+    """The return value of the called function as plain data in a list, or None."""
     if len(lines) != 1:
         return None
     try:
@@ -120,8 +120,8 @@ def _answer(lines: list[str]) -> list[Any] | None:
         return None
 
 
-def _spawn(job: dict, given: Any, limits: Limits) -> tuple[list[str] | None, list[str], str, int | None]:
-    """(layers in force or None, further status lines, printed text, exit status or None after a time-out)."""
+def _spawn(job: dict[str, Any], given: Any, limits: Limits) -> tuple[list[str] | None, list[str], str, int | None]:
+    """(active layers or None, further status lines, printed text, exit status or None after a time-out)."""
     if os.environ.get(PERMISSION) == "1":
         _hide_memory()
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
@@ -150,9 +150,9 @@ def _spawn(job: dict, given: Any, limits: Limits) -> tuple[list[str] | None, lis
             os.close(status_write)
         with process, open(status_read, "rb", buffering=0) as status:
             try:
-                texts, finished = _collect(process, status, limits)
+                texts, finished = _collect(process.pid, process.stdout, status, limits)
             finally:
-                os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, so that the number is still its own
+                os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, so the process id is still its own
     code = process.returncode if finished else None
     too_much = len(texts["output"]) > limits.output
     lines = texts["status"].decode("utf-8", "replace").splitlines()
@@ -160,14 +160,14 @@ def _spawn(job: dict, given: Any, limits: Limits) -> tuple[list[str] | None, lis
     return layers, lines[1:], texts["output"].decode("utf-8", "replace"), 1 if too_much and code == 0 else code
 
 
-def _collect(process: subprocess.Popen, status: Any, limits: Limits) -> tuple[dict[str, bytearray], bool]:
-    """What came out until the process ended, spoke too much, or its time was over; and whether it ended by itself."""
+def _collect(pid: int, output: Any, status: Any, limits: Limits) -> tuple[dict[str, bytearray], bool]:
+    """Output and status until the process ended, wrote too much or timed out; False if it timed out."""
     deadline = time.monotonic() + 2 * limits.seconds
     texts = {"output": bytearray(), "status": bytearray()}
-    process_fd = os.pidfd_open(process.pid)
+    process_fd = os.pidfd_open(pid)
     with selectors.DefaultSelector() as selector:
         try:
-            streams = {"output": process.stdout.fileno(), "status": status.fileno()}
+            streams = {"output": output.fileno(), "status": status.fileno()}
             for name, stream in streams.items():
                 os.set_blocking(stream, False)
                 selector.register(stream, selectors.EVENT_READ, name)
@@ -178,7 +178,7 @@ def _collect(process: subprocess.Popen, status: Any, limits: Limits) -> tuple[di
                     if key.data and not _read(key.fd, texts[key.data]):
                         selector.unregister(key.fd)
                 if max(map(len, texts.values())) > limits.output:
-                    return texts, True  # killed for it below, which counts as a runtime error
+                    return texts, True  # the caller kills it, which counts as a runtime error
                 if any(key.data is None for key, _ in ready):
                     for name, stream in streams.items():
                         while len(texts[name]) <= limits.output and _read(stream, texts[name]):
@@ -190,7 +190,7 @@ def _collect(process: subprocess.Popen, status: Any, limits: Limits) -> tuple[di
 
 
 def _read(stream: int, into: bytearray) -> bool:
-    """Read once; whether there was anything."""
+    """Read once; whether there was any data."""
     try:
         data = os.read(stream, 2**16)
     except BlockingIOError:
@@ -200,7 +200,7 @@ def _read(stream: int, into: bytearray) -> bool:
 
 
 def _hide_memory() -> None:
-    """Without a kernel sandbox, keep other processes of this user out of this one's memory and environment."""
+    """Without a kernel sandbox: protect this process's memory and environment from other processes of the user."""
     import ctypes
 
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

@@ -1,12 +1,12 @@
-"""What runs inside the sandbox: shuts itself in, then runs one program on one input.
+"""Child process of the sandbox: isolates itself, then runs one program on one input.
 
 Started by `sandbox.py` as `python -I -S sandbox_child.py JOB_FD STATUS_FD PARENT_PID` in an empty folder with a clean
-environment; killed when that parent is. The job holds the program and one input, never a test's expected value. To
-STATUS_FD go, one JSON a line: the layers of isolation that are in force, whether the program compiled, and for a called
-function its answer. A program that writes to it itself can only give answers, and one that does not know the right
-answer gains nothing.
+environment; killed together with that parent. The job contains the program and one input, never a test's expected
+value. Written to STATUS_FD, one JSON value per line: the active layers of isolation, whether the program compiled, and
+the return value of a called function. A program that writes there itself can only submit answers, which gains nothing
+without knowing the right one.
 
-Only the standard library, and no import of this package: the sandbox cannot read it.
+Imports the standard library only: the sandbox cannot read this package.
 """
 
 import builtins
@@ -18,10 +18,10 @@ import resource
 import struct
 import sys
 
-# System calls that are refused, with their numbers on x86-64 and arm64 (None: does not exist there). Left are
-# threads, memory, and files as far as Landlock allows them.
+# Refused system calls with their numbers on x86-64 and arm64 (None: does not exist there). Allowed remain threads,
+# memory, and files within Landlock's rules.
 REFUSED = {
-    # other processes: none is started, looked into or signalled
+    # other processes: none can be started, inspected or signalled
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
@@ -63,7 +63,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(limits):
-    """Limits that the program cannot raise again."""
+    """Set hard limits, which the program cannot raise."""
     for name, value in (
         ("RLIMIT_CPU", max(limits["seconds"], 1)),
         ("RLIMIT_AS", limits["memory"]),
@@ -81,12 +81,12 @@ def limit_resources(limits):
 
 
 def isolate(readable):
-    """Puts each layer of isolation in force that the kernel grants; their names."""
+    """Activate each layer of isolation that the kernel supports; returns their names."""
     layers = []
     if libc.unshare(NEW_USER_NET_IPC) == 0:
         layers.append("namespaces")
     drop_capabilities()
-    if libc.prctl(38, 1, 0, 0, 0) == 0:  # PR_SET_NO_NEW_PRIVS, which both of the next need
+    if libc.prctl(38, 1, 0, 0, 0) == 0:  # PR_SET_NO_NEW_PRIVS, required by both below
         layers += ["landlock"] if restrict_files(readable) else []
         layers += ["seccomp"] if refuse_calls() else []
     return layers
@@ -100,7 +100,7 @@ def drop_capabilities():
 
 
 def restrict_files(readable):
-    """Landlock: files below `readable` may be read, nothing may be written; no TCP, no signals out."""
+    """Landlock: only files below `readable` can be read, none written; no TCP, no signals to other processes."""
     abi = libc.syscall(444, None, 0, 1)
     if abi < 1:
         return False
@@ -126,7 +126,7 @@ def restrict_files(readable):
 
 
 def refuse_calls():
-    """Seccomp: the refused calls and every process (but not thread) fail with EPERM."""
+    """Seccomp: refused calls and new processes (not threads) fail with EPERM."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         return False
@@ -141,7 +141,7 @@ def refuse_calls():
 
     program = [instruction(load, 4), instruction(jump_equal, AUDIT_ARCH[machine], 1, 0), instruction(answer, kill)]
     program += [instruction(load, 0), instruction(jump_above, 0x40000000, 0, 1), instruction(answer, kill)]
-    program += [instruction(jump_equal, CLONE3, 0, 1), instruction(answer, unknown)]  # libc then takes clone
+    program += [instruction(jump_equal, CLONE3, 0, 1), instruction(answer, unknown)]  # libc falls back to clone
     program += [instruction(jump_equal, CLONE[machine], 0, 4), instruction(load, 16)]  # its first argument, the flags
     program += [instruction(jump_set, CLONE_THREAD, 0, 1), instruction(answer, allow), instruction(answer, refuse)]
     # prlimit on itself only: its first argument, a process number of 32 bits, must be 0
@@ -156,7 +156,7 @@ def refuse_calls():
 
 
 def plain(value):
-    """`value` as JSON can hold it; a tuple becomes a list, an object is refused."""
+    """`value` as JSON data; a tuple becomes a list. Raises: TypeError for an object."""
     if type(value) in (list, tuple):
         return [plain(item) for item in value]
     if type(value) is dict:
@@ -175,7 +175,7 @@ def main():
         job = json.load(file)
     status = open(status_fd, "w", encoding="utf-8", buffering=1)
     sys.argv = ["solution.py"]
-    builtins.exit = builtins.quit = sys.exit  # which the `site` module, left out by -S, would define
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # defined by `site`, which -S leaves out
     sys.path += job["paths"]
     limit_resources(job["limits"])
     layers = isolate(job["readable"])
@@ -191,7 +191,7 @@ def main():
     name, arguments = job["function"], job["arguments"]
     if name is None:
         status.close()
-    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
+    namespace: dict = {"__name__": "__main__", "__builtins__": __builtins__}
     exec(code, namespace)
     if name is not None:
         owner = namespace.get("Solution")

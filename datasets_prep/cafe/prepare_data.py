@@ -1,8 +1,8 @@
 """The café, the bundled task: demonstrations, preference pairs and prompts from a seeded grammar.
 
-Demonstrations mix good and flawed answers, so that supervised fine-tuning ends mediocre on purpose; pairs say which of
-two answers a guest prefers, and a share of the training pairs is labelled the wrong way round. Orders of the test
-split occur in no other split, whatever the seed.
+Demonstrations mix good and flawed answers, so that the SFT policy is mediocre on purpose; pairs state which of two
+answers a guest prefers, and a share of the training pairs has a swapped label. Orders of the test split occur in no
+other split, for any seed.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class CafeArgs(PrepareArgs):
     """Write the café's splits."""
 
     destination_dir: str = "data/cafe/tiny"
-    """Folder to write."""
+    """Output folder."""
     dataset_name: str = "cafe"
     """Name in the report; the café is generated, not read."""
-    tokenizer_name: str | None = None
-    """Tokenizer of the model to be trained; when not given a small BPE is trained on the café's language."""
+    tokenizer_name: str | None = None  # type: ignore[assignment]  # optional here only
+    """Tokenizer of the model to be trained; by default a small BPE is trained on the café's language."""
     num_finetune: int = 2000
-    """Demonstrations of the training split."""
+    """Demonstrations in the training split."""
     num_preference: int = 6000
-    """Pairs of the training split."""
+    """Pairs in the training split."""
     num_prompts: int = 6400
-    """Prompts of the training split."""
+    """Prompts in the training split."""
     num_held_out: int = 400
-    """Demonstrations and prompts of the validation and of the test split."""
+    """Demonstrations and prompts in the validation and in the test split."""
     num_held_out_pairs: int = 1200
-    """Pairs of the validation and of the test split: enough for an accuracy per flaw."""
+    """Pairs in the validation and in the test split; the default suffices for an accuracy per flaw."""
     label_noise: float = 0.05
-    """Share of training pairs labelled the wrong way round."""
+    """Share of training pairs with swapped labels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ class CafeArgs(PrepareArgs):
 
 
 def rows(args: CafeArgs) -> Iterator[dict[str, Any]]:
-    """All rows of all stages and splits, each with the order's own split."""
+    """All rows of all stages and splits, each in the split of its order."""
     sizes = {"finetune": args.num_finetune, "preference": args.num_preference, "prompts": args.num_prompts}
     for stage, make in (("finetune", demonstration), ("preference", preference), ("prompts", prompt)):
         for split in SPLITS:
@@ -82,30 +82,30 @@ def prompt(rng: random.Random, order: Order, noise: float = 0.0) -> dict[str, An
 
 
 def demonstration(rng: random.Random, order: Order, noise: float = 0.0) -> dict[str, Any]:
-    """A request with an answer of the mixture."""
+    """A request with an answer from `MIXTURE`."""
     return prompt(rng, order) | {"completion": " " + random_answer(rng, order, **MIXTURE)}
 
 
 def preference(rng: random.Random, order: Order, noise: float) -> dict[str, Any]:
-    """A request with two answers: half of them a good one against the same with one flaw, half of any two that differ
-    in worth. `columns` tells the flaw (or `mixed`) and whether the label was turned round."""
+    """A request with two answers: in half of the rows a good one and the same with one flaw, in the others any two of
+    unequal quality. `columns` has the flaw (or `mixed`) and whether the label was swapped."""
     row = prompt(rng, order)
     if rng.random() < 0.5:
         flaw = rng.choice(possible_flaws(order))
         better = good_plan(rng, order)
         worse = flawed(rng, better, flaw)
     else:
-        flaw, (better, worse) = "mixed", two_of_the_mixture(rng, order)
+        flaw, (better, worse) = "mixed", unequal_answers(rng, order)
     swapped = rng.random() < noise
     chosen, rejected = (worse, better) if swapped else (better, worse)
     columns = {"group": flaw, "swapped": swapped}
     return row | {"chosen": " " + chosen.text(), "rejected": " " + rejected.text(), "columns": columns}
 
 
-def two_of_the_mixture(rng: random.Random, order: Order) -> tuple[Plan, Plan]:
-    """Two answers of unlike worth, the better one first.
+def unequal_answers(rng: random.Random, order: Order) -> tuple[Plan, Plan]:
+    """Two answers from `MIXTURE` of unequal quality, the better one first.
 
-    The guest knows what was done wrong: a wrong order counts for two, being rude and rambling for one each.
+    Penalties: a wrong order counts two, rudeness and rambling one each.
     """
     while True:
         answers = []

@@ -1,11 +1,11 @@
-"""Pretrain the café's base model: a Llama of under 1M parameters that has read many orders and answers.
+"""Pretrain the café's base model: a Llama of under 1M parameters trained on orders and answers.
 
 Real users start from a base model; so does the quickstart, from the one this script writes to `base/`. Half of each
 batch are conversations that mix good and flawed answers exactly as the demonstrations do, for next-token prediction.
-The other half are good answers in which words were swapped, for replaced-token detection (ELECTRA, Clark et al. 2020):
-a throw-away head tells which words are not what was ordered. Next-token prediction alone taught a model of this size
-to copy an order but, in a quarter of an hour, not to notice a wrong one, and a reward model can only build on what its
-base sees. Both halves use orders of the training split only, and neither preference pairs nor gold scores.
+The other half are good answers in which words were replaced, for replaced-token detection (ELECTRA, Clark et al. 2020):
+a temporary head classifies which words differ from the order. Next-token prediction alone taught a model of this size
+to copy an order but, in a quarter of an hour, not to detect a wrong one, and a reward model depends on the features of
+its base. Both halves use orders of the training split only, and neither preference pairs nor gold scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PretrainArgs:
     """Pretrain the café's base model."""
 
     destination_dir: str = str(BASE_DIR)
-    """Folder to write."""
+    """Output folder."""
     num_steps: int = 2500
     """Optimiser steps."""
     batch_size: int = 64
@@ -54,7 +54,7 @@ class PretrainArgs:
 
 
 def batches(args: PretrainArgs, tokenizer: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Endless (B, T) ids, whether each is read for its next token, and 1 / 0 / -1: replaced, kept, not asked."""
+    """Infinite batches (B, T): ids, mask of next-token prediction, labels 1 / 0 / -1 for replaced, kept, ignored."""
     rng = random.Random(args.seed)
     source = orders(rng, "train")
     while True:
@@ -82,7 +82,7 @@ def _row(rng: random.Random, order: Any, tokenizer: Any, swap: bool) -> tuple[li
     spans = replaced_words(order, plan)
     answer = tokenizer(" " + plan.text(), return_offsets_mapping=True)
     labels = [
-        float(any(start < last + 1 and first + 1 < end for first, last in spans))  # spans do not count the first space
+        float(any(start < last + 1 and first + 1 < end for first, last in spans))  # spans exclude the first space
         for start, end in answer["offset_mapping"]
     ]
     return opening + answer["input_ids"], [-1.0] * len(opening) + labels, True
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = train_tokenizer(seed=args.seed)
     model = LlamaForCausalLM(tiny_config(tokenizer))
     detector = nn.Linear(model.config.hidden_size, 1)
-    learning = [*model.parameters(), *detector.parameters()]
-    optimizer = torch.optim.AdamW(learning, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
+    trainable = [*model.parameters(), *detector.parameters()]
+    optimizer = torch.optim.AdamW(trainable, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
     bar = tqdm(range(args.num_steps), desc="pretrain", mininterval=5)
     for step, (ids, read, replaced) in zip(bar, batches(args, tokenizer)):
         decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.num_steps))
@@ -109,17 +109,17 @@ def main(argv: list[str] | None = None) -> None:
             group["lr"] = args.learning_rate * min(1.0, (step + 1) / 100) * decay
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H)
         next_token = F.cross_entropy(model.lm_head(hidden[:, :-1][read[:, 1:]]), ids[:, 1:][read[:, 1:]])
-        asked = replaced >= 0
-        guess = detector(hidden[asked])[:, 0]
-        detection = F.binary_cross_entropy_with_logits(guess, replaced[asked])
+        labelled = replaced >= 0  # (B, T)
+        scores = detector(hidden[labelled])[:, 0]
+        detection = F.binary_cross_entropy_with_logits(scores, replaced[labelled])
         (next_token + DETECTION_WEIGHT * detection).backward()
-        nn.utils.clip_grad_norm_(learning, 1.0)
+        nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0:
-            found = float((guess > 0)[replaced[asked] > 0].float().mean())
-            bar.set_postfix(loss=f"{next_token.item():.3f}", found=f"{found:.3f}", refresh=False)
-    model.to(torch.bfloat16).save_pretrained(args.destination_dir)
+            recall = float((scores > 0)[replaced[labelled] > 0].float().mean())
+            bar.set_postfix(loss=f"{next_token.item():.3f}", recall=f"{recall:.3f}", refresh=False)
+    model.bfloat16().save_pretrained(args.destination_dir)
     tokenizer.save_pretrained(args.destination_dir)
 
 

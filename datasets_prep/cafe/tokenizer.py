@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets_prep.cafe.world import MIXTURE, flawed, good_plan, orders, random_flaws, request
 
-PROMPT = "Guest: {request}\nBarista:"  # an answer follows with a space before it
+PROMPT = "Guest: {request}\nBarista:"  # an answer begins with a space
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'Guest: ' + message['content'] + '\n' }}"
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocab_size: int = 768, seed: int = 0, num_texts: int = 4000) -> Any:
-    """A `PreTrainedTokenizerFast` trained on the café's language; the same arguments give the same tokenizer."""
+    """A `PreTrainedTokenizerFast` trained on the café's language; a deterministic function of its arguments."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,7 @@
 """The café's conversations: demonstrations and dialogues of three turns in which the guest leaves something out.
 
-Whoever serves in them asks for something that is missing in a fifth of its turns and otherwise repeats an order,
-guessing what it was not told. So supervised fine-tuning learns to ask and to repeat, and seldom asks. What a guest
-wants belongs to one split only, the one that the café itself puts this order into.
+The assistant asks for a missing part in a fifth of its turns and otherwise repeats an order, guessing missing parts. So
+the SFT policy learns to ask and to repeat, and seldom asks. An order occurs in one split only, the same as in `cafe`.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ class CafeTalkArgs(PrepareArgs):
     """Write the café's conversations."""
 
     destination_dir: str = "data/cafe_talk/tiny"
-    """Folder to write."""
+    """Output folder."""
     dataset_name: str = "cafe_talk"
     """Name in the report; the café is generated, not read."""
-    tokenizer_name: str | None = None
-    """Tokenizer of the model to be trained; when not given a small BPE is trained on the café's language."""
+    tokenizer_name: str | None = None  # type: ignore[assignment]  # optional here only
+    """Tokenizer of the model to be trained; by default a small BPE is trained on the café's language."""
     num_dialogues: int = 2000
-    """Dialogues of the training split."""
+    """Dialogues in the training split."""
     num_held_out: int = 300
-    """Dialogues of the validation and of the test split."""
+    """Dialogues in the validation and in the test split."""
     remove_same_inputs: bool = False
-    """Keep only the first row of each prompt (of each sequence of user turns for dialogues)."""
+    """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
     ask: float = 0.2
-    """How often a turn asks while something is missing."""
+    """Probability that a turn asks while something is missing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +53,7 @@ class CafeTalkArgs(PrepareArgs):
 
 
 def rows(args: CafeTalkArgs) -> Iterator[dict[str, Any]]:
-    """All dialogues of all splits; the same serve as demonstrations and as dialogues."""
+    """All dialogues of all splits, once as demonstrations and once as dialogues."""
     for stage in STAGES:
         for split in SPLITS:
             rng = random.Random(f"{args.seed} {stage} {split}")
@@ -66,7 +65,7 @@ def rows(args: CafeTalkArgs) -> Iterator[dict[str, Any]]:
 
 
 def dialogue(rng: random.Random, ask: float) -> dict[str, Any]:
-    """Messages of three turns, and as a column what the guest wanted."""
+    """Messages of three turns, with the guest's order as a column."""
     item, missing = wanted(rng)
     messages = [{"role": "user", "content": opening(rng, item, missing)}]
     missing = list(missing)

@@ -1,10 +1,9 @@
-"""Votes from the page `lightrlhf.demo`, as preference pairs.
+"""Votes from `lightrlhf.demo` as preference pairs.
 
-A pair of answers becomes one row however many people saw it: chosen is what most of them prefer. Pairs that were only
-skipped, that end in a tie, or whose raters are divided are dropped and counted, and so are those with an answer that
-was cut by its length: a row ends with an end token, which that answer did not say. The columns say which model gave
-which answer, how many voted and what share of them prefers the chosen one; `group` is the rater, or `several`, so that
-`lightrlhf.evaluate` shows a reward model's accuracy for each of them.
+A pair of answers becomes one row, by majority vote. Dropped and counted are pairs that were only skipped, that end in a
+tie, whose raters are divided, or with a truncated answer: a row ends with an end token, which that answer did not
+produce. The columns are the model of each answer, the number of votes and the share of them that prefers the chosen
+one; `group` is the rater, or `several`, so that `lightrlhf.evaluate` reports a reward model's accuracy for each.
 
     python -m datasets_prep.feedback.prepare_data --destination_dir=data/cafe/feedback \\
         --dataset_name=votes.jsonl --tokenizer_name=data/cafe/tiny/tokenizer
@@ -27,12 +26,12 @@ STAGES = ("finetune", "preference", "prompts")
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackArgs(PrepareArgs):
-    """Prepare the votes of people on pairs of answers."""
+    """Prepare people's votes on pairs of answers."""
 
     dataset_name: str
-    """JSONL file of votes, as `lightrlhf.demo` writes it, or a folder with several."""
+    """JSONL file of votes written by `lightrlhf.demo`, or a folder of several."""
     validation_percentage: float = 0.2
-    """Share of prompts in the validation split; votes are few, and without such pairs nobody sees what is learned."""
+    """Share of prompts in the validation split; larger than elsewhere, since votes are few."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; by default a prompt may have pairs of several models."""
 
@@ -43,21 +42,21 @@ class FeedbackArgs(PrepareArgs):
 
 
 def files_of(name: str) -> list[Path]:
-    """The file, or those of a folder in the order of their names."""
+    """The file, or those of a folder sorted by name."""
     path = Path(name)
     return sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
 
 
 def rows(files: list[Path]) -> Iterator[dict[str, Any] | Dropped]:
-    """A row for each pair of answers, in the order they were first voted on."""
-    seen: dict[str, list[Vote]] = {}
+    """One row per pair of answers, in the order of their first votes."""
+    by_pair: dict[str, list[Vote]] = {}
     raters: set[tuple[str, str]] = set()
     for file in files:
         for vote in read_votes(file):
             if (vote["pair"], vote["rater"]) not in raters:
-                seen.setdefault(vote["pair"], []).append({**vote, "source": f"{file}: pair {vote['pair']}"})
+                by_pair.setdefault(vote["pair"], []).append({**vote, "source": f"{file}: pair {vote['pair']}"})
                 raters.add((vote["pair"], vote["rater"]))
-    for votes in seen.values():
+    for votes in by_pair.values():
         yield row_of(votes)
 
 
@@ -71,8 +70,8 @@ def row_of(votes: list[Vote]) -> dict[str, Any] | Dropped:
         undecided = "skipped" if not cast else "tie" if winners == {None} else "raters_are_divided"
         reason = "an_answer_was_cut" if cut else undecided
         return Dropped(reason, source, row={"prompt": votes[0]["prompt"], "responses": votes[0]["responses"]})
-    both = sides(votes[0])
-    (good, chosen), (bad, rejected) = both[best], both[1 - best]
+    answers = sides(votes[0])
+    (good, chosen), (bad, rejected) = answers[best], answers[1 - best]
     columns = {"model_chosen": good, "model_rejected": bad, "votes": len(cast)}
     columns["agree"] = sum(winner(vote) == best for vote in cast) / len(cast)
     columns["group"] = cast[0]["rater"] if len(cast) == 1 else "several"
@@ -91,9 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(FeedbackArgs, argv)
     prepare(args, rows(files_of(args.dataset_name)), stages=STAGES)
     if args.stage in ("all", "preference") and not (Path(args.destination_dir) / "preference_validation.pt").is_file():
-        print(
-            "no pair is in the validation split, which lightrlhf.rm needs; collect more, or --validation_percentage 0.4"
-        )
+        print("the validation split is empty, and lightrlhf.rm requires one; try --validation_percentage 0.4")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Your own set, without code: any file or hub set with TRL's columns.
+"""Your own dataset, without code: any file or hub dataset with TRL's columns.
 
 | columns | files |
 |---|---|
@@ -8,7 +8,7 @@
 | `prompt` | prompts |
 
 A prompt is text or messages, a response text or one assistant message; `chosen` and `rejected` may also be whole
-dialogues (their common beginning is the prompt). Every other column is carried to the prompts for a reward function.
+dialogues (their common prefix is the prompt). Every other column is kept with the prompts, for a reward function.
 
     python -m datasets_prep.generic.prepare_data --destination_dir=data/mine --dataset_name=mine.jsonl \\
         --tokenizer_name=facebook/opt-350m
@@ -29,14 +29,14 @@ OURS = ("prompt", "completion", "chosen", "rejected", "messages")
 
 @dataclass(frozen=True, kw_only=True)
 class GenericArgs(PrepareArgs):
-    """Prepare any set with the columns prompt, completion, chosen, rejected or messages."""
+    """Prepare any dataset with the columns prompt, completion, chosen, rejected or messages."""
 
     remove_same_inputs: bool = False
-    """Keep only the first row of each prompt (of each sequence of user turns for dialogues)."""
+    """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """The row itself, with prompt and responses told apart. Raises: BadRow."""
+    """The row with prompt and responses separated. Raises: BadRow."""
     given = {name: raw[name] for name in OURS if raw.get(name) is not None}
     columns = {name: plain(value) for name, value in raw.items() if name not in OURS}
     if "chosen" in given or "rejected" in given:
@@ -51,7 +51,7 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair(given: dict[str, Any]) -> dict[str, Any]:
-    """`{prompt, chosen, rejected}` of a pair whose prompt is apart or inside both sides. Raises: BadRow."""
+    """`{prompt, chosen, rejected}` of a pair whose prompt is separate or part of both sides. Raises: BadRow."""
     chosen, rejected, prompt = given["chosen"], given["rejected"], given.get("prompt")
     if is_messages(chosen) and is_messages(rejected) and min(len(chosen), len(rejected)) > 1:
         if chosen[:-1] != rejected[:-1]:
@@ -61,13 +61,13 @@ def pair(given: dict[str, Any]) -> dict[str, Any]:
         if not (isinstance(chosen, str) and isinstance(rejected, str)):
             raise BadRow("no_prompt")
         common = os.path.commonprefix([chosen, rejected])
-        prompt = common[: common.rfind(" ")] if " " in common else ""  # back to a word's end, never inside a word
+        prompt = common[: common.rfind(" ")] if " " in common else ""  # ends at a word boundary
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return {"prompt": prompt, "chosen": response(chosen), "rejected": response(rejected)}
 
 
 def response(value: Any) -> str:
-    """The text of a response given as text or as one assistant message. Raises: BadRow."""
+    """The text of a response, which is text or one assistant message. Raises: BadRow."""
     if isinstance(value, str):
         return value
     if is_messages(value) and len(value) == 1 and value[0]["role"] == "assistant":
@@ -76,7 +76,7 @@ def response(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` if a `.pt` file can hold it as plain data, else its text."""
+    """`value` as plain data for a `.pt` file; other objects as text."""
     if isinstance(value, dict):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     run(GenericArgs, to_row, argv)
 
 

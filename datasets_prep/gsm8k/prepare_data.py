@@ -1,7 +1,7 @@
 """Grade-school maths problems with worked answers, and a reward that checks the final number.
 
-Reads openai/gsm8k (`question, answer`, the answer ending in `#### N`; take `--dataset_config main` from the hub). The
-calculator marks `<<48/2=24>>` are taken out of the worked answers. The number goes into the column `answer`, for
+Reads openai/gsm8k (`question, answer`, the answer ending in `#### N`; `--dataset_config main` on the hub). The
+calculator marks `<<48/2=24>>` are removed from the worked answers. The number becomes the column `answer`, for
 `datasets_prep.gsm8k.reward`.
 
     python -m datasets_prep.gsm8k.prepare_data --destination_dir=data/gsm8k --tokenizer_name=Qwen/Qwen3-0.6B
@@ -28,9 +28,9 @@ class Gsm8kArgs(PrepareArgs):
     dataset_name: str = "openai/gsm8k"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     dataset_config: str | None = "main"
-    """Configuration of a hub set that has several."""
+    """Configuration of a hub dataset that has several."""
     split: str | None = "1,0,1"
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     question = "A baker sells 12 rolls at 2 dollars each and 3 cakes at 15 dollars each. How much does she earn?"
     reward = "datasets_prep.gsm8k.reward:exact_answer"
     run(Gsm8kArgs, to_row, argv, stages=STAGES, reward=reward, example_prompt=[{"role": "user", "content": question}])

@@ -1,8 +1,8 @@
-"""Helpful and harmless dialogues: pairs of whole conversations that differ in the assistant's last answer.
+"""Helpful and harmless dialogues: pairs of conversations that differ in the assistant's last answer.
 
-Reads every published form of the set: Anthropic/hh-rlhf (`chosen`, `rejected` as text), Dahoas/full-hh-rlhf and
+Reads every published form of the dataset: Anthropic/hh-rlhf (`chosen`, `rejected` as text), Dahoas/full-hh-rlhf and
 static-hh (`prompt, response, chosen, rejected` as text) and trl-internal-testing/hh-rlhf-trl-style (`chosen` and
-`rejected` as messages). All become messages; a tokenizer without a chat template writes them as they were published,
+`rejected` as messages). All become messages; for a tokenizer without a chat template they are written as published,
 `\n\nHuman: …\n\nAssistant: …`.
 
     python -m datasets_prep.helpful_harmless.prepare_data --destination_dir=data/hh --tokenizer_name=facebook/opt-350m
@@ -29,12 +29,12 @@ class HelpfulHarmlessArgs(PrepareArgs):
     dataset_name: str = "Anthropic/hh-rlhf"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
     """`{prompt: messages, chosen, rejected}` of any published form. Raises: BadRow."""
-    if "response" in raw:  # Dahoas: the prompt is apart, the answers are bare
+    if "response" in raw:  # Dahoas: separate prompt and answers
         prompt = read_dialogue(column(raw, "prompt"))
         chosen, rejected = column(raw, "chosen"), column(raw, "rejected")
     else:
@@ -46,16 +46,16 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_either(raw: dict[str, Any], name: str) -> list[dict[str, str]]:
-    """The messages of a column that holds text or messages, ending with the assistant. Raises: BadRow."""
-    dialogue = raw.get(name)
-    dialogue = dialogue if is_messages(dialogue) else read_dialogue(column(raw, name))
+    """The messages of a column of text or messages, ending with the assistant. Raises: BadRow."""
+    value = raw.get(name)
+    dialogue = value if is_messages(value) else read_dialogue(column(raw, name))
     if len(dialogue) < 2 or dialogue[-1]["role"] != "assistant" or not isinstance(dialogue[-1]["content"], str):
         raise BadRow("no_final_answer")
     return dialogue
 
 
 def read_dialogue(text: str) -> list[dict[str, str]]:
-    """Messages of `\\n\\nHuman: …\\n\\nAssistant: …`; an `Assistant:` that waits for its answer is left out."""
+    """Messages of `\\n\\nHuman: …\\n\\nAssistant: …`; a final `Assistant:` without an answer is left out."""
     parts = TURN.split(text)
     if parts[0].strip() or len(parts) < 3:
         raise BadRow("no_dialogue")
@@ -66,7 +66,7 @@ def read_dialogue(text: str) -> list[dict[str, str]]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     run(HelpfulHarmlessArgs, to_row, argv, example_prompt=[{"role": "user", "content": "How does the computer work?"}])
 
 

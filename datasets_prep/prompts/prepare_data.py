@@ -1,8 +1,8 @@
-"""Prompt collections and SFT sets in messages, as online preference learning uses them.
+"""Prompt collections and SFT datasets of messages, for online preference learning.
 
-Reads RLHFlow's prompt collections (`context_messages`) and SFT sets (`messages` or `conversations`), with `{role,
-content}` or `{from, value}` messages. A prompt collection gives prompts only; an SFT set gives finetune rows that
-train every assistant turn, and prompts.
+Reads RLHFlow's prompt collections (`context_messages`) and SFT datasets (`messages` or `conversations`), with `{role,
+content}` or `{from, value}` messages. A prompt collection yields prompts only; an SFT dataset yields prompts, and
+finetune rows that train every assistant turn.
 
     python -m datasets_prep.prompts.prepare_data --destination_dir=data/prompts \\
         --dataset_name=RLHFlow/iterative-prompt-v1-iter1-20K --tokenizer_name=meta-llama/Meta-Llama-3-8B-Instruct
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
+from datasets_prep.encoding import Messages
 from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("finetune", "prompts")
@@ -22,27 +23,27 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsArgs(PrepareArgs):
-    """Prepare a prompt collection or an SFT set of messages."""
+    """Prepare a prompt collection or an SFT dataset of messages."""
 
     dataset_name: str = "RLHFlow/iterative-prompt-v1-iter1-20K"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     max_length: int = 2048
-    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int = 1024
-    """Longest prompt in tokens; rows with a longer one are dropped."""
+    """Maximum tokens of a prompt; rows with a longer one are dropped."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """`{prompt: messages}` of a prompt collection, `{messages}` of an SFT set. Raises: BadRow."""
+    """`{prompt: messages}` of a prompt collection, `{messages}` of an SFT dataset. Raises: BadRow."""
     if "context_messages" in raw:
         return {"prompt": as_messages(column(raw, "context_messages", list)), "stage": "prompts"}
     name = "messages" if "messages" in raw else "conversations"
     return {"messages": as_messages(column(raw, name, list))}
 
 
-def as_messages(turns: list[Any]) -> list[dict[str, str]]:
-    """`{role, content}` messages of turns written that way or as `{from, value}`. Raises: BadRow."""
-    messages = []
+def as_messages(turns: list[Any]) -> Messages:
+    """`{role, content}` messages from `{role, content}` or `{from, value}` turns. Raises: BadRow."""
+    messages: Messages = []
     for turn in turns:
         if not isinstance(turn, dict):
             raise BadRow(f"message_is_{type(turn).__name__}")
@@ -55,7 +56,7 @@ def as_messages(turns: list[Any]) -> list[dict[str, str]]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     question = "Explain to a child why the moon does not fall down."
     run(PromptsArgs, to_row, argv, stages=STAGES, example_prompt=[{"role": "user", "content": question}])
 

@@ -1,8 +1,8 @@
-"""Summaries of Reddit posts, in pairs of which people preferred one.
+"""Pairs of summaries of Reddit posts with people's preferences.
 
 Reads CarperAI/openai_summarize_comparisons (`prompt, chosen, rejected`, the answers beginning with `TL;DR: `) and
-openai/summarize_from_feedback (`info, summaries, choice`; take `--dataset_config comparisons`). Both become the prompt
-`SUBREDDIT: … TITLE: … POST: … TL;DR:` and a summary behind a space; subreddit and title also go into the columns.
+openai/summarize_from_feedback (`info, summaries, choice`; use `--dataset_config comparisons`). Both become the prompt
+`SUBREDDIT: … TITLE: … POST: … TL;DR:` and a summary after a space; subreddit and title are also columns.
 
     python -m datasets_prep.summarization.prepare_data --destination_dir=data/tldr --tokenizer_name=facebook/opt-350m
 """
@@ -34,7 +34,7 @@ class SummarizationArgs(PrepareArgs):
     dataset_name: str = "CarperAI/openai_summarize_comparisons"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; a post has several pairs of summaries."""
 
@@ -66,7 +66,7 @@ def from_feedback(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_of(prompt: str, chosen: str, rejected: str, columns: dict[str, str]) -> dict[str, Any]:
-    """The prompt ends in the mark; the space behind it belongs to the summary, as byte-pair tokens begin with one."""
+    """The prompt ends with the mark; a summary begins with a space, as byte-pair tokens do."""
     if not (chosen and rejected):
         raise BadRow("empty_response")
     return {"prompt": f"{prompt}\n{MARK}", "chosen": f" {chosen}", "rejected": f" {rejected}", "columns": columns}
@@ -74,7 +74,7 @@ def row_of(prompt: str, chosen: str, rejected: str, columns: dict[str, str]) -> 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     run(SummarizationArgs, to_row, argv, stages=STAGES, example_prompt=EXAMPLE)
 
 

@@ -1,8 +1,8 @@
-"""Reasoning dialogues of several turns (UltraInteract), the ones that REFUEL's second setting replays.
+"""Reasoning dialogues of several turns (UltraInteract), which `lightrlhf.online_refuel` replays.
 
-Reads openbmb/UltraInteract_pair (`trajectory` of `{from, value}`, `chosen`): the trajectory answered by the chosen
-response. The limits of a turn depend on how many turns the dialogue has. Dialogues with the same user turns are
-redundant for training that samples its own answers; the first stays.
+Reads openbmb/UltraInteract_pair (`trajectory` of `{from, value}`, `chosen`): the trajectory followed by the chosen
+response. The limits of a turn depend on the dialogue's number of turns. Dialogues with the same user turns are
+redundant for training on sampled answers; the first is kept.
 
     python -m datasets_prep.ultrainteract.prepare_data --destination_dir=data/ultrainteract \\
         --tokenizer_name=meta-llama/Meta-Llama-3-8B-Instruct
@@ -27,9 +27,9 @@ class UltraInteractArgs(PrepareArgs):
     dataset_name: str = "openbmb/UltraInteract_pair"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     turn_prompt_length: str = "1024,768,512,256,128"
-    """Longest user turn of a dialogue in tokens; a list gives it by number of turns."""
+    """Maximum tokens of a user turn; a list sets it by the dialogue's number of turns."""
     turn_response_length: str = "1024,768,512,512,512"
-    """Longest assistant turn of a dialogue in tokens; a list gives it by number of turns."""
+    """Maximum tokens of an assistant turn; a list sets it by the dialogue's number of turns."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     question = "A train goes 60 km in 40 minutes. How far does it go in an hour?"
     run(UltraInteractArgs, to_row, argv, stages=STAGES, example_prompt=[{"role": "user", "content": question}])
 

@@ -1,8 +1,8 @@
-"""Questions with two researched answers that people scored against each other (WebGPT).
+"""Questions with two researched answers that people compared (WebGPT).
 
-Reads openai/webgpt_comparisons (`question, answer_0, answer_1, score_0, score_1`). Equal scores say nothing about
-which is better, so ties are dropped and counted. Citation marks such as [1] or [2, 3] are taken out of the answers,
-and only those: other brackets are part of the text. 95% of the questions train, 5% validate.
+Reads openai/webgpt_comparisons (`question, answer_0, answer_1, score_0, score_1`). Ties are dropped and counted.
+Citation marks such as [1] or [2, 3] are removed from the answers, other brackets are kept. 95% of the questions are for
+training, 5% for validation.
 
     python -m datasets_prep.webgpt.prepare_data --destination_dir=data/webgpt --tokenizer_name=facebook/opt-350m
 """
@@ -27,17 +27,17 @@ class WebGPTArgs(PrepareArgs):
     dataset_name: str = "openai/webgpt_comparisons"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of SFT, reward model and RL, such as 2,4,4, so that no prompt crosses stages; without it all share all."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
     validation_percentage: float = 0.05
-    """Share of prompts in the validation split, unless the source brings one."""
+    """Share of prompts in the validation split, unless the source has one."""
     test_percentage: float = 0.0
-    """Share of prompts in the test split, unless the source brings one."""
+    """Share of prompts in the test split, unless the source has one."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; a question has several pairs of answers."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """`{prompt: messages, chosen, rejected}`. Raises: BadRow, for ties too."""
+    """`{prompt: messages, chosen, rejected}`. Raises: BadRow, also for ties."""
     question = column(column(raw, "question", dict), "full_text").strip()
     answers = [CITATION.sub("", column(raw, f"answer_{side}")).strip() for side in (0, 1)]
     first, second = (float(column(raw, f"score_{side}", (int, float))) for side in (0, 1))
@@ -51,7 +51,7 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Prepare the set from the command line."""
+    """Prepare the dataset from the command line."""
     run(
         WebGPTArgs,
         to_row,

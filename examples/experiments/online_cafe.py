@@ -153,9 +153,7 @@ def show_results(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
     win_rates = {method: [methods[method]["win_rate"] for methods in results] for method in GOALS}
     for method, rates in win_rates.items():
         print(f"  {method}, win rate of each seed:", *(f"{rate:.3f}" for rate in rates))
-    return {
-        f"{method} wins >= {least:.0%}": interval(win_rates[method])[0] >= least for method, least in GOALS.items()
-    }
+    return {f"{method} wins >= {least:.0%}": interval(win_rates[method])[0] >= least for method, least in GOALS.items()}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ it at .12 of held-out starts after 50 iterations and .94 after 75; with 8 epochs
 training starts after 25. Household: eight trials, listed in howto/algorithms/reflect_rl.md; one of them used seed 1.
 Those of `explore` are the household's, untested before.
 
-Prints a table and the claims that held, and draws curves. Finished arms are kept: the same command resumes after a kill.
+Prints a table and the claims that held, draws curves. Finished arms are kept: the same command resumes after a kill.
 
     python -m examples.experiments.reflect_rl --task taxi
 """
