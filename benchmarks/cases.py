@@ -1,8 +1,8 @@
-"""What is compared: each case names the settings of both sides to try, the unit of work and the goal.
+"""The cases of the benchmark: settings of both sides, the unit of work and the goal of each.
 
 Both sides get the same models and data (`inputs.py`), the same number of optimiser steps on the same effective batch,
-the same precision and the same threads. How a batch is cut into passes and padded is each side's own business: both
-run in several settings, of which the fastest counts.
+the same precision and the same threads. Each side may split a batch into passes and pad it as it likes: both run in
+several settings, of which the fastest counts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,12 @@ from benchmarks.peers.install import interpreter
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-LEARNING_RATE = 1e-7  # so small that the models, and with them the lengths of responses, stay as they are
+LEARNING_RATE = 1e-7  # so small that the models, and so the lengths of responses, do not change
 
 
 @dataclass(frozen=True)
 class Side:
-    """A worker to start."""
+    """A worker process to start."""
 
     label: str
     command: list[str]
@@ -38,35 +39,34 @@ class Side:
 class Case:
     """One row of the table."""
 
-    name: str
     what: str
-    unit: str  # of the work that is counted
+    unit: str  # of work
     ours: list[Side]  # settings, of which the fastest counts, as of the peer's
     peers: list[Side] = field(default_factory=list)
-    goal: float | None = None  # ours over the peer's, at least; where `less_is_better`, at most
-    limit_goal: float | None = None  # share of the machine's limit, at least
-    units: float | None = None  # work of a repetition; None where each repetition says it
-    floor: dict[str, Any] | None = None  # what the machine's limit is computed from
+    goal: float | None = None  # minimum of ours over the peer's; with `less_is_better` the maximum
+    limit_goal: float | None = None  # minimum share of the machine's limit
+    units: float | None = None  # work of a repetition; None if each repetition reports it
+    floor: dict[str, Any] | None = None  # inputs of the machine's limit
     less_is_better: bool = False
     unavailable: str | None = None
     kind: Literal["speed", "memory", "start"] = "speed"
-    prepare: Callable[[], None] | None = None  # what has to be made before it, beyond models and data
-    together: bool = True  # the device holds all settings at once; else they are tried one by one
+    prepare: Callable[[], None] | None = None  # run before it, beyond models and data
+    together: bool = True  # the device holds all settings at once; otherwise they are tried one by one
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much work a repetition is, for one size of model."""
+    """The amount of work in a repetition, for one model size."""
 
     size: str
     batch: int  # demonstrations per optimiser step; half as many pairs
     steps: int  # optimiser steps of a repetition
-    prompts: int  # of a rollout with the engine
+    prompts: int  # of a rollout by the engine
     rollout: int  # samples of an iteration of PPO or RLOO
     slots: int = 32
     max_new_tokens: int = 128
     ppo_new_tokens: int = 64
-    samples: int = 8  # to a prompt, of the engine
+    samples: int = 8  # per prompt, of the engine
     rloo_samples: int = 4
 
 
@@ -74,29 +74,29 @@ CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16)]
 GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
 MEMORY = Scale("150M", 4, 1, 8, 8, slots=8, ppo_new_tokens=16)
 QUICK = [Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, rloo_samples=2)]
-DIALOGUES = {"median_prompt": 80, "longest_prompt": 256, "median_text": 113, "spread": 1.0}  # about those of HH
-MEAN_SHARE = 0.2  # of the longest response, where lengths are skewed
+DIALOGUES = {"median_prompt": 80, "longest_prompt": 256, "median_text": 113, "spread": 1.0}  # roughly those of HH
+MEAN_SHARE = 0.2  # of the longest response, if lengths are skewed
 
 
 class Bench:
-    """Where inputs lie and how workers are started."""
+    """Inputs and workers of a suite."""
 
     def __init__(self, folder: Path, suite: str, quick: bool) -> None:
         self.folder, self.quick = folder, quick
         self.cuda = suite == "gpu"
         self.scales = QUICK if quick else GPU if self.cuda else CPU
         self.device = "cuda" if self.cuda else "cpu"
-        self.small_pass = 16 if self.cuda else 4  # rows of a pass, as howto/speed.md advises for a processor
+        self.small_pass = 16 if self.cuda else 4  # rows of a pass, as howto/speed.md recommends for a CPU
 
     def models(self, scale: Scale, longest: int | None) -> Path:
-        """Folder of `policy` and `reward`; `longest` of skewed lengths, None where all are full."""
+        """Folder of `policy` and `reward`; `longest` of skewed lengths, None if all are full."""
         folder = self.folder / "models" / f"{scale.size}-{longest or 'full'}"
         if not folder.is_dir():
             write_models(folder, SIZES[scale.size], longest and max(MEAN_SHARE * longest, 2))
         return folder
 
     def data(self, scale: Scale, dialogues: bool = False) -> Path:
-        """Folder of the splits; with `dialogues` prompts are conversations, longer than what answers them."""
+        """Folder of the splits; with `dialogues` prompts are conversations, longer than their responses."""
         folder = self.folder / "data" / f"{scale.size}{'-dialogues' * dialogues}"
         if not folder.is_dir():
             rows = scale.batch * scale.steps
@@ -117,7 +117,7 @@ class Bench:
         return folder
 
     def train_adapters(self, scale: Scale, folder: Path) -> None:
-        """A reward model that is adapters on the policy: one step of `lightrlhf.rm` with LoRA."""
+        """Train a reward model of LoRA adapters on the policy: one step of `lightrlhf.rm`."""
         logs = folder.with_name(f"{folder.name}-logs")
         flags = {
             "data_dir": self.data(scale),
@@ -141,7 +141,7 @@ class Bench:
     def program(
         self, name: str, label: str, flags: dict[str, Any], bf16: bool, steps: int, data: Path, **more: Any
     ) -> Side:
-        """One of our training programs, without logging, evaluation and saving; `more` are further flags."""
+        """One of our training programs, without logging, evaluation and saving."""
         never = 10**9
         common = {
             "data_dir": data,
@@ -168,7 +168,7 @@ class Bench:
     def engine(
         self, scale: Scale, models: Path, data: Path, bf16: bool, samples: int, slots: int
     ) -> tuple[Side, list[Side]]:
-        """Our generation engine, and Hugging Face `generate` with each kind of cache, so many rows at a time."""
+        """Our generation engine, and Hugging Face `generate` with each kind of cache, `slots` rows at a time."""
         job = {
             "kind": "generate",
             "model": str(models / "policy"),
@@ -190,31 +190,31 @@ class Bench:
 
 
 # -------------------------------------------------------------------------------------------------------- the cases
-def all_cases(bench: Bench, no_bf16: str | None) -> Iterator[Case]:
-    """The cases of a suite, in the order of the table. no_bf16: why bf16 cannot be measured here."""
-    for case in cpu_and_gpu_cases(bench):
-        yield replace(case, together=not bench.cuda)
-    if not bench.cuda:
-        first = bench.scales[0]
-        yield rollout(bench, first, "samples", True, goal=3.5, unavailable=no_bf16)
-        yield ppo(bench, first, "skewed", True, goal=3, unavailable=no_bf16)
-        yield memory(bench, first if bench.quick else MEMORY)
-        yield start()
+def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]]:
+    """Builders of a suite's cases by name, in the order of the table; building a case writes its models and data.
 
-
-def cpu_and_gpu_cases(bench: Bench) -> Iterator[Case]:
+    no_bf16: the reason why bf16 cannot be measured on this machine.
+    """
+    cases: dict[str, Callable[[], Case]] = {}
+    bf16 = bench.cuda
     for scale in bench.scales:
-        bf16 = bench.cuda
-        yield sft(bench, scale, bf16)
+        size, kind = scale.size, "-bf16" if bf16 else ""
+        cases[f"sft-{size}"] = partial(sft, bench, scale, bf16)
         for dialogues in (False, True):
-            yield rm(bench, scale, bf16, dialogues)
-            yield dpo(bench, scale, bf16, dialogues)
-        yield rollout(bench, scale, "skewed", bf16, goal=3)
-        yield rollout(bench, scale, "equal", bf16, goal=1.3)
-        yield rollout(bench, scale, "samples", bf16, goal=3.5 if bf16 else 4)
-        yield ppo(bench, scale, "full", bf16, goal=1.8)
-        yield ppo(bench, scale, "skewed", bf16, goal=3)
-        yield rloo(bench, scale, bf16)
+            for name, build in (("rm", rm), ("dpo", dpo)):
+                cases[f"{name}-{size}{'-dialogues' * dialogues}"] = partial(build, bench, scale, bf16, dialogues)
+        for lengths, goal in (("skewed", 3), ("equal", 1.3), ("samples", 3.5 if bf16 else 4)):
+            cases[f"rollout-{lengths}-{size}{kind}"] = partial(rollout, bench, scale, lengths, bf16, goal)
+        for lengths, goal in (("full", 1.8), ("skewed", 3)):
+            cases[f"ppo-{lengths}-{size}{kind}"] = partial(ppo, bench, scale, lengths, bf16, goal)
+        cases[f"rloo-{size}"] = partial(rloo, bench, scale, bf16)
+    if not bench.cuda:
+        first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
+        cases[f"rollout-samples-{first.size}-bf16"] = partial(rollout, bench, first, "samples", True, 3.5, no_bf16)
+        cases[f"ppo-skewed-{first.size}-bf16"] = partial(ppo, bench, first, "skewed", True, 3, no_bf16)
+        cases[f"memory-{largest.size}"] = partial(memory, bench, largest)
+        cases["start"] = start
+    return cases
 
 
 def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
@@ -235,7 +235,6 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         return bench.program("lightrlhf.sft", label, flags, bf16, scale.steps, data, **cut)
 
     return Case(
-        name=f"sft-{scale.size}",
         what=f"SFT, {scale.size}",
         unit="tokens",
         units=tokens,
@@ -272,13 +271,12 @@ def pairs_case(
     goal: float,
     more: dict[str, Any],
 ) -> Case:
-    """Training on pairs; the reference's log-probabilities of DPO are computed before the start on both sides."""
+    """Training on pairs; DPO's reference log-probabilities are computed before the start on both sides."""
     data, models, batch = bench.data(scale, dialogues), bench.models(scale, None), scale.batch // 2
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "learning_rate": LEARNING_RATE, **more}
     small = min(bench.small_pass, batch)
     cuts, steps = sorted({max(small // 4, 1), max(small // 2, 1), small, batch}), scale.steps
     return Case(
-        name=f"{name}-{scale.size}{'-dialogues' * dialogues}",
         what=f"{name.upper()}, {scale.size}{', prompts are dialogues' * dialogues}",
         unit="pairs",
         units=bench.counts(scale)["pairs"],
@@ -308,8 +306,8 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
     prompts = max(scale.prompts // (2 if lengths == "equal" else samples), 1)
     models = bench.models(scale, None if lengths == "equal" else scale.max_new_tokens)
     data = bench.subset(scale, prompts)
-    everyone = prompts * samples
-    rows = sorted({min(scale.slots, everyone), everyone})  # at a time
+    total = prompts * samples
+    rows = sorted({min(scale.slots, total), total})  # at a time
     sides = [bench.engine(scale, models, data, bf16, samples, slots) for slots in rows]
     mean = scale.max_new_tokens if lengths == "equal" else round(MEAN_SHARE * scale.max_new_tokens)
     words = {
@@ -318,7 +316,6 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
         "samples": f"{samples} samples for each of {prompts} prompts, most stop early",
     }
     return Case(
-        name=f"rollout-{lengths}-{scale.size}" + ("-bf16" if bf16 else ""),
         what=f"Rollout, {scale.size}{', bf16' if bf16 else ''}: {words[lengths]}",
         unit="tokens",
         goal=goal,
@@ -367,7 +364,6 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
     ]
     words = f"mean {round(MEAN_SHARE * longest)} of {longest}" if lengths == "skewed" else f"all {longest}"
     return Case(
-        name=f"ppo-{lengths}-{scale.size}" + ("-bf16" if bf16 else ""),
         what=f"PPO iteration, {scale.size}{', bf16' if bf16 else ''}: {rows} samples, {words} tokens, one epoch",
         unit="samples",
         units=rows,
@@ -386,7 +382,7 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
 
 
 def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
-    """RLOO is no program of ours yet: what is measured is the one that howto/add_an_algorithm.md builds."""
+    """RLOO as built in howto/add_an_algorithm.md."""
     longest, rows, k = scale.ppo_new_tokens, scale.rollout, scale.rloo_samples
     models, prompts = bench.models(scale, longest), max(rows // k, 1)
     data = bench.subset(scale, prompts)
@@ -401,7 +397,6 @@ def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
     }
     cuts = {"one batch": (rows, 1), "smaller batches": (max(rows // 4, 1), math.ceil(rows / max(rows // 4, 1)))}
     return Case(
-        name=f"rloo-{scale.size}",
         what=f"RLOO iteration, {scale.size}: {k} samples for each of {prompts} prompts, most stop early",
         unit="samples",
         units=rows,
@@ -426,7 +421,7 @@ def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
 
 
 def memory(bench: Bench, scale: Scale) -> Case:
-    """Both sides are ours: with LoRA the four roles share one backbone, or each has a model of its own."""
+    """Both sides are ours: with LoRA the four roles share one backbone or have separate models."""
     reward = bench.folder / f"adapters-{scale.size}"
 
     def side(label: str, share_backbone: bool) -> Side:
@@ -444,7 +439,6 @@ def memory(bench: Bench, scale: Scale) -> Case:
         return bench.program("lightrlhf.ppo", label, flags, False, 1, bench.data(scale))
 
     return Case(
-        name=f"memory-{scale.size}",
         what=f"Peak memory of PPO, {scale.size}, LoRA: actor, critic, reference and reward model on one backbone",
         unit="bytes",
         goal=0.5,
@@ -457,9 +451,9 @@ def memory(bench: Bench, scale: Scale) -> Case:
 
 
 def start() -> Case:
+    """The time until a program's help is printed."""
     command = [sys.executable, "-m", "lightrlhf.ppo", "--help"]
     return Case(
-        name="start",
         what="Start: `python -m lightrlhf.ppo --help`",
         unit="s",
         goal=2.5,

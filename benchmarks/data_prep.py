@@ -1,11 +1,11 @@
-"""How fast and how frugal data preparation is: 160,000 helpful-harmless pairs, against a loop over rows.
+"""Speed and memory of data preparation: 160,000 helpful-harmless pairs, against a loop over rows.
 
     python benchmarks/data_prep.py --file hh_harmless_1500.jsonl.gz
 
-The pairs are those of `--file` (Anthropic's format) repeated until there are enough, or invented ones of like lengths
-when no file is given. The loop does the same work the plain way: read a row, one tokenizer call per text, lists of
-Python numbers, `torch.save` at the end. Time and memory of preparation are those of a process of its own with its
-workers; the processor time beside the time on the clock tells whether the machine was busy with something else.
+The pairs are those of `--file` (Anthropic's format) repeated as often as needed, or by default generated ones of
+similar lengths. The loop does the same work naively: read a row, one tokenizer call per text, lists of Python numbers,
+`torch.save` at the end. Time and memory of preparation are those of a separate process with its workers; CPU time next
+to wall time shows whether the machine was busy with something else.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main() -> None:
     parser.add_argument("--file", help="jsonl.gz file with `chosen` and `rejected` dialogues")
     parser.add_argument("--rows", type=int, default=160_000, help="pairs to prepare")
     parser.add_argument("--loop_rows", type=int, default=10_000, help="pairs for the loop over rows")
-    parser.add_argument("--num_proc", type=int, default=2, help="processes that tokenise")
+    parser.add_argument("--num_proc", type=int, default=2, help="tokenising processes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        lines = gzip.open(args.file, "rt", encoding="utf-8").read().splitlines() if args.file else invented(1500)
+        lines = gzip.open(args.file, "rt", encoding="utf-8").read().splitlines() if args.file else generated(1500)
         source, tokenizer_dir = Path(folder, "pairs.jsonl.gz"), Path(folder, "tokenizer")
         with gzip.open(source, "wt", encoding="utf-8", compresslevel=1) as file:
             for number in range(args.rows):
@@ -48,16 +48,14 @@ def main() -> None:
 
         for stage in ("all", "preference"):
             seconds, busy, memory = measured(source, tokenizer_dir, Path(folder, stage), stage, args.num_proc)
-            print(f"--stage {stage}: {seconds:.1f} s ({busy:.1f} s of processors), {memory / 2**30:.2f} GB at its peak")
-        ours, theirs = (
-            args.rows / seconds,
-            args.loop_rows / loop(lines, tokenizer, args.loop_rows, Path(folder, "a.pt")),
-        )
-        print(f"pairs a second: {ours:.0f} here, {theirs:.0f} row by row, ratio {ours / theirs:.1f}")
+            print(f"--stage {stage}: {seconds:.1f} s ({busy:.1f} s CPU time), peak memory {memory / 2**30:.2f} GB")
+        ours = args.rows / seconds
+        theirs = args.loop_rows / loop(lines, tokenizer, args.loop_rows, Path(folder, "a.pt"))
+        print(f"pairs per second: {ours:.0f}, row by row {theirs:.0f}, ratio {ours / theirs:.1f}")
 
 
 def measured(source: Path, tokenizer: Path, destination: Path, stage: str, num_proc: int) -> tuple[float, float, int]:
-    """(seconds, processor seconds, bytes at the peak) of one run."""
+    """(seconds, CPU seconds, peak bytes) of one run."""
     flags = {"destination_dir": destination, "dataset_name": source, "tokenizer_name": tokenizer, "num_proc": num_proc}
     flags |= {"split": "null", "remove_same_inputs": "False", "stage": stage}
     command = [sys.executable, "-m", "datasets_prep.helpful_harmless.prepare_data"]
@@ -65,7 +63,7 @@ def measured(source: Path, tokenizer: Path, destination: Path, stage: str, num_p
     process = subprocess.Popen([*command, *(f"--{name}={value}" for name, value in flags.items())])
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
-        time.sleep(0.5)  # looking costs time too
+        time.sleep(0.5)  # polling costs time too
     if process.returncode:
         raise SystemExit(process.returncode)
     after = os.times()
@@ -74,7 +72,7 @@ def measured(source: Path, tokenizer: Path, destination: Path, stage: str, num_p
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process and its children, shared pages counted once."""
+    """Bytes of a process and its children, with shared pages counted once."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -85,7 +83,7 @@ def memory_of(pid: int) -> int:
 
 
 def loop(lines: list[str], tokenizer, rows: int, file: Path) -> float:
-    """Seconds of the plain loop over `rows` pairs."""
+    """Seconds of the naive loop over `rows` pairs."""
     tokenizer.chat_template = PLAIN_TEMPLATE
     start = time.perf_counter()
     preference = []
@@ -116,8 +114,8 @@ def train_tokenizer(lines: list[str]):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-def invented(count: int) -> list[str]:
-    """Pairs of dialogues with about as many turns and words as the real ones."""
+def generated(count: int) -> list[str]:
+    """Pairs of random dialogues with about as many turns and words as the real ones."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(1, 9))) for _ in range(3000)]
 

@@ -1,12 +1,12 @@
-"""Dialogues per second: our roll-out of several turns against a loop over Hugging Face's `generate`.
+"""Dialogues per second: our rollout of several turns against a loop over Hugging Face's `generate`.
 
     python -m benchmarks.dialogues
 
-The loop is what one would write: once a turn, all active dialogues in one left-padded batch, with a key-value cache,
-tokens kept as they were sampled, the user's turn appended as the template writes it. Same random model, dialogues, user
-and number of turns on both sides; replies end with a probability that makes them `--mean_length` tokens on average.
-The loop runs with a dynamic and a static cache, the faster one counts. The sides take turns; printed is the median of
-dialogues per second, and of the ratio within a turn, with the smallest and largest.
+The loop is the straightforward one: per turn, all active dialogues in one left-padded batch, with a KV cache, sampled
+tokens kept as they are, the user's turn appended as the template renders it. Both sides have the same random model,
+dialogues, user and number of turns; replies end with a probability that makes them `--mean_length` tokens on average.
+The loop runs with a dynamic and a static cache, the faster one counts. The sides alternate; printed are the medians of
+dialogues per second and of the ratio within a turn, with the smallest and largest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEMPLATE = (
 
 
 def user(dialogues: Sequence[Dialogue], seed: int) -> list[str]:
-    """A question of sixteen words that differs by dialogue and turn."""
+    """A question of sixteen words, different for each dialogue and turn."""
     return [question(dialogue.index, dialogue.num_turns) for dialogue in dialogues]
 
 
@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--num_dialogues", type=int, default=64)
     parser.add_argument("--num_turns", type=int, default=5)
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--mean_length", type=float, default=26.0, help="tokens of a reply")
-    parser.add_argument("--turns", type=int, default=5, help="how often each side is measured, after once unmeasured")
+    parser.add_argument("--mean_length", type=float, default=26.0, help="mean tokens of a reply")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each side, after one warm-up")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), SIZES[args.size], args.mean_length)
@@ -84,10 +84,10 @@ def main() -> None:
             if turn:
                 rates[side].append(args.num_dialogues / (time.perf_counter() - started))
                 sampled[side] += tokens
-    for side, found in rates.items():
+    for side, values in rates.items():
         mean = sampled[side] / args.turns / args.num_dialogues / args.num_turns
-        spread = f"[{min(found):.2f}, {max(found):.2f}]"
-        print(f"{side:24} {statistics.median(found):7.2f} {spread} dialogues/s, {mean:.1f} tokens a reply")
+        spread = f"[{min(values):.2f}, {max(values):.2f}]"
+        print(f"{side:24} {statistics.median(values):7.2f} {spread} dialogues/s, {mean:.1f} tokens a reply")
     best = max(list(sides)[1:], key=lambda side: statistics.median(rates[side]))
     ratios = [one / other for one, other in zip(rates["ours"], rates[best])]
     print(f"ours / {best}: {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
@@ -95,7 +95,7 @@ def main() -> None:
 
 @torch.no_grad()
 def loop(model: Any, tokenizer: Any, openings: Sequence[Dialogue], args: Any, cache: str) -> int:
-    """The dialogues by `generate`, a call a turn; returns how many tokens were sampled, ends included."""
+    """Roll out the dialogues by `generate`, one call per turn; returns the number of sampled tokens, ends included."""
     rows, sampled = [list(opening.input_ids) for opening in openings], 0
     for turn in range(args.num_turns):
         batch = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")

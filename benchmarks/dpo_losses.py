@@ -1,10 +1,10 @@
-"""Our DPO losses beside TRL's, value and gradient, on random logits: to be run where TRL is installed.
+"""Our DPO losses compared with TRL's, value and gradient, on random logits; requires TRL.
 
     PYTHONPATH=. path/to/trl/bin/python benchmarks/dpo_losses.py
 
-TRL's own `DPOTrainer._compute_loss` is called on a trainer that skipped its constructor, with a model that returns
-given logits, so what is compared is the code that its users train with. Losses that only we have are listed. Exits with
-1 when a pair differs by more than 1e-7 (TRL keeps EXO's smoothing in float32; all others agree to 1e-15).
+TRL's own `DPOTrainer._compute_loss` is called on a trainer without its constructor, with a model that returns given
+logits, so the comparison covers the code that its users train with. Losses that only we have are listed. Exits with
+status 1 if a pair differs by more than 1e-7 (TRL keeps EXO's smoothing in float32; all others agree to 1e-15).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THEIRS = {  # our name: TRL's
     "nca_pair": "nca_pair",
     "sppo_hard": "sppo_hard",
     "exo_pair": "exo_pair",
-    "bco_pair": "bco_pair",  # TRL has left out the running mean, which is ours before the first step
+    "bco_pair": "bco_pair",  # TRL omits the running mean; the same as ours before the first step
     "apo_zero": "apo_zero",
     "apo_down": "apo_down",
     "aot": "aot",
@@ -40,7 +40,7 @@ PAIRS, WIDTH, PROMPT, VOCABULARY = 6, 15, 5, 11
 
 
 def main() -> None:
-    """Compare and print."""
+    """Print the comparison."""
     worst = 0.0
     print(f"{'ours':10} {'TRL':14} {'loss':>12} {'difference':>12} {'of gradients':>12}")
     for ours, theirs in THEIRS.items():
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def random_batch(seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """TRL's inputs of PAIRS pairs of unlike lengths, policy logits (2B, T, V), reference log-probabilities (2B,)."""
+    """TRL's inputs of PAIRS pairs of different lengths, policy logits (2B, T, V), reference log-probabilities (2B,)."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(PROMPT + 1, WIDTH + 1, (2 * PAIRS, 1), generator=generator)
     steps = torch.arange(WIDTH)[None]
@@ -96,7 +96,7 @@ def our_loss(name: str, inputs: dict[str, Tensor], reference: Tensor, logits: Te
 
 
 def smoothing_of(name: str) -> float:
-    """Label smoothing where both sides have it: TRL's sigmoid has none any more."""
+    """Label smoothing for losses where both sides support it."""
     return SMOOTHING if name in ("robust", "exo_pair", "aot", "aot_pair") else 0.0
 
 
@@ -128,7 +128,7 @@ def trl_loss_of(name: str, inputs: dict[str, Tensor], reference: Tensor, logits:
 
 
 def with_gradient(logits: Tensor, loss: Any) -> tuple[float, Tensor]:
-    """Value of a loss and its gradient by the logits."""
+    """Value of a loss and its gradient with respect to the logits."""
     leaf = logits.clone().requires_grad_()
     value = loss(leaf)
     value.backward()

@@ -1,10 +1,10 @@
-"""Models and data of the comparisons: written once, from fixed seeds, and read by both sides.
+"""Models and data of the comparisons: generated from fixed seeds and shared by both sides.
 
-Models are Llamas with random weights. Token ids are drawn at random; what matters for speed is how long texts are, and
-lengths are drawn from log-normal distributions, as real ones roughly are: most short, a few several times as long.
-Responses are sampled by the models themselves. A model says its end token with a chosen probability at each step (one
-hidden dimension is the same for all tokens, and the end token's row of the head has a weight on it), so the same
-folder gives both sides responses that all reach the limit, or of which most stop early.
+Models are Llamas with random weights. Token ids are random; speed depends on the lengths of texts, which are
+log-normal, as real ones roughly are: most short, a few several times as long. Responses are sampled by the models
+themselves. A model emits its end token with a chosen probability at each step (one hidden dimension is equal for all
+tokens, and the end token's row of the head has a weight on it), so both sides get responses that all reach the limit,
+or most of which stop early.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A Llama's measures."""
+    """Dimensions of a Llama."""
 
     hidden_size: int
     intermediate_size: int
@@ -43,7 +43,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class DataSize:
-    """Rows of each kind of data and how long they are, in tokens: median of the log-normal and longest."""
+    """Rows of each kind of data and their lengths in tokens: median of the log-normal and maximum."""
 
     demonstrations: int
     pairs: int
@@ -52,13 +52,13 @@ class DataSize:
     longest_text: int = 384
     median_prompt: int = 24
     longest_prompt: int = 64
-    spread: float = 0.7  # deviation of the logarithm
+    spread: float = 0.7  # standard deviation of the logarithm
 
 
 def write_models(folder: Path, size: ModelSize, mean_length: float | None) -> None:
-    """`policy` and `reward` below `folder`, with their tokenizer.
+    """Write `policy` and `reward` with their tokenizer into `folder`.
 
-    mean_length: mean tokens of a response with its end; None makes the end token all but impossible.
+    mean_length: mean tokens of a response, end token included; None makes the end token practically impossible.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -77,10 +77,10 @@ def write_models(folder: Path, size: ModelSize, mean_length: float | None) -> No
 
 @torch.no_grad()
 def set_end_probability(model: torch.nn.Module, probability: float) -> None:
-    """Make the end token about this likely at every step, whatever the text."""
+    """Set the approximate probability of the end token at every step, independent of the text."""
     table = model.get_input_embeddings().weight  # (V, H), also the head
     table[:, 0] = 16 * float(table.std())
-    for layer in model.model.layers:  # nothing is added to the dimension on the way
+    for layer in model.model.layers:  # no layer adds to this dimension
         layer.self_attn.o_proj.weight[0] = 0.0
         layer.mlp.down_proj.weight[0] = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def set_end_probability(model: torch.nn.Module, probability: float) -> None:
 
 
 def make_tokenizer(vocab_size: int):
-    """A word per id, so that ids survive the way through text."""
+    """One word per id, so that ids survive a round trip through text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +103,7 @@ def make_tokenizer(vocab_size: int):
 
 
 def write_data(folder: Path, size: DataSize, vocab_size: int) -> None:
-    """`finetune`, `preference` and `prompts` splits with the tokenizer, as the data preparation writes them."""
+    """Write `finetune`, `preference` and `prompts` splits with the tokenizer, in the format of data preparation."""
     folder.mkdir(parents=True)
     make_tokenizer(vocab_size).save_pretrained(folder / "tokenizer")
     generator = torch.Generator().manual_seed(1)

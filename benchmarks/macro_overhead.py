@@ -1,13 +1,12 @@
-"""What macro actions cost: an iteration of PPO with segments, in seconds, over one of token PPO.
+"""Overhead of macro actions: seconds of a PPO iteration with segments, relative to token PPO.
 
     python -m benchmarks.macro_overhead
 
-Runs of a few rollouts on the café's bundled model, the conditions taking turns, the first of a turn another each time,
-so that being early or late in a turn favours none. Learning rates are next to nothing, so that all sample the same
-answers and do the same work. Prints the median over turns of the seconds of an iteration, and of its ratio to token PPO
-in the same turn, with the smallest and largest. An iteration's time varies by more than segments can cost, so what they
-touch, cutting and estimating advantages, is also timed alone, as a share of an iteration of token PPO. Everything else
-does the same with segments as without.
+Short runs on the café's bundled model; the conditions alternate, each turn in another order, so that the position in a
+turn favours none. Learning rates are close to zero, so that all sample the same answers and do the same work. Prints
+the median over turns of the seconds of an iteration, and of its ratio to token PPO in the same turn, with the smallest
+and largest. An iteration's time varies by more than segments can cost, so the parts they affect, segmentation and
+advantage estimation, are also timed alone, as a share of an iteration of token PPO. The rest is the same for both.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ FLAGS += ["--eval_interval=0", "--save_interval=1000", "--logger=csv", "--accele
 
 
 def constant(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """A reward that costs nothing."""
+    """A constant reward."""
     return [0.0] * len(completions)
 
 
 def timed(function: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
-    """The function, each call's seconds appended to a list."""
+    """The function, with each call's seconds appended to `taken`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -58,11 +57,11 @@ def timed(function: Callable[..., Any], taken: list[float]) -> Callable[..., Any
 def main() -> None:
     """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5, help="how often each condition is measured")
-    parser.add_argument("--steps", type=int, default=6, help="rollouts a turn; the first is not counted")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each condition")
+    parser.add_argument("--steps", type=int, default=6, help="rollouts per turn; the first is a warm-up")
     args = parser.parse_args()
     whole: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # seconds of an iteration
-    parts: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # of cutting and of estimating advantages in it
+    parts: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # of segmentation and advantage estimation in it
     cutting: list[float] = []
     estimating: list[float] = []
     ppo.cut, ppo.estimate_advantages = timed(ppo.cut, cutting), timed(ppo.estimate_advantages, estimating)
@@ -73,7 +72,7 @@ def main() -> None:
         reward = "--reward_function=benchmarks.macro_overhead:constant"
         for turn in range(args.turns):
             names = list(CONDITIONS)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # each is first, second, … in turn
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # rotated
                 cutting.clear()
                 estimating.clear()
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -83,7 +82,7 @@ def main() -> None:
                     statistics.median(row["time/rollout"] + row["time/score"] + row["time/update"] for row in rows)
                 )
                 parts[name].append(statistics.median(map(sum, zip(cutting[1:], estimating[1:]))))
-    print("             iteration, of token PPO's        cutting and advantages, more than token PPO's")
+    print("             iteration, ratio to token PPO    segmentation and advantages, more than token PPO")
     for name in CONDITIONS:
         ratios = [ours / token for ours, token in zip(whole[name], whole["token"])]
         more = [(one - other) / token for one, other, token in zip(parts[name], parts["token"], whole["token"])]

@@ -1,8 +1,8 @@
 """Peak memory of PPO by fine-tuning mode, measured and estimated: a Markdown table.
 
-Every case is a process of its own: one rollout and two updates of PPO on a random Llama whose weights dominate, after
-which its largest resident size is read, less what it was when the libraries had been imported. The estimate is that of
-`lightrlhf.estimate` for the same flags.
+Each case is a separate process with one rollout and two updates of PPO on a random Llama large enough for its weights
+to dominate. Measured is the largest resident size, minus the size after importing the libraries. The estimate is that
+of `lightrlhf.estimate` for the same flags.
 
     python benchmarks/memory.py --sizes 30M 50M 100M
 """
@@ -38,12 +38,12 @@ class MemoryArgs:
 
     sizes: list[str] = field(default_factory=lambda: ["30M", "50M", "100M"])
     """Parameters of the models, such as 30M."""
-    output: str | None = None
-    """Markdown file to write; printed anyway."""
+    output_file: str | None = None
+    """Markdown file to write in addition to printing."""
 
     def __post_init__(self) -> None:
         if wrong := [size for size in self.sizes if not re.fullmatch(r"\d+(\.\d+)?[KMB]", size)]:
-            raise ValueError(f"--sizes {wrong[0]} is no size such as 30M or 1.5B")
+            raise ValueError(f"--sizes {wrong[0]} must be a size such as 30M or 1.5B")
 
 
 @one_line_errors
@@ -66,16 +66,16 @@ def main(argv: list[str] | None = None) -> None:
                 print(rows[-1], file=sys.stderr)
     text = table(rows)
     print(text)
-    if args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
+    if args.output_file:
+        Path(args.output_file).write_text(text, encoding="utf-8")
 
 
 def table(rows: list[tuple[str, str, float, float]]) -> str:
-    """Measured and estimated gigabytes, and what part of `all` a case takes."""
+    """Measured and estimated gigabytes, and the share of `all`."""
     lines = ["| parameters | PPO | measured | estimated | of `all` |", "|---|---|---|---|---|"]
-    whole = {size: measured for size, name, _, measured in rows if name == "`all`"}
+    full = {size: measured for size, name, _, measured in rows if name == "`all`"}
     for size, name, estimated, measured in rows:
-        share = measured / whole[size]
+        share = measured / full[size]
         lines.append(f"| {size} | {name} | {measured / 1e9:.2f} GB | {estimated / 1e9:.2f} GB | {share:.0%} |")
     return "\n".join(lines) + "\n"
 
@@ -85,7 +85,7 @@ def call(module: str, flags: list[str]) -> None:
 
 
 def child(task: str, *words: str) -> dict:
-    """Do one task in a process of its own; returns what it prints last."""
+    """Run one task in a separate process; returns its result, the last line it prints."""
     root = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "2"}
     command = [sys.executable, __file__, "--task", task, *words]
@@ -95,9 +95,9 @@ def child(task: str, *words: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# --------------------------------------------------------------------------------------- within a process of its own
+# ------------------------------------------------------------------------------------------ in the separate process
 def make(folder: str, data: str, size: str) -> dict:
-    """A random Llama, a whole reward model of its size, and an adapter of one on it."""
+    """Write a random Llama, a full reward model of its size, and a LoRA reward model."""
     from transformers import AutoModelForCausalLM
 
     from lightrlhf.cli.args import ModelArgs
@@ -118,7 +118,7 @@ def make(folder: str, data: str, size: str) -> dict:
 
 
 def measure(*flags: str) -> dict:
-    """Bytes that one rollout and two updates take beyond the libraries."""
+    """Bytes of one rollout and two updates, without the libraries."""
     import bitsandbytes  # noqa: F401
     import lightning.fabric  # noqa: F401
     import peft  # noqa: F401
@@ -133,7 +133,7 @@ def measure(*flags: str) -> dict:
 
 
 def estimate(*flags: str) -> dict:
-    """Bytes by `lightrlhf.estimate`."""
+    """Bytes estimated by `lightrlhf.estimate`."""
     from lightrlhf.estimate import main as parts_of
 
     return {"bytes": parts_of(["--algorithm", "ppo", "--sequence_length", str(SEQUENCE_LENGTH), *flags])["peak"]}

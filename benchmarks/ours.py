@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def train(work: dict[str, Any], gate: Gate) -> None:
-    """The program as users run it; a step is what its loop does from one step number to the next."""
+    """Run the program as users do; a step is one iteration of its loop."""
     steps = Run.steps
 
     def gated(run: Run, num_steps: int):
@@ -43,18 +43,18 @@ def train(work: dict[str, Any], gate: Gate) -> None:
 
 
 def rloo() -> Any:
-    """The program that howto/add_an_algorithm.md tells to save as rloo.py."""
+    """The program `rloo.py` of howto/add_an_algorithm.md."""
     code = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "rloo.py").write_text(code, encoding="utf-8")
         sys.path.insert(0, folder)
         program = importlib.import_module("rloo")
-        linecache.getlines(program.__file__, program.__dict__)  # the help of its flags is read from its source
+        linecache.getlines(program.__file__, program.__dict__)  # the parser reads the help of flags from the source
     return program
 
 
 def generate(work: dict[str, Any], gate: Gate) -> None:
-    """The generation engine on all prompts; each of them `samples` times."""
+    """Run the generation engine on all prompts, `samples` times each."""
     from lightrlhf.cli.args import GenerationArgs, ModelArgs
     from lightrlhf.data.splits import load_prompts
     from lightrlhf.generation.engine import generate

@@ -1,8 +1,8 @@
-"""The machine's limits, and how far the phases of a PPO iteration are from them: `python -m benchmarks.roofline`.
+"""The machine's limits and the distance of a PPO iteration's phases from them: `python -m benchmarks.roofline`.
 
 Ceilings are measured: operations per second by matrix products, bytes per second by reading and copying a large block.
-The floor of a phase is counted work over these ceilings; the formulas are in `training/roofline.py`. The times
-are those of `lightrlhf.ppo` itself, run with `--profile` on random weights.
+The floor of a phase is its counted work over these ceilings; the formulas are in `training/roofline.py`. The times are
+those of `lightrlhf.ppo`, run with `--profile` on random weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Limits:
         return measure_ceilings(self.device, self.dtype)
 
     def floor(self, facts: dict[str, Any], ours: dict[str, Any]) -> float:
-        """Seconds that a repetition of a case takes at least."""
+        """Minimum seconds of a repetition of a case."""
         data = Path(facts["data"])
         if facts["kind"] == "rollout":
             prompts = [length for length in prompt_lengths(data) for _ in range(facts["samples"])]
@@ -79,7 +79,7 @@ def prompt_lengths(data: Path) -> list[int]:
 
 
 def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int], list[int]]:
-    """Tokens of each text and of the response in it, of both sides of a pair; and of what the two begin with."""
+    """Tokens of each text (both sides of a pair), of its response, and of the common prefixes of pairs."""
     rows = torch.load(data / f"{stage}_train.pt", weights_only=True)
     keys = ("input_ids",) if stage == "finetune" else ("chosen_input_ids", "rejected_input_ids")
     lengths = [len(row[key]) for row in rows for key in keys]
@@ -88,14 +88,14 @@ def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int], list[int
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineArgs:
-    """The phases of a PPO iteration beside the machine's limits."""
+    """Compare the phases of a PPO iteration with the machine's limits."""
 
     size: Literal["tiny", "4M", "30M", "150M", "1B"] = "4M"
     """Size of actor, critic, reference and reward model."""
     accelerator: Literal["cpu", "cuda"] = "cpu"
     """Device to measure."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Arithmetic of the passes."""
+    """Precision of the passes."""
     rollout_size: int = 64
     """Responses of an iteration."""
     max_new_tokens: int = 64
@@ -103,11 +103,12 @@ class RooflineArgs:
     steps: int = 4
     """Iterations."""
     threads: int | None = None
-    """Threads; as many as there are cores when not given."""
+    """Threads; one per core by default."""
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
     args = parse(RooflineArgs, argv)
     torch.set_num_threads(args.threads or os.cpu_count() or 1)
     from lightrlhf.ppo import main as ppo

@@ -1,11 +1,11 @@
-"""Speed beside peers: `python -m benchmarks.run --suite cpu` (or gpu).
+"""Speed compared with peers: `python -m benchmarks.run --suite cpu` (or gpu).
 
-Each side of a case is a process that loads everything first and then works only while it is told to. After a warm-up
-repetition of everyone, in which the fastest setting of each side is found, both take turns (A B A B), and the ratio of
-each turn counts: the table shows its median with the smallest and the largest. A peer that is not installed or dies
-leaves a row that says so. Results are written after each case, so a run that was stopped keeps what it had.
+Each side of a case is a process that loads everything first and then works on request. After a warm-up repetition of
+every setting, which selects the fastest one of each side, the two sides alternate (A B A B); the table shows the median
+of the turns' ratios with the smallest and the largest. A peer that is not installed or fails leaves a row with the
+reason. Results are written after each case, so an interrupted run keeps its finished cases.
 
-`--insert` puts the last results into README.md and howto/speed.md. Install the peers first:
+`--insert` writes the last results into README.md and howto/speed.md. Install the peers first:
 `python -m benchmarks.peers.install`.
 """
 
@@ -31,33 +31,34 @@ from benchmarks.cases import Bench, Case, Side, all_cases
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
-START_SECONDS, REPETITION_SECONDS = 300, 600  # after which a worker counts as hanging
-LONG_REPETITION = 3  # seconds from which on a setting is judged by its warm-up
-TURNS_SECONDS, LEAST_TURNS = 40, 3  # no more turns of a case are begun after this time, but so many there are
+START_SECONDS, REPETITION_SECONDS = 300, 600  # timeouts of a worker
+LONG_REPETITION = 3  # seconds; the speed of a setting that takes longer is that of its warm-up
+TURNS_SECONDS, LEAST_TURNS = 40, 3  # no further turn starts after this time, but there are at least so many
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkArgs:
-    """Speed and memory beside the peers, on the same work."""
+    """Measure speed and memory of this library and its peers on the same work."""
 
     suite: Literal["cpu", "gpu"]
     """Models of 4M and 30M parameters in float32, or of 1B in bf16."""
     only: list[str] = field(default_factory=list)
-    """Names of cases, to measure them anew beside what this machine's results hold; all when not given."""
+    """Names of the cases to measure, other results of this machine are kept; all by default."""
     quick: bool = False
-    """Tiny models and one turn: tries the machinery and measures nothing."""
+    """Tiny models and one turn: tests the benchmark and measures nothing."""
     repetitions: int | None = None
     """Turns of each side; 5, or 1 with `quick`."""
     threads: int | None = None
-    """Threads of each side; as many as there are cores when not given."""
+    """Threads of each side; one per core by default."""
     output_dir: str | None = None
-    """Folder of the results; `benchmarks/results` when not given, `benchmarks/.quick` with `quick`."""
+    """Folder of the results; by default `benchmarks/results`, or `benchmarks/.quick` with `quick`."""
     insert: bool = False
-    """Measure nothing and put the last table into README.md and howto/speed.md."""
+    """Measure nothing; write the last table into README.md and howto/speed.md."""
 
     def __post_init__(self) -> None:
         for name in ("repetitions", "threads"):
@@ -66,11 +67,11 @@ class BenchmarkArgs:
 
 
 class WorkerFailed(Exception):
-    """Why a side could not be measured, in one line."""
+    """The reason why a side could not be measured."""
 
 
 class Worker:
-    """A side's process."""
+    """The process of one side."""
 
     def __init__(self, side: Side, log: Path, threads: int) -> None:
         self.side, self.log = side, log
@@ -94,7 +95,7 @@ class Worker:
         )
 
     def ready(self) -> dict[str, str]:
-        """Wait until everything is loaded; the versions of what was."""
+        """Wait until everything is loaded; returns the versions of its packages."""
         return self._answer(START_SECONDS)["versions"]
 
     def repetition(self) -> dict[str, float]:
@@ -103,7 +104,7 @@ class Worker:
             self.process.stdin.write('{"repetition": 1}\n')
             self.process.stdin.flush()
         except OSError:
-            raise WorkerFailed(self._last_words()) from None
+            raise WorkerFailed(self._failure()) from None
         return self._answer(REPETITION_SECONDS)
 
     def stop(self) -> None:
@@ -123,10 +124,10 @@ class Worker:
         timer.cancel()
         if not line:
             self.process.wait()
-            raise WorkerFailed(self._last_words())
+            raise WorkerFailed(self._failure())
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _failure(self) -> str:
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         last = next((line for line in reversed(lines) if line), "no output")
         return f"{self.side.label} ended with status {self.process.poll()}: {last[:200]}"
@@ -134,20 +135,20 @@ class Worker:
 
 # ------------------------------------------------------------------------------------------------------ one case
 def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
-    """Measure one case: the row of `results`, with everything that was seen."""
+    """Measure one case; returns its row of `results`."""
     result: dict[str, Any] = {"failed": {}, "tried": {}}
     if not case.together:
         case = replace(case, ours=choose(case, case.ours, folder, threads, result))
         case = replace(case, peers=choose(case, case.peers, folder, threads, result))
     with started([*case.ours, *case.peers], folder, threads) as (workers, failures):
         result["failed"] |= failures
-        own = [worker for i, worker in workers.items() if i < len(case.ours)]
-        others = [worker for i, worker in workers.items() if i >= len(case.ours)]
+        our_workers = [worker for i, worker in workers.items() if i < len(case.ours)]
+        peer_workers = [worker for i, worker in workers.items() if i >= len(case.ours)]
         try:
-            ours = fastest(case, own, result)
+            ours = fastest(case, our_workers, result)
             if ours is None:
                 return result | {"not_measured": "; ".join(result["failed"].values())}
-            peer = fastest(case, others, result)
+            peer = fastest(case, peer_workers, result)
             runs = take_turns(ours, peer, repetitions)
         except WorkerFailed as problem:
             return result | {"not_measured": str(problem)}
@@ -157,8 +158,8 @@ def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
         result["versions"]["peer"] = peer.versions
         result["peer"] = side_result(case, runs["peer"]) | {"label": peer.side.label}
         ratios = [
-            ((case.units or mine["units"]) / mine["seconds"]) / ((case.units or theirs["units"]) / theirs["seconds"])
-            for mine, theirs in zip(runs["ours"], runs["peer"])
+            ((case.units or run["units"]) / run["seconds"]) / ((case.units or other["units"]) / other["seconds"])
+            for run, other in zip(runs["ours"], runs["peer"])
         ]
         result["ratio"], result["turns"] = spread(ratios), len(ratios)
     elif result["failed"]:
@@ -168,7 +169,7 @@ def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
 
 @contextlib.contextmanager
 def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dict[int, Worker], dict[str, str]]]:
-    """All sides loaded and waiting, by number, and why the others are not; stopped in the end."""
+    """Context manager: loaded and waiting workers by number, and the failures of the others; stops them at the end."""
     workers, failures = {}, {}
     for number, side in enumerate(sides):
         try:
@@ -189,9 +190,9 @@ def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dic
 
 
 def fastest(case: Case, workers: list[Worker], result: dict[str, Any]) -> Worker | None:
-    """A side's fastest setting, by the speed after a warm-up (or in it, if that is long); the others are stopped.
+    """A side's fastest setting, by its speed after a warm-up (or in it, if that is long); stops the others.
 
-    The speeds go into `result["tried"]`, settings that die into `result["failed"]`.
+    Adds the speeds to `result["tried"]` and failures to `result["failed"]`.
     """
     speeds: dict[str, float] = {}
     for worker in workers:
@@ -213,7 +214,7 @@ def fastest(case: Case, workers: list[Worker], result: dict[str, Any]) -> Worker
 
 
 def choose(case: Case, sides: list[Side], folder: Path, threads: int, result: dict[str, Any]) -> list[Side]:
-    """The fastest setting of a side, where a device does not hold all of them at once."""
+    """The fastest setting of a side, for a device that cannot hold all of them at once."""
     for side in sides:
         with started([side], folder, threads) as (workers, failed):
             result["failed"] |= failed
@@ -223,7 +224,7 @@ def choose(case: Case, sides: list[Side], folder: Path, threads: int, result: di
 
 
 def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str, list[dict[str, float]]]:
-    """A B A B: the repetitions of both sides, at most so many."""
+    """Alternating repetitions of both sides, at most `repetitions` of each."""
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     began = time.perf_counter()
     for turn in range(repetitions):
@@ -239,7 +240,7 @@ def side_result(case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "per_second": spread([(case.units or run["units"]) / run["seconds"] for run in runs]),
         "seconds": spread([run["seconds"] for run in runs]),
-        "busy": spread([run["busy"] for run in runs]),  # processor seconds: what a loaded machine changes least
+        "busy": spread([run["busy"] for run in runs]),  # CPU seconds: least affected by load on the machine
         "units": statistics.median([case.units or run["units"] for run in runs]),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
     }
@@ -251,7 +252,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------- other measures
 def measure(case: Case, folder: Path, threads: int, repetitions: int) -> dict[str, Any]:
-    """The row of a case, whatever kind it is."""
+    """The row of a case of any kind."""
     if case.unavailable:
         return {"not_measured": case.unavailable}
     try:
@@ -269,7 +270,7 @@ def measure(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
 
 
 def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, Any]:
-    """Seconds until a command has ended, of which the first start counts as warm-up."""
+    """Seconds until a command ends; the first start is a warm-up."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     seconds = []
     for _ in range(repetitions + 1):
@@ -280,7 +281,7 @@ def measure_start(case: Case, threads: int, repetitions: int = 5) -> dict[str, A
 
 
 def measure_memory(case: Case, folder: Path, threads: int) -> dict[str, Any]:
-    """Peak memory of ours over the other side's, each in a process of its own that did one repetition."""
+    """Peak memory of ours over the other side's, each in its own process after one repetition."""
     peaks = []
     for side in (*case.ours, *case.peers):
         with started([side], folder, threads) as (workers, failures):
@@ -295,11 +296,11 @@ def measure_memory(case: Case, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def machine(threads: int, cuda: bool) -> dict[str, Any]:
-    """What was measured on."""
+    """Description of the machine."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.is_file() and (found := re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)):
-        model = found[1]
+    if info.is_file() and (match := re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)):
+        model = match[1]
     described = {"cpu": model, "cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
     if cuda:
         import torch
@@ -309,7 +310,7 @@ def machine(threads: int, cuda: bool) -> dict[str, Any]:
 
 
 def without_bf16(cuda: bool) -> str | None:
-    """Why bf16 cannot be measured here; None where it can."""
+    """The reason why bf16 cannot be measured on this machine, or None."""
     info = Path("/proc/cpuinfo")
     flags = info.read_text() if info.is_file() else ""
     if cuda or "avx512_bf16" in flags or "amx_bf16" in flags:
@@ -319,13 +320,13 @@ def without_bf16(cuda: bool) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------ the table
 def verdict(case: dict[str, Any]) -> str:
-    """What a row says of its goal."""
+    """Whether a row meets its goal."""
     if "not_measured" in case:
         return f"not measured ({case['not_measured']})"
-    found = case.get("ratio", case.get("value"))
-    if found is None or case["goal"] is None:
+    measured = case.get("ratio", case.get("value"))
+    if measured is None or case["goal"] is None:
         return ""
-    value = found["median"]
+    value = measured["median"]
     if case["less_is_better"]:
         return "met" if value <= case["goal"] else "missed"
     return "met" if value >= case["goal"] else "missed, the peer is faster" if value < 1 else "missed"
@@ -368,9 +369,10 @@ def cells_of(case: dict[str, Any]) -> list[str]:
     if "memory" in case:
         cells[2] = case["memory"]["label"]
         cells[7] = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
-    if found := case.get("ratio", case.get("value")):
-        spread = f" ({found['min']:.2f} to {found['max']:.2f})" if found["min"] < found["max"] else ""
-        cells[1 if "value" in case else 3] = f"**{found['median']:.2f}**{' ' + unit if 'value' in case else ''}{spread}"
+    if measured := case.get("ratio", case.get("value")):
+        low, high = measured["min"], measured["max"]
+        text = f"**{measured['median']:.2f}**{' ' + unit if 'value' in case else ''}"
+        cells[1 if "value" in case else 3] = text + (f" ({low:.2f} to {high:.2f})" if low < high else "")
     if case["goal"] is not None:
         cells[4] = f"{'≤' if case['less_is_better'] else '≥'} {case['goal']:g}"
     if "limit_share" in case:
@@ -388,42 +390,35 @@ def number(value: float) -> str:
 
 
 def short_table(results: dict[str, Any]) -> str:
-    """The ratios alone."""
-    lines = ["| work | beside | ours / theirs | goal | |", "|---|---|---|---|---|"]
+    """The ratios only."""
+    lines = ["| work | peer | ours / theirs | goal | |", "|---|---|---|---|---|"]
     for case in results["cases"].values():
-        what, ours, peer, ratio, goal, said, *_ = cells_of(case)
-        lines.append(f"| {what} | {peer.partition(':')[0]} | {ours if 'value' in case else ratio} | {goal} | {said} |")
+        what, ours, peer, ratio, goal, met, *_ = cells_of(case)
+        lines.append(f"| {what} | {peer.partition(':')[0]} | {ours if 'value' in case else ratio} | {goal} | {met} |")
     return "\n".join(lines) + "\n"
 
 
 def insert(suite: str, folder: Path) -> None:
-    """Put the tables between the markers of the pages. Raises: UsageError when there are none worth showing."""
+    """Write the tables between the markers of the pages. Raises: UsageError if there are no measured results."""
     source = folder / f"{suite}.json"
     if not source.is_file():
         raise UsageError(f"--insert True: {source} does not exist; measure first")
     results = json.loads(source.read_text(encoding="utf-8"))
     if results["quick"]:
-        raise UsageError(f"--insert True: {source} comes from a quick try, which measures nothing; measure first")
+        raise UsageError(f"--insert True: {source} is from a run with --quick, which measures nothing; measure first")
     for name, text in ((suite, table(results)), (f"{suite}, short", short_table(results))):
         start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
         for page in PAGES:
-            before, found, rest = page.read_text(encoding="utf-8").partition(start)
-            if found:
-                write(page, f"{before}{start}\n{text}{end}{rest.partition(end)[2]}")
+            before, marker, rest = page.read_text(encoding="utf-8").partition(start)
+            if marker:
+                write_text(page, f"{before}{start}\n{text}{end}{rest.partition(end)[2]}")
                 print(f"inserted into {page}")
-
-
-def write(path: Path, text: str) -> None:
-    """A file that is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 # ---------------------------------------------------------------------------------------------------- the program
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
     args = parse(BenchmarkArgs, argv)
     repetitions = args.repetitions or (1 if args.quick else 5)
     folder = Path(args.output_dir or RESULTS.with_name(".quick" if args.quick else "results"))
@@ -449,35 +444,36 @@ def main(argv: list[str] | None = None) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
         bench = Bench(Path(work), args.suite, args.quick)
-        cases = list(all_cases(bench, without_bf16(cuda)))
-        names = [case.name for case in cases]
-        if unknown := [name for name in args.only if name not in names]:
-            raise UsageError(f"--only {unknown[0]} is none of: {', '.join(names)}")
+        cases = all_cases(bench, without_bf16(cuda))
+        if unknown := [name for name in args.only if name not in cases]:
+            raise UsageError(f"--only {unknown[0]} must be one of: {', '.join(cases)}")
+        folder.mkdir(parents=True, exist_ok=True)
         kept = earlier(folder / f"{args.suite}.json", results) if args.only else {}
         limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
-        for case in cases:
-            if args.only and case.name not in args.only:
+        for name, build in cases.items():
+            if args.only and name not in args.only:
                 continue
+            case = replace(build(), together=not cuda)
             began = time.perf_counter()
             result = measure(case, Path(work), threads, repetitions)
             if "ours" in result and case.floor:
                 result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
             facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
-            kept[case.name] = {name: getattr(case, name) for name in facts} | {"date": today} | result
-            results["cases"] = {name: kept[name] for name in names if name in kept}
-            write(folder / f"{args.suite}.json", json.dumps(results, indent=1))
-            write(folder / f"{args.suite}.md", table(results))
-            print(f"[{time.perf_counter() - began:4.0f} s] {row(results['cases'][case.name])}", flush=True)
+            kept[name] = {fact: getattr(case, fact) for fact in facts} | {"date": today} | result
+            results["cases"] = {each: kept[each] for each in cases if each in kept}
+            write_text(folder / f"{args.suite}.json", json.dumps(results, indent=1))
+            write_text(folder / f"{args.suite}.md", table(results))
+            print(f"[{time.perf_counter() - began:4.0f} s] {row(kept[name])}", flush=True)
     print(f"written to {folder / args.suite}.json and .md")
 
 
 def earlier(file: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """The cases that a file holds of the same machine and kind of run."""
+    """The cases of an earlier run of the same kind on the same machine."""
     if not file.is_file():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    same = all(found[name] == results[name] for name in ("suite", "quick", "machine"))
-    return found["cases"] if same else {}
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    same = all(stored[name] == results[name] for name in ("suite", "quick", "machine"))
+    return stored["cases"] if same else {}
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python -m benchmarks.text_env_steps --policy DIR --reflector DIR
 
-The plain loop is a fair one: transformers' `generate` with its key-value cache, batched over all environments that are
-still at it, left-padded, the reflection up to its end token, one more token for the action. Both play the same starts
-with the same prompts and weights, on one thread unless OMP_NUM_THREADS says otherwise, and take turns. Prints for each
-way of reflecting the median steps per second over the turns and the median ratio, with the smallest and largest.
+The plain loop is a fair one: transformers' `generate` with its KV cache, batched over all unfinished environments,
+left-padded, the reflection up to its end token, one more token for the action. Both sides play the same starts with
+the same prompts and weights, on one thread unless OMP_NUM_THREADS is set, and alternate. Prints for each mode of
+reflection the median steps per second over the turns and the median ratio, with the smallest and largest.
 
-Greedy comments are kept by observation here, and made anew each time there: `greedy` forgets them before each turn, as
-in the first rollout of a training, `greedy, kept` does not, as in all later ones, since the reflector does not learn.
-`sampled` keeps nothing and shows the engine alone. `with history` shows both models all that was done so far: comments
-are new each time, and both models here go on reading where they stopped; give it models fine-tuned on such prompts.
+Here greedy comments are cached by observation; the plain loop generates them each time: `greedy` clears the cache before
+each turn, as in the first rollout of a run, `greedy, kept` does not, as in all later ones, since the reflector is not
+trained. `sampled` caches nothing and measures the engine alone. `with history` shows both models all earlier steps:
+comments are new each time, and both models here resume from their KV caches; it needs models fine-tuned on such
+prompts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepsArgs:
-    """Steps per second in a text environment beside a plain loop on `generate`."""
+    """Compare steps per second in a text environment with a plain loop on `generate`."""
 
     policy: str
     """Experiment dir or checkpoint of the policy."""
@@ -57,7 +58,7 @@ class StepsArgs:
     num_envs: int = 64
     """Environments at once."""
     ways: list[str] = field(default_factory=lambda: list(WAYS), metadata=TEXTS)
-    """Rows of the table, each a word of its own."""
+    """Modes of reflection to measure, each as one word."""
     turns: int = 5
     """Turns of each side."""
 
@@ -65,12 +66,12 @@ class StepsArgs:
         for name in ("num_envs", "turns"):
             check_at_least(self, name, 1)
         if unknown := [way for way in self.ways if way not in WAYS]:
-            raise ValueError(f"--ways {unknown[0]!r} is none of: {', '.join(map(repr, WAYS))}")
+            raise ValueError(f"--ways {unknown[0]!r} must be one of: {', '.join(map(repr, WAYS))}")
         read_options(self.env_options)
 
 
 class PlainAgent:
-    """Both models by `generate`, as one would write it."""
+    """Policy and reflector by `generate`, written plainly."""
 
     def __init__(self, policy: Any, reflector: Any, tokenizer: Any, args: ActingArgs, num_labels: int) -> None:
         self.policy, self.reflector, self.tokenizer, self.args = policy, reflector, tokenizer, args
@@ -81,21 +82,21 @@ class PlainAgent:
     def __call__(self, seats: Sequence[Seat]) -> list[Decision]:
         history = self.args.with_history
         texts = [prompts.reflection_prompt(seat.text, seat.info, history) for seat in seats]
-        comments = self._say(self.reflector, texts, self.args.reflect_max_new_tokens, self.args.reflect_do_sample)
-        asked = [
+        comments = self._generate(self.reflector, texts, self.args.reflect_max_new_tokens, self.args.reflect_do_sample)
+        texts = [
             prompts.policy_prompt(seat.text, seat.info, decode(self.tokenizer, comment), self._labels(seat), history)
             for seat, comment in zip(seats, comments)
         ]
-        found = []
-        for seat, said in zip(seats, self._say(self.policy, asked, 1, True)):
-            label = self.labels[self.label_ids.index(said[0])] if said[0] in self.label_ids else ""
-            found.append(Decision(prompts.action_of(label, seat.info, self._labels(seat)) or "", seat.text))
-        return found
+        decisions = []
+        for seat, (choice, *_) in zip(seats, self._generate(self.policy, texts, 1, True)):
+            label = self.labels[self.label_ids.index(choice)] if choice in self.label_ids else ""
+            decisions.append(Decision(prompts.action_of(label, seat.info, self._labels(seat)) or "", seat.text))
+        return decisions
 
     def _labels(self, seat: Seat) -> list[str]:
         return prompts.labels_for(seat.info)
 
-    def _say(self, model: Any, texts: Sequence[str], length: int, do_sample: bool) -> list[list[int]]:
+    def _generate(self, model: Any, texts: Sequence[str], length: int, do_sample: bool) -> list[list[int]]:
         rows = [encode_prompt(self.tokenizer, text) for text in texts]
         padded = self.tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
         out = model.generate(**padded, max_new_tokens=length, do_sample=do_sample, top_k=0, use_cache=True)
@@ -104,7 +105,7 @@ class PlainAgent:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the comparison; returns the median ratio by way of reflecting."""
+    """Run the comparison; returns the median ratio by mode of reflection."""
     args = parse(StepsArgs, argv)
     sources = [resolve(args.policy, "--policy"), resolve(args.reflector, "--reflector")]
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]

@@ -1,11 +1,11 @@
-"""What both sides of a comparison speak: a worker is a process that works only while it is told to.
+"""Protocol of the workers: processes that train or generate on request.
 
-A worker is started with its job as JSON and does real training or generation. Between two steps it calls its `Gate`,
-which waits for a line on standard input: `{"repetition": n}` lets it run a repetition of so many steps, after which it
-answers with the seconds, what was done in them and the process's memory so far. An end of input ends the process.
-So two workers can take turns on one machine, and neither loads anything in its measured time.
+A worker is started with its job as JSON. Between two steps it calls its `Gate`, which waits for a line on standard
+input: `{"repetition": 1}` starts a repetition of a fixed number of steps, which is answered with its seconds, its units
+of work and the process's peak memory so far. End of input ends the process. So two workers can alternate on one
+machine, and neither loads anything within its measured time.
 
-Only the standard library is used: peers run this file in environments of their own.
+Imports the standard library only: peers run this file in their own environments.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 
 class Gate:
-    """Called at each border between two steps; holds the worker there until it is told to go on."""
+    """Called between two steps; blocks until the next repetition is requested."""
 
     def __init__(self, steps: int, versions: dict[str, str], gpu_peak: Callable[[], int] | None = None) -> None:
         self.steps, self.gpu_peak = steps, gpu_peak
         self.left = self.units = 0
         self.started = self.started_busy = 0.0
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever a library prints goes to the log
+        os.dup2(2, 1)  # output of libraries goes to the log
         self._first_answer = {"ready": True, "versions": versions}
 
     def __call__(self, units: float = 0.0) -> None:
-        """`units`: what the step that ends here has done, where it differs from step to step."""
+        """`units`: work of the step that ends here, if it differs between steps."""
         if self.left:
             self.left -= 1
             self.units += units
@@ -45,7 +45,7 @@ class Gate:
             self._answer(self._first_answer)
         if not sys.stdin.readline():
             sys.stdout.flush()
-            os._exit(0)  # in the middle of a training run: nothing is to be saved
+            os._exit(0)  # within a training run, without saving
         self.left, self.units = self.steps, 0.0
         self.started, self.started_busy = time.perf_counter(), time.process_time()
 
@@ -64,12 +64,12 @@ def peak_memory() -> int:
 
 
 def job() -> dict[str, Any]:
-    """The job on the command line."""
+    """The job from the command line."""
     return json.loads(sys.argv[1])
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Installed releases of packages."""
+    """Installed versions of packages."""
     from importlib.metadata import version
 
     return {package: version(package) for package in packages}

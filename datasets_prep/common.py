@@ -434,7 +434,7 @@ def _no_rows(args: PrepareArgs, dropped: list[Dropped]) -> str:
     reasons = Counter(row.reason for row in dropped).most_common(3)
     first = next((row.source for row in dropped if row.reason == reasons[0][0]), "")
     counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
-    return f"--dataset_name {args.dataset_name}: every training row was dropped ({counts}; first {first})"
+    return f"--dataset_name {args.dataset_name}: no row is left to train on ({counts}; first {first})"
 
 
 def _write_skipped(path: Path, dropped: list[Dropped]) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a worker: batches of prompts of like length, one after the other."""
+"""Hugging Face `generate` as a worker: consecutive batches of prompts of similar length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, prompts: list[list[int]], work: dict[str, Any]) -> int:
-    """Sample a response (or `samples` of them) to each prompt; returns how many tokens that are, ends included."""
+    """Sample `samples` responses to each prompt; returns the number of tokens, ends included."""
     sampled, size = 0, max(work["slots"] // work["samples"], 1)
     for start in range(0, len(prompts), size):
         batch = tokenizer.pad({"input_ids": prompts[start : start + size]}, padding_side="left", return_tensors="pt")
@@ -41,8 +41,8 @@ def generate(model: Any, tokenizer: Any, prompts: list[list[int]], work: dict[st
         )
         responses = texts[:, batch["input_ids"].shape[1] :]
         ended = (responses == tokenizer.eos_token_id).long()
-        behind = ended.cumsum(1) - ended > 0
-        sampled += int((~behind).sum())
+        after_end = ended.cumsum(1) - ended > 0
+        sampled += int((~after_end).sum())
     return sampled
 
 

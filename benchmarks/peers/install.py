@@ -17,18 +17,19 @@ PEERS = ("trl", "trl-1.10")
 
 @dataclass(frozen=True, kw_only=True)
 class InstallArgs:
-    """A virtual environment for each peer."""
+    """Create a virtual environment for each peer."""
 
     only: list[str] = field(default_factory=lambda: list(PEERS))
-    """Which peers."""
+    """Peers to install."""
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
     for peer in parse(InstallArgs, argv).only:
         requirements = HERE / f"requirements-{peer}.txt"
         if not requirements.is_file():
-            raise UsageError(f"--only {peer}: the peers are {' and '.join(PEERS)}")
+            raise UsageError(f"--only {peer} must be one of: {', '.join(PEERS)}")
         torch = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
         venv.create(VENVS / peer, with_pip=True)
         for what in ([torch], ["-r", str(requirements)]):  # torch first, so that its pinned build is taken
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def interpreter(peer: str) -> Path:
-    """The Python of a peer's environment, whether it is there or not."""
+    """The Python of a peer's environment, installed or not."""
     return VENVS / peer / "bin" / "python"
 
 

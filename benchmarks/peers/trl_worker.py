@@ -1,7 +1,7 @@
-"""TRL's trainers as workers, in an environment of their own: a real `trainer.train()` with a gate between its steps.
+"""TRL's trainers as workers, in their own environment: `trainer.train()` with a gate between its steps.
 
-Started as a file, since this project is not installed there. Gradient checkpointing, evaluation, saving and reports
-are off; the dataset comes tokenised.
+Started as a file, since this project is not installed there. Gradient checkpointing, evaluation, saving and reporting
+are off; the dataset is already tokenised.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """What all trainers are given."""
+    """Settings of all trainers."""
     return {
         "output_dir": work["output_dir"],
         "per_device_train_batch_size": work["batch"],
@@ -55,7 +55,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def gated() -> tuple[Any, Gate]:
-    """A callback that calls a gate before the first step and after each."""
+    """A callback that calls a gate before the first step and after each one, and the gate."""
     from transformers import TrainerCallback
 
     gate = Gate(
@@ -100,7 +100,7 @@ def reward(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
 
 
 def dpo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
-    """It takes text only; every id is a word of its own, so it arrives at the same ids."""
+    """DPOTrainer accepts text only; every id is one word, so it gets the same ids."""
     from trl import DPOConfig, DPOTrainer
 
     pairs = rows("preference")

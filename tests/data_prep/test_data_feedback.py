@@ -60,12 +60,12 @@ def test_files_of_several_pages_are_read_together_and_a_vote_counts_once(tmp_pat
     flags = ["--destination_dir", str(tmp_path / "out"), "--validation_percentage", "0", "--test_percentage", "0"]
     prepare(folder, cafe_data, tmp_path, *flags, "--stage", "preference")
     assert len(torch.load(tmp_path / "out" / "preference_train.pt", weights_only=True)) == 12
-    assert "no pair is in the validation split" in capsys.readouterr().out
+    assert "try --validation_percentage 0.4" in capsys.readouterr().out
 
 
 def test_a_file_without_a_decision_or_without_votes_is_refused(tmp_path, cafe_data, capsys):
     (tmp_path / "votes.jsonl").write_text(json.dumps(vote(0, "skip")) + "\n")
-    for file, says in ((tmp_path / "votes.jsonl", "skipped"), (tmp_path / "none.jsonl", "neither a .jsonl file nor")):
+    for file, words in ((tmp_path / "votes.jsonl", "skipped"), (tmp_path / "none.jsonl", "--dataset_name")):
         with pytest.raises(SystemExit):
             prepare(file, cafe_data, tmp_path, "--destination_dir", str(tmp_path / "out"))
-        assert says in capsys.readouterr().err
+        assert words in capsys.readouterr().err

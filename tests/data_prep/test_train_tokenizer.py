@@ -52,7 +52,7 @@ def test_it_is_small_reads_everything_and_prepares_data(pairs, tmp_path):
         assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
 
 
-def test_the_same_set_gives_the_same_tokenizer_and_num_samples_bounds_it(pairs, tmp_path):
+def test_the_same_dataset_gives_the_same_tokenizer_and_num_samples_bounds_it(pairs, tmp_path):
     one, two = (trained(pairs, tmp_path / name, "--vocab_size", "300") for name in "ab")
     assert one.get_vocab() == two.get_vocab()
     few = trained(pairs, tmp_path / "few", "--num_samples", "1", "--vocab_size", "1000")
@@ -65,19 +65,19 @@ def test_every_text_of_a_row_is_read_and_half_characters_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    ("flags", "status", "words"),
     [
-        (["--vocab_size", "100"], 2, "--vocab_size 100 must be at least 258"),
+        (["--vocab_size", "100"], 2, "--vocab_size 100"),
         (["--num_samples", "0"], 2, "--num_samples 0"),
         (["--dataset_name", "nowhere.jsonl"], 2, "nowhere.jsonl"),
     ],
 )
-def test_bad_calls_are_one_line(pairs, tmp_path, capsys, flags, status, told):
+def test_bad_calls_are_one_line(pairs, tmp_path, capsys, flags, status, words):
     with pytest.raises(SystemExit) as stop:
         train_tokenizer.main(["--dataset_name", str(pairs), "--destination_dir", str(tmp_path / "bpe"), *flags])
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == status
-    assert len(lines) == 1 and told in lines[0], lines
+    assert len(lines) == 1 and words in lines[0], lines
     assert not (tmp_path / "bpe").exists()
 
 
@@ -86,12 +86,12 @@ def test_a_destination_that_is_a_file_is_refused(pairs, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         trained(pairs, tmp_path / "file")
     assert stop.value.code == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "--destination_dir" in capsys.readouterr().err
 
 
-def test_a_set_without_text_is_refused(tmp_path, capsys):
+def test_a_dataset_without_text_is_refused(tmp_path, capsys):
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(SystemExit) as stop:
         trained(tmp_path / "numbers.jsonl", tmp_path / "bpe")
     assert stop.value.code == 1
-    assert "holds no text" in capsys.readouterr().err
+    assert "--dataset_name" in capsys.readouterr().err
