@@ -62,9 +62,12 @@ def main() -> None:
     args = parser.parse_args()
     whole: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # seconds of an iteration
     parts: dict[str, list[float]] = {name: [] for name in CONDITIONS}  # of segmentation and advantage estimation in it
-    cutting: list[float] = []
+    segmenting: list[float] = []
     estimating: list[float] = []
-    ppo.cut, ppo.estimate_advantages = timed(ppo.cut, cutting), timed(ppo.estimate_advantages, estimating)
+    ppo.segment_responses, ppo.estimate_advantages = (
+        timed(ppo.segment_responses, segmenting),
+        timed(ppo.estimate_advantages, estimating),
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         with contextlib.redirect_stdout(io.StringIO()):
             prepare_data.main(["--destination_dir", f"{folder}/data", "--tokenizer_name", str(BASE_DIR)])
@@ -73,7 +76,7 @@ def main() -> None:
         for turn in range(args.turns):
             names = list(CONDITIONS)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:  # rotated
-                cutting.clear()
+                segmenting.clear()
                 estimating.clear()
                 with contextlib.redirect_stdout(io.StringIO()):
                     run = ppo.main([*where, reward, *SIZES, *FLAGS, f"--max_steps={args.steps}", *CONDITIONS[name]])
@@ -81,7 +84,7 @@ def main() -> None:
                 whole[name].append(
                     statistics.median(row["time/rollout"] + row["time/score"] + row["time/update"] for row in rows)
                 )
-                parts[name].append(statistics.median(map(sum, zip(cutting[1:], estimating[1:]))))
+                parts[name].append(statistics.median(map(sum, zip(segmenting[1:], estimating[1:]))))
     print("             iteration, ratio to token PPO    segmentation and advantages, more than token PPO")
     for name in CONDITIONS:
         ratios = [ours / token for ours, token in zip(whole[name], whole["token"])]

@@ -7,10 +7,10 @@ left-padded, the reflection up to its end token, one more token for the action. 
 the same prompts and weights, on one thread unless OMP_NUM_THREADS is set, and alternate. Prints for each mode of
 reflection the median steps per second over the turns and the median ratio, with the smallest and largest.
 
-Here greedy comments are cached by observation; the plain loop generates them each time: `greedy` clears the cache before
-each turn, as in the first rollout of a run, `greedy, kept` does not, as in all later ones, since the reflector is not
-trained. `sampled` caches nothing and measures the engine alone. `with history` shows both models all earlier steps:
-comments are new each time, and both models here resume from their KV caches; it needs models fine-tuned on such
+Here greedy comments are cached by observation; the plain loop generates them each time: `greedy` clears the cache
+before each turn, as in the first rollout of a run, `greedy, kept` does not, as in all later ones, since the reflector
+is not trained. `sampled` caches nothing and measures the engine alone. `with history` shows both models all earlier
+steps: comments are new each time, and both models here resume from their KV caches; it needs models fine-tuned on such
 prompts.
 """
 

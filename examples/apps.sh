@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# PPO on the code reward, at the size of a laptop: a model of a million parameters that starts from nothing learns small
-# problems in the schema of APPS from solutions, then from running its programs against tests. Prints pass@1 before and
-# after on problems it has not seen. With a real model and set: examples/configs/ma_rlhf/codegemma-2b.
+# PPO on the code reward, at the size of a laptop: a model of a million parameters is trained from scratch on small
+# problems in the schema of APPS, first on solutions, then by running its programs on tests. Prints pass@1 before and
+# after on held-out problems. With a real model and dataset: examples/configs/ma_rlhf/codegemma-2b.
 #
-#     examples/apps.sh [FILE]        FILE: problems in the schema of APPS; ours when not given
+#     examples/apps.sh [FILE]        FILE: problems in the schema of APPS; small generated ones by default
 #
-# PYTHON, DATA and LOGS name the interpreter and the two folders that are written. Programs run isolated (Linux).
+# PYTHON, DATA and LOGS set the interpreter and the two output folders. Programs run in a sandbox (Linux).
 set -euo pipefail
 PYTHON=${PYTHON:-python}
 DATA=${DATA:-data/apps/small}
 LOGS=${LOGS:-logs/apps}
 SOURCE=${1:-$DATA/problems.jsonl}
 
-newest() {  # experiment dirs end with their time, so the last is the newest
+newest() {  # experiment dirs end with a timestamp, so the last is the newest
     ls -d "$LOGS/$1/$(basename "$(dirname "$DATA")")/$(basename "$DATA")"/* | tail -n 1
 }
 

@@ -42,4 +42,10 @@ PPO: dict[str, Any] = {
     "eval_interval": 10,
     "log_interval": 1,
 }
-FEW_ROWS: dict[str, Any] = {"num_finetune": 64, "num_preference": 64, "num_prompts": 64, "num_held_out": 32}
+FEW_ROWS: dict[str, Any] = {
+    "num_finetune": 64,
+    "num_preference": 64,
+    "num_prompts": 64,
+    "num_held_out": 32,
+    "num_held_out_pairs": 32,
+}

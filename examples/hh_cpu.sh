@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # Real data on a CPU in minutes: SFT -> reward model -> PPO on dialogues in Anthropic's format, with a model of 1.4M
-# parameters that starts from nothing. It learns what such text looks like, not to be helpful or harmless; the point is
-# that every stage runs on real rows. At the end: how often the reward model is right on pairs it has not seen.
+# parameters trained from scratch. It learns the style of such text, not to be helpful or harmless; the purpose is to run
+# every stage on real rows. The last table is the reward model's accuracy on held-out pairs.
 #
-#     examples/hh_cpu.sh [FILE]        FILE: .jsonl or .jsonl.gz with `chosen` and `rejected`; else the hub's hh-rlhf
+#     examples/hh_cpu.sh [FILE]        FILE: .jsonl or .jsonl.gz with `chosen` and `rejected`; by default the hub's hh-rlhf
 #
-# PYTHON, DATA and LOGS name the interpreter and the two folders that are written.
+# PYTHON, DATA and LOGS set the interpreter and the two output folders.
 set -euo pipefail
 SOURCE=${1:-Anthropic/hh-rlhf}
 PYTHON=${PYTHON:-python}
 DATA=${DATA:-data/hh/tiny}
 LOGS=${LOGS:-logs/hh_cpu}
 
-newest() {  # experiment dirs end with their time, so the last is the newest
+newest() {  # experiment dirs end with a timestamp, so the last is the newest
     ls -d "$LOGS/$1/$(basename "$(dirname "$DATA")")/$(basename "$DATA")"/* | tail -n 1
 }
 
-# A small tokenizer of the set's own language. No --split: 1,500 pairs are too few to give each stage its own prompts.
+# A small tokenizer trained on the dataset. No --split: 1,500 pairs are too few for separate prompts per stage.
 $PYTHON -m datasets_prep.train_tokenizer --dataset_name "$SOURCE" --destination_dir "$DATA/bpe" --vocab_size 4096
 $PYTHON -m datasets_prep.helpful_harmless.prepare_data --dataset_name "$SOURCE" --destination_dir "$DATA" \
     --tokenizer_name "$DATA/bpe" --split null --test_percentage 0.2 --max_length 384 --max_prompt_length 256

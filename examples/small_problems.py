@@ -1,6 +1,6 @@
-"""A thousand small programming problems in the schema of APPS, for a model small enough to learn them on a laptop.
+"""A thousand small programming problems in the schema of APPS, for a model small enough to train on a laptop.
 
-Each reads a number or two and prints another. Made for `examples/apps.sh`, to see the code reward at work.
+Each reads a number and prints another. Made for `examples/apps.sh`, as a demonstration of the code reward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SmallProblemsArgs:
     output_file: str
     """JSONL file to write."""
     largest: int = 60
-    """Largest constant in a problem; there are 18 problems for each."""
+    """Largest constant in a problem; 18 problems per constant."""
     seed: int = 0
     """Seed of the tests' inputs and of the order."""
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def problems(rng: random.Random, largest: int) -> Iterator[dict[str, str]]:
-    """`question, solutions, input_output, starter_code, difficulty`, as codeparrot/apps has them."""
+    """Rows with the columns of codeparrot/apps: `question, solutions, input_output, starter_code, difficulty`."""
     for k in range(1, largest + 1):
         for ask in ASKS:
             for what, code in ONE.items():
@@ -69,7 +69,7 @@ def problems(rng: random.Random, largest: int) -> Iterator[dict[str, str]]:
 
 
 def answer(expression: str, n: int) -> int:
-    """The value of one of our own expressions."""
+    """The value of an expression of this file."""
     return eval(expression, {"__builtins__": {}}, {"n": n, "max": max, "min": min})
 
 
