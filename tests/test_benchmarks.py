@@ -1,4 +1,4 @@
-"""The benchmark's machinery with workers that only pretend; floors counted by hand; what `--profile` writes."""
+"""The benchmark with fake workers; floors counted by hand; the files of `--profile`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightrlhf.training.roofline import (
     table,
 )
 
-# Its repetitions take `seconds`, it says when it works, and it dies in repetition `dies`.
+# Its repetitions take `seconds`, it writes its name to `diary` in each, and it fails in repetition `dies`.
 WORKER = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
@@ -181,7 +181,7 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     assert [part.count("**2.10**") for part in text.split("between")] == [1, 1] and "the peer is faster" in text
     assert [part.count("**1.90** u (1.80 to 2.00)") for part in text.split("between")] == [1, 1]
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
-    with pytest.raises(UsageError, match="quick try"):
+    with pytest.raises(UsageError, match="cpu.json.*--quick"):
         benchmark.insert("cpu", tmp_path)
 
 

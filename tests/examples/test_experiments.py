@@ -1,0 +1,83 @@
+"""Statistics and calls shared by the experiments, and that every flag they set exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from types import ModuleType
+
+import pytest
+from helpers.pages import args_class
+
+from examples import cafe_settings
+from examples.experiments import hidden_map, macro_actions, online_cafe
+from examples.experiments.stats import interval, paired, report_claims, shown
+from examples.programs import call, logged
+from lightrlhf.cli.errors import RunFailure
+
+
+def test_intervals_are_those_of_student_s_t():
+    mean, low, high = interval([1.0, 2.0, 4.5])
+    half = 4.303 * math.sqrt(3.25) / math.sqrt(3)  # two degrees of freedom
+    assert (mean, low, high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
+    assert interval([0.3]) == (0.3, -math.inf, math.inf)
+    assert paired([3.0, 5.0], [1.0, 3.0]) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError):
+        paired([3.0, 5.0], [1.0])
+    assert shown([0.25, 0.25]) == "0.250 [0.250, 0.250]" and shown([0.25], digits=1) == "0.2"
+    wide, widest = (interval([0.0, 1.0] * half_count) for half_count in (5, 50))
+    assert widest[2] - 0.5 == pytest.approx((wide[2] - 0.5) * math.sqrt(9 / 99))  # the last quantile for any more seeds
+
+
+def test_claims_are_printed_and_written(tmp_path, capsys):
+    report_claims({"a > b": True, "b > c": False}, tmp_path)
+    line = "a > b: held; b > c: did NOT hold\n"
+    assert (tmp_path / "claims.txt").read_text() == line and capsys.readouterr().out == f"claims: {line}"
+
+
+@pytest.fixture
+def program():
+    """A program that returns its words, or stops with an error."""
+    module = ModuleType("lightrlhf.fake")
+
+    def main(words):
+        if "--fail" in words:
+            print("error: --fail True is wrong", file=sys.stderr)
+            sys.exit(2)
+        return words
+
+    module.main = main
+    return module
+
+
+def test_a_call_prints_the_command_it_stands_for(program, capsys):
+    assert call(program, names=["a b", "c"], rate=1e-3, nothing=None, flag=True) == [
+        *("--names", "a b", "c", "--rate", "0.001", "--flag", "True"),
+    ]
+    assert "$ python -m lightrlhf.fake --names 'a b' c --rate 0.001 --flag True\n" in capsys.readouterr().out
+
+
+def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
+    log = tmp_path / "folder" / "output.txt"
+    assert logged(log, program, rate=1) == ["--rate", "1"]
+    with pytest.raises(RunFailure) as failure:
+        logged(log, program, fail=True)
+    assert "--fail True" in str(failure.value) and str(log) in str(failure.value)
+    assert log.read_text().count("$ python -m lightrlhf.fake") == 2 and not capsys.readouterr().out
+
+
+FLAGS = {
+    "lightrlhf.sft": [cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET],
+    "lightrlhf.rm": [cafe_settings.RM],
+    "lightrlhf.ppo": [macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()],
+    "lightrlhf.dpo": [online_cafe.DPO],
+    "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
+    "datasets_prep.cafe.prepare_data": [cafe_settings.FEW_ROWS],
+}
+
+
+@pytest.mark.parametrize("program", FLAGS)
+def test_every_flag_of_an_experiment_exists(program):
+    known = {field.name for field in dataclasses.fields(args_class(program))}
+    assert not {name for flags in FLAGS[program] for name in flags} - known
