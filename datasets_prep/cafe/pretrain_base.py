@@ -26,8 +26,8 @@ from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, rand
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.models.loading import tiny_config
 from lightrlhf.models.names import quiet_libraries
+from lightrlhf.models.tiny import tiny_config
 
 BASE_DIR = Path(__file__).resolve().parent / "base"
 DETECTION_WEIGHT = 2.0

@@ -45,8 +45,9 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
     config: Any = copy.deepcopy(policy.model.config)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
-    model.load_state_dict(lora.without_adapters(policy.model), strict=False)
-    model.score.weight.data.copy_(new_head(model.score.in_features, seed))
+    model.load_state_dict(lora.base_state_dict(policy.model), strict=False)
+    head = model.get_parameter("score.weight")
+    head.data.copy_(new_head(head.shape[1], seed))
     if args.disable_dropout:
         switch_off_dropout(model)
     return ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)

@@ -1,7 +1,9 @@
 """Model names: which folder or hub id a name refers to, and what kind of model is stored there.
 
-A name is a hub id, a Hugging Face folder, an adapter folder, an experiment dir (its newest intact checkpoint), a single
+A name is a hub id, a Hugging Face folder, an adapter folder, an experiment dir (its newest checkpoint), a single
 checkpoint, or `tiny`: a Llama of under 1M parameters built from its config.
+
+Left out: revisions of hub repositories.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lightrlhf.storage.checkpoint import newest_checkpoint, verify_checkpoint
 
 
 def quiet_libraries() -> None:
-    """No progress bars, hints or telemetry of the libraries in a program's output; its own lines stay readable."""
+    """Disable progress bars, hints and telemetry of other libraries, so a program's own output stays readable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -29,16 +31,16 @@ def quiet_libraries() -> None:
 
 
 def starting_model(args: Any) -> tuple[str, str]:
-    """What a later stage starts from, `--sft_experiment_dir` or else `--model_name`, and the flag that said so."""
+    """Name of the model that a later stage starts from, and its flag: `--sft_experiment_dir`, else `--model_name`."""
     if args.sft_experiment_dir:
         return args.sft_experiment_dir, "--sft_experiment_dir"
     return args.model_name, "--model_name"
 
 
 def resolve(name: str, flag: str = "--model_name") -> str:
-    """Folder or hub id behind a name; an experiment dir becomes its newest intact checkpoint.
+    """Folder or hub id of a name; an experiment dir resolves to its newest checkpoint.
 
-    Raises: UsageError when a folder is neither, or an experiment dir has no intact checkpoint.
+    Raises: UsageError when a folder is neither a model nor an experiment dir, or the checkpoint is missing or damaged.
     """
     path = Path(name)
     if not path.is_dir():
@@ -56,7 +58,7 @@ def resolve(name: str, flag: str = "--model_name") -> str:
 
 
 def base_name(source: str, flag: str) -> str | None:
-    """Hub id or absolute folder of the weights below whatever adapter is in `source`; None for `tiny`."""
+    """Hub id or absolute folder of the base weights of `source`, which may be an adapter; None for `tiny`."""
     if source == "tiny":
         return None
     quiet_libraries()
@@ -68,16 +70,16 @@ def base_name(source: str, flag: str) -> str | None:
 
 def holds_reward_model(source: str) -> bool:
     """Whether a local folder was saved with a scalar head; False for a hub id."""
-    said = saved_config(source)
-    return said.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in str(said.get("architectures"))
+    config = saved_config(source)
+    return config.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in str(config.get("architectures"))
 
 
 def saved_config(source: str) -> dict[str, Any]:
-    """Config of the adapter or else of the model in a local folder; empty when there is none or it cannot be read."""
+    """Config of the adapter or else of the model in a local folder; empty if missing or unreadable."""
     for name in (lora.ADAPTER_CONFIG, "config.json"):
         if (path := Path(source) / name).is_file():
             try:
                 return json.loads(path.read_text(encoding="utf-8"))
             except ValueError:
-                return {}  # loading it says what is wrong with it
+                return {}  # loading reports the error
     return {}

@@ -1,12 +1,12 @@
-"""Weights in 4 and 8 bits (bitsandbytes): quantised while loading, or stored quantised.
+"""Quantisation to 4 and 8 bits (bitsandbytes): while loading, or of weights that are stored quantised.
 
-Left out: other quantisers (GPTQ, AWQ), and training of quantised weights themselves.
+Left out: other quantisers (GPTQ, AWQ), and training quantised weights themselves.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from lightrlhf.cli.args import ModelArgs, TrainArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.names import holds_reward_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 QUANTISED = ("Linear8bitLt", "Linear4bit")  # the layers of bitsandbytes
 
 
-def _quantisation(args: ModelArgs) -> dict[str, Any]:
-    """The `BitsAndBytesConfig` of `--load_in_8bit` or `--load_in_4bit`, as an option of `from_pretrained`.
-
-    Heads are not quantised.
-    """
+def quantisation_options(args: ModelArgs) -> dict[str, Any]:
+    """Options of `from_pretrained` for `--load_in_8bit` and `--load_in_4bit`; heads are not quantised."""
     if not (args.load_in_8bit or args.load_in_4bit):
         return {}
     from transformers import BitsAndBytesConfig
@@ -32,63 +32,66 @@ def _quantisation(args: ModelArgs) -> dict[str, Any]:
         load_in_4bit=args.load_in_4bit,
         llm_int8_skip_modules=["lm_head", "embed_out", "score"],
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=_compute_dtype(args),
+        bnb_4bit_compute_dtype=compute_dtype(args),
     )
     return {"quantization_config": config}
 
 
-def _compute_dtype(args: ModelArgs) -> torch.dtype:
+def compute_dtype(args: ModelArgs) -> torch.dtype:
+    """Dtype of products with 4-bit weights: bfloat16 for `--precision bf16-mixed`, else float32."""
     return torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32
 
 
 def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: bool = False) -> bool:
-    """Whether bitsandbytes had quantised the weights of `base` before they were saved.
+    """Whether the weights of `base` were saved quantised by bitsandbytes.
 
-    is_scalar: whether they are loaded to be a reward model or a critic.
-    Raises: UsageError for what such weights cannot do: learn by themselves, be merged into, get a new head, be sharded.
+    is_scalar: they are loaded for a reward model or a critic.
+    Raises: UsageError when `args` requires what such weights do not support: training, merging, a new head, sharding.
     """
     from transformers import PretrainedConfig
 
     try:
         stored = PretrainedConfig.get_config_dict(base)[0].get("quantization_config") or {}
     except (OSError, ValueError):
-        return False  # loading it says what is wrong with it
+        return False  # loading reports the error
     if not (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
         return False
     bits, other = ("4", "8") if stored.get("load_in_4bit") else ("8", "4")
     which = f"{flag}: the weights in {base} were saved in {bits} bits"
     if isinstance(args, TrainArgs) and args.finetune_mode != "lora":
-        raise UsageError(f"{which} and cannot learn; use --finetune_mode lora")
+        raise UsageError(f"{which} and cannot be trained; use --finetune_mode lora")
     if args.merge:
-        raise UsageError(f"{which}, adapters cannot be merged into them; leave out --merge, or give unquantised ones")
+        raise UsageError(f"{which}, so --merge True is not supported; remove it or give unquantised weights")
     if isinstance(args, TrainArgs) and args.push_to_hub and Path(base).is_dir():
-        raise UsageError(f"{which}, so --push_to_hub cannot upload merged ones; give a base on the hub")
+        raise UsageError(f"{which}, so --push_to_hub cannot upload merged weights; give a base on the hub")
     if isinstance(args, TrainArgs) and args.strategy in ("fsdp", "deepspeed"):
-        raise UsageError(f"{which} and cannot be split by --strategy {args.strategy}; use --strategy ddp")
+        raise UsageError(f"{which} and cannot be sharded by --strategy {args.strategy}; use --strategy ddp")
     if is_scalar and not holds_reward_model(base):
-        raise UsageError(f"{which} and take no scalar head; give unquantised ones, which --load_in_{bits}bit quantises")
+        raise UsageError(
+            f"{which} and cannot get a scalar head; give unquantised weights and quantise them by --load_in_{bits}bit"
+        )
     if getattr(args, f"load_in_{other}bit"):
-        raise UsageError(f"{which}; leave out --load_in_{other}bit")
+        raise UsageError(f"{which}; remove --load_in_{other}bit")
     return True
 
 
 @torch.no_grad()
-def keep_unpacked(model: nn.Module, which: str, compute_dtype: torch.dtype) -> None:
-    """Keep 4-bit weights in the layout in which they were quantised, and compute with them in `compute_dtype`.
+def keep_unpacked(model: PreTrainedModel, which: str, compute_dtype: torch.dtype) -> None:
+    """Keep 4-bit weights in their quantised layout, and compute with them in `compute_dtype`.
 
     On CPUs with AVX512-bf16 instructions bitsandbytes (0.50) repacks the weights of a `Linear4bit` at its first pass in
-    eval mode. From then on no gradient flows back through the layer, its products are rounded to bfloat16,
-    `dequantize_4bit` (and so merging) returns another matrix, and `state_dict` damages the scales. Layers whose input
-    width is not a multiple of 64, or whose output width is not a multiple of 32, fail.
+    eval mode. After that no gradient flows through the layer, its products are rounded to bfloat16, `dequantize_4bit`
+    (hence merging) returns a different matrix, and `state_dict` damages the scales. Layers whose input width is not a
+    multiple of 64, or whose output width is not a multiple of 32, fail.
 
-    which: the model, for errors.
-    Raises: UsageError when no layer is quantised, or a release of bitsandbytes repacks all the same.
+    which: name of the model in errors.
+    Raises: UsageError when no layer is quantised, or this release of bitsandbytes repacks nevertheless.
     """
-    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ in QUANTISED}
+    layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if type(layer).__name__ in QUANTISED}
     if not layers:
         raise UsageError(
             f"{which} ({model.config.model_type}) has no layer that bitsandbytes can quantise; "
-            "train without --load_in_8bit and --load_in_4bit"
+            "remove --load_in_8bit and --load_in_4bit"
         )
     layers = {name: layer for name, layer in layers.items() if type(layer).__name__ == "Linear4bit"}
     for layer in layers.values():
@@ -103,7 +106,7 @@ def keep_unpacked(model: nn.Module, which: str, compute_dtype: torch.dtype) -> N
 
 
 def _repacks(layer: Any) -> bool:
-    """Whether a pass of a `Linear4bit` in eval mode changes how its weights are stored, or fails in that."""
+    """Whether a forward pass of a `Linear4bit` in eval mode repacks its weights, or fails."""
     stored = layer.weight.data_ptr()
     try:
         layer(torch.zeros(1, layer.in_features))
@@ -113,5 +116,5 @@ def _repacks(layer: Any) -> bool:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether bitsandbytes holds the weights of a Hugging Face model."""
+    """Whether the weights of a Hugging Face model are quantised by bitsandbytes."""
     return getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)

@@ -1,7 +1,9 @@
-"""Models: a language model that scores its own tokens, and a model with a scalar head, each in a role.
+"""Roles of a model: a language model that returns log-probabilities, or a model with a scalar head.
 
-A model is used in a role: policy, reference, critic, reward model. With LoRA several roles can share one backbone,
-each with adapters and a head of its own (see `adapters.py`). How they are loaded and saved: `loading.py`.
+A model has a role: policy, reference, critic or reward model. With LoRA several roles can share one backbone, each with
+its own adapters and head (see `lora.py`). Loading and saving: `loading.py`, `saving.py`.
+
+Left out: encoder-decoder models, value heads of more than one layer.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +21,37 @@ from lightrlhf.maths.ops import head_logprobs, position_ids
 from lightrlhf.models import lora
 from lightrlhf.models.prefix_sharing import PackedPairs, pack_pairs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class TokenStats(NamedTuple):
-    """What a language model says of the actions of a batch; each (B, T-1), 0 where there is no action."""
+    """Statistics of a batch's actions under a language model; each (B, T-1), 0 where there is no action."""
 
     logprobs: Tensor
-    entropy: Tensor | None  # only when asked for
-    mean_logprobs: Tensor | None  # over the vocabulary; only when asked for
+    entropy: Tensor | None  # None if not requested
+    mean_logprobs: Tensor | None  # mean over the vocabulary; None if not requested
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenStats:
+        """Apply `function` to each tensor."""
+        return TokenStats(function(self.logprobs), *(None if row is None else function(row) for row in self[1:]))
 
 
 class Role(nn.Module):
     """A Hugging Face model in one role: a model of its own, or with LoRA one of several roles on a shared backbone.
 
-    adapters: those this role speaks with, by name; where it learns the last one does.
-    base: hub id or folder of the weights below the adapters; None where they are stored nowhere.
-    A role that shares registers only what it trains. Fabric then wraps, clips and saves that and nothing of the
-    others. Outside the roles' own passes the backbone speaks as the policy.
+    adapters: names of the adapters that are active in this role; a trainable one comes last.
+    base: hub id or folder of the weights below the adapters; None if they are not stored.
+    shares: the backbone is shared. Such a role registers only its trainable parameters, so Fabric wraps, clips and
+    saves those and no others. Outside a role's forward pass the policy's adapters are active.
     """
 
-    shares_prefixes = False  # of pairs; see `share_prefixes`
+    model: PreTrainedModel
+    shares_prefixes = False  # within pairs; see `probes.share_prefixes`
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         adapters: tuple[str, ...] = (),
         base: str | None = None,
         shares: bool = False,
@@ -50,13 +60,13 @@ class Role(nn.Module):
         super().__init__()
         self.adapters, self.base, self.shares = adapters, base, shares
         if shares:
-            self.__dict__["model"] = model  # unregistered
-            self.own = lora.own_parts(model, adapters[-1]) if learns else nn.ModuleDict()
+            self.__dict__["model"] = model  # not registered as a submodule
+            self.own = lora.adapter_modules(model, adapters[-1]) if learns else nn.ModuleDict()
         else:
             self.model = model
 
     def active(self) -> AbstractContextManager:
-        """Inside, the model is in this role: its adapters active and, on a shared backbone, its mode set."""
+        """Context manager: activates this role's adapters and, on a shared backbone, its train/eval mode."""
         if not self.adapters and not self.shares:
             return nullcontext()
         return lora.active(self.model, self.adapters, self.training)
@@ -64,10 +74,10 @@ class Role(nn.Module):
     def _inputs(
         self, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None, paired: bool = False
     ) -> tuple[dict[str, Any], PackedPairs | None]:
-        """Arguments of a cacheless forward pass, and how pairs were laid together, if they were."""
-        together = pack_pairs(input_ids, attention_mask) if paired and self.shares_prefixes else None
-        if together:
-            return paired_inputs(self.model, together), together
+        """Arguments of a forward pass without a KV cache, and the packed pairs if prefixes are shared."""
+        pairs = pack_pairs(input_ids, attention_mask) if paired and self.shares_prefixes else None
+        if pairs:
+            return paired_inputs(self.model, pairs), pairs
         return model_inputs(self.model, input_ids, attention_mask, sequence_ids), None
 
     def train(self, mode: bool = True) -> Role:
@@ -76,23 +86,23 @@ class Role(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Role:
-        if self.shares:  # what moves a role to a device moves its backbone
+        if self.shares:  # moving a role to a device moves its backbone
             self.model._apply(fn)
         return super()._apply(fn, recurse)
 
 
 class Policy(Role):
-    """A causal language model. Its forward pass gives log-probabilities, and makes logits only where actions are."""
+    """A causal language model. Its forward pass returns log-probabilities and computes logits at actions only."""
 
-    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
-        self.loaded: dict[str, tuple[str, Tensor | None]] = {}  # by source: adapters on the backbone, and their heads
+        self.loaded: lora.LoadedAdapters = {}  # frozen adapters on the backbone
         self.head_is_plain = _head_is_plain(model)
 
     def reference(self) -> Policy:
-        """The policy as it was loaded: on a shared backbone the same weights without the new adapter, else a copy.
+        """A frozen reference: on a shared backbone a role without the new adapter, else a copy of the policy.
 
-        A copy shares the parameters that do not learn, which nothing will change.
+        The copy shares the frozen parameters.
         """
         if self.shares:
             reference = Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
@@ -113,27 +123,26 @@ class Policy(Role):
         allowed: Tensor | None = None,
         paired: bool = False,
     ) -> TokenStats:
-        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`, entropies and means if asked.
+        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`; entropies and means on request.
 
-        label_ids (L,), allowed (B, 1, L) bool: an action is one of these tokens, in each row of those allowed there.
-        paired: as in `Batch`.
+        label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
+        paired, sequence_ids: as in `Batch`.
         """
         if not len(input_ids):
-            ids, mask, actions = _stand_in(input_ids)
-            stats = self.forward(ids, mask, actions, None, temperature, with_entropy, with_mean)
-            return TokenStats(*(None if row is None else row[:0] for row in stats))
+            ids, mask, actions = _dummy_batch(input_ids)
+            return self.forward(ids, mask, actions, None, temperature, with_entropy, with_mean).map(lambda row: row[:0])
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if label_ids is None:
             with self.active():
                 states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, paired=paired)
-                rows = head_logprobs(states, head, targets, temperature, with_entropy, with_mean)
+                stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
             logprobs = (logits / temperature).log_softmax(-1)  # (N, L)
             chosen = (targets[:, None] == label_ids).long().argmax(-1, keepdim=True)  # (N, 1)
             entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
-            rows = (logprobs.gather(-1, chosen)[:, 0], entropy, None)
-        return TokenStats(*(None if row is None else _scatter(row, action_mask) for row in rows))
+            stats = TokenStats(logprobs.gather(-1, chosen)[:, 0], entropy, None)
+        return stats.map(lambda row: _scatter(row, action_mask))
 
     def choice_logits(
         self,
@@ -144,11 +153,10 @@ class Policy(Role):
         allowed: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Logits (N, L) of the labels at each of the N actions, very low where one is not allowed; of all tokens
-        (N, V) without labels.
+        """Logits (N, L) of the labels at each of the N actions, very low where not allowed; without labels (N, V).
 
-        A plain head is cut to the rows of the labels, so this costs nothing that grows with the vocabulary. With a
-        `cache` of earlier tokens the attention mask covers them too, and the cache grows by `input_ids`.
+        Of a linear head only the rows of the labels are used, so the cost is independent of the vocabulary size. With a
+        KV `cache` of earlier tokens the attention mask covers them too, and the cache grows by `input_ids`.
         """
         with self.active():
             states, head = self._states(input_ids, attention_mask, action_mask, cache=cache)
@@ -159,8 +167,10 @@ class Policy(Role):
                 logits = nn.functional.linear(states, head.weight[label_ids], bias).float()  # (N, L)
             else:
                 logits = head(states)[:, label_ids].float()
-        here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
-        return logits.masked_fill(~here, -1e9)  # not -inf, of which entropy and its gradient would be NaN
+        if allowed is None:
+            return logits
+        allowed_here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
+        return logits.masked_fill(~allowed_here, -1e9)  # -inf would make the entropy and its gradient NaN
 
     def _states(
         self,
@@ -171,40 +181,40 @@ class Policy(Role):
         cache: Any = None,
         paired: bool = False,
     ) -> tuple[Tensor, nn.Module]:
-        """What predicts the N actions, (N, H), and the head that makes logits of it."""
-        inputs, together = self._inputs(input_ids, attention_mask, sequence_ids, paired)
+        """Hidden states (N, H) that predict the N actions, and the head that maps them to logits."""
+        inputs, pairs = self._inputs(input_ids, attention_mask, sequence_ids, paired)
         if cache is not None:
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
             inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
         if self.head_is_plain:
             states, head = self.model.base_model(**inputs).last_hidden_state, self.model.get_output_embeddings()
-        else:  # the architecture changes its logits behind the head (soft caps, scales): these are (N, V)
+        else:  # the architecture changes its logits after the head (soft caps, scales): states are logits (B, T, V)
             states, head = self.model(**inputs).logits, nn.Identity()
-        if together is None:
+        if pairs is None:
             return states[:, :-1][action_mask], head
-        pair = torch.arange(len(action_mask), device=states.device) % len(states)  # (2B,)
-        pair, column = pair[:, None].expand_as(action_mask)[action_mask], together.column[:, :-1][action_mask]
-        return states[pair, column], head
+        row = torch.arange(len(action_mask), device=states.device) % len(states)  # (2B,)
+        row, column = row[:, None].expand_as(action_mask)[action_mask], pairs.columns[:, :-1][action_mask]  # (N,) each
+        return states[row, column], head
 
 
 class ScalarModel(Role):
-    """A transformer with a head of one number per token: a reward model or a critic."""
+    """A transformer with a scalar head: a reward model or a critic."""
 
-    def __init__(self, model: nn.Module, *args: Any, score: nn.Linear | None = None, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, *args: Any, score: nn.Linear | None = None, **options: Any) -> None:
         super().__init__(model, *args, **options)
-        if self.shares:
-            self.score = score
+        if score is not None:
+            self.score = score  # on a shared backbone; else the head is the model's
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, paired: bool = False) -> Tensor:
-        """(B, T) ids and mask -> (B, T) float32, the head at each token; paired: as in `Batch`."""
+        """(B, T) ids and mask -> (B, T) float32 values of the head; paired: as in `Batch`."""
         if not len(input_ids):
-            return self.forward(*_stand_in(input_ids)[:2])[:0]
-        inputs, together = self._inputs(input_ids, attention_mask, paired=paired)
+            return self.forward(*_dummy_batch(input_ids)[:2])[:0]
+        inputs, pairs = self._inputs(input_ids, attention_mask, paired=paired)
         with self.active():
             hidden = self.model.base_model(**inputs).last_hidden_state
-        head = self.score if self.shares else self.model.score
+        head = self.score if self.shares else self.model.get_submodule("score")
         values = head(hidden)[..., 0].float()
-        return values.repeat(2, 1).gather(1, together.column) if together else values
+        return values.repeat(2, 1).gather(1, pairs.columns) if pairs else values
 
 
 @contextmanager
@@ -220,13 +230,13 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Value at the last real token of each row: (B, T) -> (B,)."""
+    """Value at the last token of each row that is not padding: (B, T) -> (B,)."""
     last = (attention_mask.long() * torch.arange(values.shape[1], device=values.device)).argmax(1)
     return values.gather(1, last[:, None])[:, 0]
 
 
 def policy_inputs(batch: Batch) -> dict[str, Any]:
-    """The tensors of a batch that `Policy` takes."""
+    """Arguments of `Policy.forward` for a batch."""
     return {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
@@ -237,9 +247,9 @@ def policy_inputs(batch: Batch) -> dict[str, Any]:
 
 
 def model_inputs(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None
 ) -> dict[str, Any]:
-    """Arguments of a cacheless forward pass: positions always given, attention within each packed example only."""
+    """Arguments of a forward pass without a KV cache: explicit positions, and attention within each packed example."""
     if sequence_ids is None:
         positions, mask = position_ids(attention_mask), attention_mask.long()
     else:
@@ -247,54 +257,60 @@ def model_inputs(
     return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
 
 
-def paired_inputs(model: nn.Module, together: PackedPairs) -> dict[str, Any]:
-    """The same for pairs that are laid in one row each."""
-    mask = _additive(together.seen, model.dtype)
-    positions = position_inputs(model, together.positions)
-    return {"input_ids": together.input_ids, "attention_mask": mask, "use_cache": False, **positions}
+def paired_inputs(model: PreTrainedModel, pairs: PackedPairs) -> dict[str, Any]:
+    """`model_inputs` for pairs that share their common prefix."""
+    mask = _additive_mask(pairs.visible, model.dtype)
+    positions = position_inputs(model, pairs.positions)
+    return {"input_ids": pairs.input_ids, "attention_mask": mask, "use_cache": False, **positions}
 
 
-def position_inputs(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """The argument that gives a model its positions; none for Bloom, the only architecture that takes no such."""
+def position_inputs(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
+    """The `position_ids` argument; empty for Bloom, the only supported architecture that does not accept it."""
     return {} if model.config.model_type == "bloom" else {"position_ids": positions}
 
 
-def vocabulary_size(module: Policy | ScalarModel) -> int:
-    """Rows of the embedding table: ids at or above have no meaning to the model."""
-    return module.model.get_input_embeddings().weight.shape[0]
+def vocabulary_size(module: Role) -> int:
+    """Rows of the embedding table; token ids must be below."""
+    return embedding_rows(module.model)
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Rows of the embedding table of a Hugging Face model."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
 
 
 def count_parameters(module: Role) -> tuple[int, int]:
-    """All parameters, those of a shared backbone too, and the learning ones of this role."""
-    everything = {id(p): p.numel() for part in (module.model, module) for p in part.parameters()}
-    return sum(everything.values()), sum(p.numel() for p in module.parameters() if p.requires_grad)
+    """Number of parameters, those of a shared backbone included, and of this role's trainable ones."""
+    sizes = {id(p): p.numel() for part in (module.model, module) for p in part.parameters()}
+    return sum(sizes.values()), sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def transformer_layers(module: nn.Module) -> nn.ModuleList:
-    """The list of modules that holds most of a model's parameters."""
+    """The transformer layers: the module list with the most parameters."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=nn.ModuleList())
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
-def _stand_in(nothing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A row for a rank without any, which still has to take part when split weights are gathered; it learns nothing."""
-    ids = nothing.new_zeros(1, 2)
+def _dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, mask and action mask of one row without actions, with which a rank without rows joins the collectives."""
+    ids = empty_ids.new_zeros(1, 2)
     return ids, ids == 0, ids[:, 1:] == 0
 
 
 def _scatter(row: Tensor, action_mask: Tensor) -> Tensor:
-    """(N,) values of the actions back to (B, T-1), 0 elsewhere."""
+    """Scatter (N,) values of the actions to (B, T-1), 0 elsewhere."""
     return torch.zeros(action_mask.shape, dtype=row.dtype, device=row.device).masked_scatter(action_mask, row)
 
 
-def _head_is_plain(model: nn.Module) -> bool:
-    """Whether the head applied to the last hidden state gives the model's logits, tried on a few tokens."""
+def _head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether the output embedding applied to the last hidden state equals the model's logits, by a trial pass."""
     ids = torch.arange(4, device=model.device)[None]
     with inference(model):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        plain: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-        return torch.allclose(plain(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-3)
+        head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-3)
 
 
 def _packed_positions(sequence_ids: Tensor) -> Tensor:
@@ -306,12 +322,13 @@ def _packed_positions(sequence_ids: Tensor) -> Tensor:
 
 
 def _packed_attention(sequence_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask within each example: (B, T) -> (B, 1, T, T), 0 where seen."""
+    """Additive causal mask within each example: (B, T) -> (B, 1, T, T), 0 where visible."""
     width = sequence_ids.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=sequence_ids.device).tril()
-    return _additive((sequence_ids[:, :, None] == sequence_ids[:, None, :]) & causal, dtype)
+    return _additive_mask((sequence_ids[:, :, None] == sequence_ids[:, None, :]) & causal, dtype)
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T, T) bool -> (B, 1, T, T), 0 where seen."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+def _additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, T, T) bool -> (B, 1, T, T), 0 where visible."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]

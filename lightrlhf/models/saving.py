@@ -1,6 +1,8 @@
-"""Saving models so that plain transformers or peft loads them.
+"""Saving models in the formats of transformers and peft.
 
 With LoRA a checkpoint is a peft folder that names its base; `--merge True` writes merged weights instead.
+
+Left out: export to other formats.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,18 +22,21 @@ from torch import nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, first_line
 from lightrlhf.models import lora
-from lightrlhf.models.loading import _load, choose_trainable
+from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import MANIFEST, write_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> None:
-    """Write a role's model so that plain transformers loads it: whole, or as an adapter folder that names its base.
+    """Write a role's model for transformers: full weights, or an adapter folder that names its base.
 
-    A base that is stored nowhere is written to `base_dir`, once.
+    A base that is not stored yet is written to `base_dir`.
     """
     if merge or not module.adapters:
         merged_model(module).save_pretrained(folder)
@@ -44,30 +49,31 @@ def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> N
 
 
 def _save_adapter(module: Role, folder: Path) -> None:
-    head = getattr(module.model, "score", None)
-    lora.save_adapter(module.model, module.adapters, None if head is None else head.weight, module.base, folder)
-    if head is None and module.model.generation_config is not None:
-        module.model.generation_config.save_pretrained(folder)
+    model = module.model
+    head = model.get_parameter("score.weight") if hasattr(model, "score") else None
+    lora.save_adapter(model, module.adapters, head, module.base, folder)
+    if head is None and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
-def _save_base(model: nn.Module, folder: Path) -> None:
-    """The weights below the adapters."""
+def _save_base(model: PreTrainedModel, folder: Path) -> None:
+    """Write the base weights, without adapters."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     is_scalar = hasattr(model, "score")
     auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):  # saving changes nothing in what is drawn next
+    with torch.random.fork_rng(devices=[]):  # saving must not advance the random state
         base = auto_class.from_config(model.config)
-    base.load_state_dict(lora.without_adapters(model))
+    base.load_state_dict(lora.base_state_dict(model))
     if not is_scalar:
         base.generation_config = model.generation_config
     base.save_pretrained(folder)
 
 
-def merged_model(module: Role) -> nn.Module:
-    """The Hugging Face model with its adapters merged into a copy of its weights; the model itself without any.
+def merged_model(module: Role) -> PreTrainedModel:
+    """The Hugging Face model with the role's adapters merged into a copy; without adapters the model itself.
 
-    Quantised weights would stay rounded, so there it is a copy of the base as it is on disk.
+    For quantised weights the copy is the unquantised base on disk, since merged weights would stay rounded.
     """
     if not module.adapters:
         return module.model
@@ -82,32 +88,33 @@ def merged_model(module: Role) -> nn.Module:
     return merged
 
 
-def _merged_from(folder: str) -> nn.Module:
-    """The model that an adapter folder makes of its base."""
+def _merged_from(folder: str) -> PreTrainedModel:
+    """Load an adapter folder merged into its base."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    scalar = holds_reward_model(folder)
-    auto_class = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    options = {"num_labels": 1} if scalar else {}
-    model, _, loaded = _load(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
-    choose_trainable(model, ModelArgs(), loaded, "")
+    is_scalar = holds_reward_model(folder)
+    auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    options: dict[str, Any] = {"num_labels": 1} if is_scalar else {}
+    model, _, loaded = load_model(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
+    choose_trainable(model, ModelArgs(), loaded, "")  # merges
     return model
 
 
 @contextmanager
 def self_contained(folder: Path) -> Iterator[Path]:
-    """A checkpoint that loads anywhere: the folder, or a merged one where it is an adapter on a folder of this disk."""
+    """Context manager: the checkpoint, or a merged copy of it if it is an adapter on a local base."""
     is_adapter = (folder / lora.ADAPTER_CONFIG).is_file()
-    if not is_adapter or not Path(base_name(str(folder), "the checkpoint")).is_dir():
+    base = base_name(str(folder), "the checkpoint") if is_adapter else None
+    if base is None or not Path(base).is_dir():
         yield folder
         return
     model = _merged_from(str(folder))
     model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
     with TemporaryDirectory(dir=folder.parent) as temporary:
-        whole = Path(temporary) / folder.name
-        shutil.copytree(folder, whole, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
-        model.save_pretrained(whole)
-        yield whole
+        merged = Path(temporary) / folder.name
+        shutil.copytree(folder, merged, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
+        model.save_pretrained(merged)
+        yield merged
 
 
 def upload(folder: Path, repository: str) -> None:
@@ -120,8 +127,8 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        with self_contained(folder) as whole:
-            api.upload_folder(repo_id=repository, folder_path=whole, ignore_patterns=["resume.pt", MANIFEST])
+        with self_contained(folder) as portable:
+            api.upload_folder(repo_id=repository, folder_path=portable, ignore_patterns=["resume.pt", MANIFEST])
     except Exception as problem:  # the hub client, the network and the login raise their own
         line = first_line(problem)
         raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem

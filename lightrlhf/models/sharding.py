@@ -1,6 +1,8 @@
 """Sharded models (FSDP2, `torch.distributed.fsdp.fully_shard`): sharding, gathering and full copies.
 
 Weights, gradients and optimiser state are sharded over the ranks, layer by layer.
+
+Left out: FSDP1, tensor parallelism, CPU offloading.
 """
 
 from __future__ import annotations
@@ -17,25 +19,26 @@ from lightrlhf.models.roles import transformer_layers
 
 
 def shard_layers(module: nn.Module, mesh: Any) -> nn.Module:
-    """Split a model over the ranks of a mesh: each transformer layer by itself, what is left in one piece.
+    """Shard a model over the ranks of a mesh: one unit per transformer layer, and one for all other parameters.
 
-    A layer is gathered when its forward or backward pass begins and given up behind it. What is left (embeddings, last
-    norm, head) stays whole from the forward pass of the outermost module to its backward pass, so that its forward may
-    call parts of the model as it likes.
+    A layer is gathered for its forward and backward pass and resharded after each. The other parameters (embeddings,
+    last norm, head) stay gathered from the outermost module's forward pass to its backward pass, so that its forward
+    may call parts of the model separately.
     """
     from torch.distributed.fsdp import fully_shard
 
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into what a model returns
-    mesh = mesh["data_parallel"]  # Fabric's has a second dimension for tensor parallelism, of one rank here
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # outputs are never modified in place
+    mesh = mesh["data_parallel"]  # Fabric's mesh has a second dimension for tensor parallelism, here of one rank
     for layer in transformer_layers(module):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    module._get_fsdp_state()._lazy_init()  # otherwise done by whichever part runs first, in sampling not the outermost
+    root: Any = module  # `fully_shard` has made it an FSDPModule
+    root._get_fsdp_state()._lazy_init()  # must run on the outermost module, which in sampling is not called first
     return module
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a rank holds only its part of the weights at the moment."""
+    """Whether this rank currently holds only its shard of the weights."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(p, DTensor) for p in module.parameters())
@@ -43,10 +46,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Inside, every rank holds all weights of a split model, and forward passes wait for nobody.
+    """Context manager: gathers the full weights of a sharded model, so forward passes need no collectives.
 
-    For sampling, where ranks take unequally many passes. All ranks enter and leave together. Does nothing to a model
-    that is not split.
+    For sampling, where ranks run different numbers of passes. All ranks must enter and leave together. Does nothing
+    to a model that is not sharded.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -66,9 +69,9 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def full_tensors(value: Any, keep: bool = True) -> Any:
-    """A tensor, or each in a tree of dicts and lists, on the CPU, put together from all ranks' parts.
+    """Gather a sharded tensor, or each tensor of a tree of dicts and lists, onto the CPU.
 
-    A rank that does not `keep` takes part and has None for each tensor.
+    All ranks must take part; without `keep` a rank gets None for each tensor.
     """
     from torch.distributed.tensor import DTensor
 
@@ -84,26 +87,26 @@ def full_tensors(value: Any, keep: bool = True) -> Any:
 
 
 def shard_like(state: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """An optimiser's state with each tensor of a parameter's shape split as that parameter is."""
+    """Shard an optimiser's full state: each tensor of a parameter's shape is sharded like that parameter."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    def part(value: Any, parameter: nn.Parameter) -> Any:
+    def shard(value: Any, parameter: nn.Parameter) -> Any:
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
             device = parameter.device_mesh.device_type
             return distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
         return value
 
     order = [index for group in state["param_groups"] for index in group["params"]]
-    split = {
-        index: {name: part(value, parameter) for name, value in state["state"][index].items()}
+    sharded = {
+        index: {name: shard(value, parameter) for name, value in state["state"][index].items()}
         for index, parameter in zip(order, parameters, strict=True)
         if index in state["state"]
     }
-    return {**state, "state": split}
+    return {**state, "state": sharded}
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors have shapes but no memory, to be filled by `filled`."""
+    """A copy of the module on the meta device, see `materialize`."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
     for parameter in module.parameters():
@@ -111,19 +114,19 @@ def meta_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def materialize(meta_copies: nn.Module, module: nn.Module, keep: bool) -> nn.Module:
-    """An unsplit copy of a split module on the CPU, tied weights still tied.
+def materialize(meta_module: nn.Module, module: nn.Module, keep: bool) -> nn.Module:
+    """A full copy of a sharded module on the CPU, from its `meta_copy`; tied weights stay tied.
 
-    All ranks take part; one that does not `keep` gets the hollow one back.
+    All ranks must take part; without `keep` a rank gets `meta_module` back.
     """
-    once: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
     state = {}
     for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
-        if id(tensor) not in once:
-            once[id(tensor)] = full_tensors(tensor, keep)
-        state[name] = once[id(tensor)]
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = full_tensors(tensor, keep)
+        state[name] = gathered[id(tensor)]
     if not keep:
-        return meta_copies
-    copied = copy.deepcopy(meta_copies)
+        return meta_module
+    copied = copy.deepcopy(meta_module)
     copied.load_state_dict({name: state[name] for name in copied.state_dict()}, assign=True)
     return copied

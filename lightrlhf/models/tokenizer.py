@@ -1,4 +1,7 @@
-"""Tokenizers: the one stored with the prepared data, checked against the model's own."""
+"""Tokenizers: loads the one stored with the prepared data, checked against the model's own.
+
+Left out: slow (Python) tokenizers in the check.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,37 @@ from lightrlhf.storage.checkpoint import checkpoints
 
 
 def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None) -> Any:
-    """The tokenizer the data was prepared with (`{data_dir}/tokenizer`), else the model's own."""
+    """Load the tokenizer the data was prepared with (`{data_dir}/tokenizer`), else the model's own."""
     quiet_libraries()
     from transformers import AutoTokenizer
 
     stored = Path(data_dir) / "tokenizer" if data_dir is not None else None
     source = stored if stored is not None and stored.is_dir() else model_name and resolve(model_name)
     if not source:
-        raise UsageError(f"{data_dir} has no tokenizer folder and no model name was given to take one from")
+        raise UsageError(f"{data_dir} has no tokenizer folder; give --model_name to use that model's tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as problem:
         raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
     if tokenizer.eos_token_id is None:
         raise UsageError(f"the tokenizer in {source} has no end token; set its eos_token")
-    if stored is not None and source == stored and model_name and model_name != "tiny":
+    if data_dir is not None and source == stored and model_name and model_name != "tiny":
         _check_same_ids(tokenizer, data_dir, model_name)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so this hides no end token
+        tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so no end token is masked
     return tokenizer
 
 
 def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> None:
-    """Raises: UsageError when a local model has a tokenizer of its own that gives other ids than the data's."""
+    """Check that a local model's own tokenizer maps the data's tokens to the same ids. Raises: UsageError."""
     from transformers import AutoTokenizer
 
     folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
     if not (folder / "tokenizer.json").is_file():
         return
-    own = AutoTokenizer.from_pretrained(str(folder)).get_vocab()  # may know more: a reward model's pad token
+    own = AutoTokenizer.from_pretrained(str(folder)).get_vocab()  # may have more: a reward model's pad token
     if any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
         raise UsageError(
-            f"{data_dir} was prepared with another tokenizer than that of {model_name}; "
+            f"{data_dir} was prepared with a tokenizer other than that of {model_name}; "
             f"prepare the data again with --tokenizer_name {folder}"
         )

@@ -1,4 +1,4 @@
-"""Prefix sharing: values and gradients as if each text of a pair had a row of its own, from fewer tokens."""
+"""Prefix sharing: values and gradients as of separate rows, from fewer tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrlhf.models.prefix_sharing import pack_pairs
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import policy_inputs
 
-ALONE = {"bloom", "mamba"}  # positions come from the mask, or there is no attention
+SEPARATE = {"bloom", "mamba"}  # positions are derived from the mask, or there is no attention
 WIDE = {"mistral": {"sliding_window": 64}, "gemma2": {"sliding_window": 64}, "gpt_neo": {"window_size": 64}}
 KINDS = [
     (make, name)
@@ -30,24 +30,24 @@ def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict:
 
 
 ROWS = [
-    pair([5, 9, 3, 8, 7, 2, 6], [11, 12, 1], [11, 4, 13, 1]),  # the responses begin alike, too
+    pair([5, 9, 3, 8, 7, 2, 6], [11, 12, 1], [11, 4, 13, 1]),  # the responses have a common prefix, too
     pair([4, 8, 2, 7, 6, 5, 5, 5, 9], [10, 1], [1]),
     pair([3, 3, 3, 7, 1, 2, 4, 4, 4, 4], [20, 1], [20, 1]),  # and here they are the same
-    pair([6, 2, 9, 9, 9, 9], [7, 8, 1], [7]),  # one is the beginning of the other
+    pair([6, 2, 9, 9, 9, 9], [7, 8, 1], [7]),  # one is a prefix of the other
 ]
 
 
-def test_a_row_holds_the_beginning_once_and_the_rejected_text_does_not_see_the_chosen_one():
+def test_a_row_holds_the_common_prefix_once_and_hides_the_chosen_text_from_the_rejected_one():
     batch = preference_batch(ROWS[:1], 0)
-    together = pack_pairs(batch.input_ids, batch.attention_mask)
-    assert together.input_ids.tolist() == [[5, 9, 3, 8, 7, 2, 6, 11, 12, 1, 4, 13, 1]]
-    assert together.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10]]
-    assert together.column[:, :10].tolist() == [[*range(10)], [*range(8), 10, 11]]
-    sees = {row: together.seen[0, row].nonzero()[:, 0].tolist() for row in (9, 10, 12)}
+    pairs = pack_pairs(batch.input_ids, batch.attention_mask)
+    assert pairs.input_ids.tolist() == [[5, 9, 3, 8, 7, 2, 6, 11, 12, 1, 4, 13, 1]]
+    assert pairs.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10]]
+    assert pairs.columns[:, :10].tolist() == [[*range(10)], [*range(8), 10, 11]]
+    sees = {row: pairs.visible[0, row].nonzero()[:, 0].tolist() for row in (9, 10, 12)}
     assert sees == {9: [*range(10)], 10: [*range(8), 10], 12: [*range(8), 10, 11, 12]}
 
 
-def test_pairs_that_share_little_stay_apart():
+def test_pairs_that_share_little_stay_separate():
     batch = preference_batch([pair([5], [6] * 9, [7] * 9)], 0)
     assert pack_pairs(batch.input_ids, batch.attention_mask) is None
 
@@ -56,7 +56,7 @@ def test_pairs_that_share_little_stay_apart():
 def test_values_and_gradients_are_those_of_separate_rows(make, architecture):
     role = make(architecture, **WIDE.get(architecture, {}))
     share_prefixes(role, longest=12)
-    assert role.shares_prefixes == (architecture not in ALONE) and not role.training
+    assert role.shares_prefixes == (architecture not in SEPARATE) and not role.training
     batch = preference_batch(ROWS, 0)
     weights = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(0)) * batch.attention_mask
     found = []
@@ -71,30 +71,30 @@ def test_values_and_gradients_are_those_of_separate_rows(make, architecture):
             values = role(batch.input_ids, batch.attention_mask, batch.paired) * batch.attention_mask
             (values * weights).sum().backward()
         found.append((values.detach(), [p.grad.clone() for p in role.parameters() if p.grad is not None]))
-    (alone, gradients), (together, others) = found
-    assert torch.allclose(alone, together, atol=1e-4)
+    (separate, gradients), (packed, others) = found
+    assert torch.allclose(separate, packed, atol=1e-4)
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(gradients, others, strict=True))
 
 
-def test_fewer_tokens_are_read(monkeypatch):
+def test_fewer_tokens_are_computed(monkeypatch):
     policy = tiny_policy("llama")
     share_prefixes(policy, longest=12)
-    read = []
+    shapes = []
     forward = policy.model.base_model.forward
     monkeypatch.setattr(
-        policy.model.base_model, "forward", lambda **given: read.append(given["input_ids"].shape) or forward(**given)
+        policy.model.base_model, "forward", lambda **given: shapes.append(given["input_ids"].shape) or forward(**given)
     )
     batch = preference_batch(ROWS, 0)
     policy(**policy_inputs(batch))
-    assert batch.input_ids.shape == (8, 12) and read == [(4, 13)]
-    policy(**policy_inputs(batch.select(torch.tensor([0, 0]))))  # a part of a batch is no pairs, however alike
-    assert read[1:] == [(2, 10)]
+    assert batch.input_ids.shape == (8, 12) and shapes == [(4, 13)]
+    policy(**policy_inputs(batch.select(torch.tensor([0, 0]))))  # selected rows are no pairs, even if equal
+    assert shapes[1:] == [(2, 10)]
 
 
 @pytest.mark.parametrize(
     "architecture, changes", [("mistral", {"sliding_window": 11}), ("gpt_neo", {"window_size": 23})]
 )
-def test_a_window_that_is_too_short_keeps_pairs_apart(architecture, changes):
+def test_a_window_that_is_too_short_keeps_pairs_separate(architecture, changes):
     policy = tiny_policy(architecture, **changes)
     share_prefixes(policy, longest=12)
     assert not policy.shares_prefixes

@@ -116,11 +116,11 @@ def saved_in_four_bits(tmp_path_factory, tokenizer):
 
 
 CANNOT = [
-    (["--finetune_mode=all"], "saved in 4 bits and cannot learn; use --finetune_mode lora"),
-    (["--finetune_mode=last_layer"], "saved in 4 bits and cannot learn; use --finetune_mode lora"),
-    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, adapters cannot be merged into them"),
-    (["--finetune_mode=lora", "--push_to_hub=me/it"], "saved in 4 bits, so --push_to_hub cannot upload merged ones"),
-    (["--finetune_mode=lora", "--load_in_8bit=True"], "saved in 4 bits; leave out --load_in_8bit"),
+    (["--finetune_mode=all"], "saved in 4 bits and cannot be trained; use --finetune_mode lora"),
+    (["--finetune_mode=last_layer"], "saved in 4 bits and cannot be trained; use --finetune_mode lora"),
+    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, so --merge True is not supported"),
+    (["--finetune_mode=lora", "--push_to_hub=me/it"], "saved in 4 bits, so --push_to_hub"),
+    (["--finetune_mode=lora", "--load_in_8bit=True"], "saved in 4 bits; remove --load_in_8bit"),
 ]
 
 
@@ -142,7 +142,7 @@ def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, c
     from lightrlhf.sft import SFTArgs
 
     args = SFTArgs(data_dir=str(cafe_data), model_name=saved_in_four_bits, finetune_mode="lora", strategy="fsdp")
-    with pytest.raises(UsageError, match="saved in 4 bits and cannot be split by --strategy fsdp"):
+    with pytest.raises(UsageError, match="saved in 4 bits .* --strategy fsdp"):
         check_stored_quantisation(saved_in_four_bits, "--model_name", args)
 
 
@@ -158,7 +158,7 @@ def test_adapters_learn_beside_saved_quantised_weights_and_are_used_unmerged(
     assert torch.equal(logits_of(trained.model, IDS), logits_of(going_on.model, IDS))
     started = load_policy(saved_in_four_bits, ModelArgs(), tokenizer)
     assert not torch.allclose(logits_of(trained.model, IDS), logits_of(started.model, IDS), atol=1e-4)
-    with pytest.raises(UsageError, match="saved in 4 bits and take no scalar head"):
+    with pytest.raises(UsageError, match="saved in 4 bits .* scalar head"):
         load_scalar(saved_in_four_bits, ModelArgs(), tokenizer, seed=0)
 
 
@@ -224,7 +224,7 @@ def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_toke
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.add_tokens([f"<{i}>" for i in range(reward.model.get_input_embeddings().weight.shape[0])])
-    with pytest.raises(UsageError, match="a quantised one cannot grow"):
+    with pytest.raises(UsageError, match="quantised model cannot grow"):
         separate_pad_token(reward, tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Models: padding and packing move nothing, whatever the architecture."""
+"""Roles: padding and packing change no output, for each architecture."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_scores_and_their_gradients_are_the_same_padded_left_right_and_row_by_ro
     assert_same_gradients(grads[0], grads[2], atol=2e-6)
 
 
-def test_the_last_token_is_found_by_the_mask_wherever_the_padding_stands():
+def test_the_last_token_is_found_by_the_mask_with_padding_on_either_side():
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
     mask = torch.tensor([[True, True, False, False], [False, False, True, True]])
     assert last_token(values, mask).tolist() == [2.0, 4.0]
 
 
-def test_soft_caps_behind_the_head_are_seen():
+def test_soft_caps_after_the_head_are_detected():
     assert tiny_policy("llama").head_is_plain and not tiny_policy("gemma2").head_is_plain
 
 
@@ -131,22 +131,22 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(architecture
 
 @pytest.mark.parametrize("architecture, changes", [("bloom", {}), ("falcon", {"alibi": True})])
 def test_packing_is_refused_where_positions_come_from_the_mask(architecture, changes):
-    with pytest.raises(UsageError, match="--packing True.*use --packing False"):
+    with pytest.raises(UsageError, match="--packing True"):
         check_packing(tiny_policy(architecture, **changes), architecture)
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
 def test_packing_is_refused_for_rows_longer_than_the_sliding_window(architecture):
-    with pytest.raises(UsageError, match="looks back 12 tokens and the longest row has 13"):
+    with pytest.raises(UsageError, match="12 tokens and the longest row 13"):
         check_packing(tiny_policy(architecture, **WIDE[architecture]), architecture, longest=13)
 
 
-def test_packing_is_refused_where_examples_see_each_other(monkeypatch):
-    """An architecture that ignores the mask, played by one whose mask shows everything before."""
-    from lightrlhf.models import roles as model
+def test_packing_is_refused_where_examples_attend_to_each_other(monkeypatch):
+    """Simulates an architecture that ignores the mask by a mask that shows all earlier tokens."""
+    from lightrlhf.models import roles
 
-    monkeypatch.setattr(model, "_packed_attention", lambda sequence_ids, dtype: torch.ones_like(sequence_ids))
-    with pytest.raises(UsageError, match="see each other.*use --packing False"):
+    monkeypatch.setattr(roles, "_packed_attention", lambda sequence_ids, dtype: torch.ones_like(sequence_ids))
+    with pytest.raises(UsageError, match="--packing True.*attend to each other"):
         check_packing(tiny_policy("llama"), "llama")
 
 
