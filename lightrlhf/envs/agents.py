@@ -31,7 +31,7 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.generation.engine import generate, no_gradients
-from lightrlhf.generation.prefix_cache import CachedPrefix, can_keep, load_prefixes, store_prefixes
+from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
 from lightrlhf.generation.sampling import sample
 from lightrlhf.models.roles import Policy
 
@@ -191,7 +191,7 @@ class Reflector:
             temperature=args.temperature,
         )
         self.with_history = args.with_history
-        self.keeps = args.with_history and can_keep(policy.model)
+        self.keeps = args.with_history and has_kv_cache(policy.model)
         self.kept: dict[str, str] = {}
 
     def __call__(self, seats: Sequence[Seat]) -> list[str]:
@@ -212,7 +212,7 @@ class Reflector:
         prompts = [encode_prompt(self.tokenizer, text) for text in texts]
         ends = [self.tokenizer.eos_token_id]
         reads = [seat.commented for seat in seats] if self.keeps else None
-        said = generate(self.policy, prompts, self.args, ends, uniforms, self.num_slots, reads=reads)
+        said = generate(self.policy, prompts, self.args, ends, uniforms, self.num_slots, prefixes=reads)
         for seat, read in zip(seats, reads or []):
             seat.commented = read
         return [decode(self.tokenizer, response) for response in said.responses]
@@ -240,7 +240,7 @@ class ModelAgent:
         self.labels: list[str] = prompts.choices(num_choices) if args.max_new_tokens == 1 else []
         self.label_ids = torch.tensor(prompts.label_ids(tokenizer, self.labels), dtype=torch.int64)  # (L,)
         self.encode = lru_cache(MOST_CACHED)(lambda text: encode_prompt(tokenizer, text))
-        self.keeps = args.with_history and can_keep(policy.model)
+        self.keeps = args.with_history and has_kv_cache(policy.model)
 
     def __call__(self, seats: Sequence[Seat]) -> list[Decision]:
         """One decision for each seat."""

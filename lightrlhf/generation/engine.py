@@ -1,14 +1,13 @@
-"""The generation engine, and rollouts with log-probabilities.
+"""The generation engine: continuous batching over a fixed number of slots and one preallocated KV cache.
 
-Rows live in a fixed number of slots over one preallocated key-value slab. All slots share a column index: a prompt is
-right-aligned at the current column, so positions come from the mask and no row needs a cache of its own; a step looks
-at the columns from the oldest busy row's first on. Prompts are prefilled apart, each distinct one once whatever the
-number of its samples, from where an earlier reading stopped if there is one, and wait with their keys and values until
-slots become idle. When nobody waits, the slots that are left close up. Sampling is by inverse CDF with one uniform
-number per row and token, given from outside: what a row says does not depend on batch size, slot or rank.
+All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
+from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
+Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
+their keys and values wait until slots become idle. When no row waits, the remaining slots are compacted. Sampling is
+by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
 
-Left out: beam search, speculative decoding, paged caches, servers, architectures without a key-value cache, and on
-CUDA captured graphs or a compiled step (steps run eagerly there; none of them waits for the device).
+Left out: beam search, speculative decoding, paged caches, servers, architectures without a KV cache, and on CUDA
+captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
@@ -28,23 +26,26 @@ from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import Policy, inference, position_inputs
+from lightrlhf.models.roles import Policy, embedding_rows, inference, position_inputs
 
-SPARE_COLUMNS = 64  # refilled slots move the shared column on; about this many steps between two moves of the slab
-STEPS_BETWEEN_LOOKS = {"cpu": 1}  # elsewhere 8: reading which rows have ended waits; fewer than SPARE_COLUMNS
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often
+STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 8, since a check synchronises; less than SPARE_COLUMNS
 
 
 class Completions(NamedTuple):
-    """What was sampled, in the order of the prompts."""
+    """Sampled responses, in the order of the prompts."""
 
-    responses: list[list[int]]  # ids as they were sampled, with the end token or the last token of a stop string
-    logprobs: list[list[float]]  # log-probability of each of them at the temperature, over the whole vocabulary
+    responses: list[list[int]]  # sampled ids, including the end token or the last token of a stop string
+    logprobs: list[list[float]]  # log-probability of each id at the temperature, over the whole vocabulary
     truncated: list[bool]  # stopped by length
-    removed_mass: float  # mean probability that top-k, top-p and min-p took out of the sampling distribution
+    removed_mass: float  # mean probability removed from the sampling distribution by top-k, top-p and min-p
 
 
 class SlabLayer:
-    """Keys and values of all slots of one layer, written in place; what a transformers cache asks of a layer."""
+    """The KV cache of one layer for all slots, updated in place; has the interface of a transformers cache layer."""
 
     is_compileable = False
     is_sliding = False
@@ -54,15 +55,15 @@ class SlabLayer:
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         from transformers.cache_utils import CacheLayerMixin
 
-        CacheLayerMixin.register(SlabLayer)  # a cache asks isinstance; a base class would import transformers at start
+        CacheLayerMixin.register(SlabLayer)  # for isinstance; a base class would import transformers with this module
         self.slabs = [  # keys and values, each (slots, heads, columns, head size)
             states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
             for states in (prefilled.keys, prefilled.values)
         ]
-        self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows look at
+        self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """One more column, (slots, heads, 1, head size) each; returns all that is looked at."""
+        """Append one column, (slots, heads, 1, head size) each; returns the columns to attend to."""
         for slab, states in zip(self.slabs, (keys, values)):
             slab[:, :, self.end] = states[:, :, 0]
         self.end += 1
@@ -77,7 +78,7 @@ class SlabLayer:
     def get_max_length(self) -> int:
         return -1
 
-    def put(self, slots: Tensor, prefilled: Any, source: Tensor) -> None:
+    def insert(self, slots: Tensor, prefilled: Any, source: Tensor) -> None:
         """Copy rows `source` of a prefilled layer into slots, right-aligned at the current column."""
         start = self.end - prefilled.get_seq_length()
         self.start = min(self.start, start)
@@ -85,82 +86,90 @@ class SlabLayer:
             slab[slots, :, start : self.end] = states[source]
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
-        """Move rows into holes among the first slots and forget the other slots."""
+        """Move rows into the holes among the first `num_slots` slots and drop the other slots."""
         for i, slab in enumerate(self.slabs):
             slab[holes, :, self.start : self.end] = slab[movers, :, self.start : self.end]
             self.slabs[i] = slab[:num_slots]
 
     def drop_columns(self, count: int) -> None:
-        """Forget the first columns, which no row looks at any more."""
+        """Drop the first columns, which no row attends to any more."""
         for slab in self.slabs:
             slab[:, :, : self.end - count] = slab[:, :, count : self.end].clone()
         self.start, self.end = self.start - count, self.end - count
 
 
 class Prefilled(NamedTuple):
-    """Prompts that have been read and wait for idle slots."""
+    """Prefilled prompts whose rows wait for idle slots."""
 
     layers: list[Any]
-    mask: Tensor  # (P, width), prompts on the right
+    mask: Tensor  # (P, width), prompts right-aligned
     logits: Tensor  # (P, V) of the first token of the response
-    seen: Tensor | None  # (P, V), which tokens stand in the prompt
-    waiting: deque[tuple[int, int]]  # (row, which of the P prompts is its own)
+    seen: Tensor | None  # (P, V), tokens that occur in the prompt, for the repetition penalty
+    waiting: deque[tuple[int, int]]  # (row, index of its prompt among the P)
 
 
 class Slots:
-    """The rows being decoded: one slab, one mask, one next token each. Slot state is on the device, no step waits."""
+    """Decoding state of the busy rows. It stays on the device, so a step does not synchronise."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         args: SamplingArgs,
         eos_ids: Sequence[int],
         uniforms: Tensor,
         num_slots: int,
-        reads: list[CachedPrefix | None] | None = None,
+        prefixes: list[CachedPrefix | None] | None = None,
     ) -> None:
-        self.model, self.args, self.device, self.reads = model, args, model.device, reads
+        self.model, self.args, self.device, self.prefixes = model, args, model.device, prefixes
         num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
-        self.idle_row = num_rows  # the row an idle slot writes to
+        self.idle_row = num_rows  # an idle slot writes to this extra row
         self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
         self.uniforms = torch.cat([uniforms, uniforms[:1]]).to(self.device)  # (N+1, max_new_tokens)
         self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
         self.removed = torch.zeros_like(self.logprobs)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
-        groups: dict[tuple[int, ...], list[int]] = {}  # the rows of each distinct prompt
+        groups: dict[tuple[int, ...], list[int]] = {}  # rows of each distinct prompt
         for row, prompt in enumerate(prompts):
             groups.setdefault(tuple(prompt), []).append(row)
-        self.groups = deque(sorted(groups.items(), key=lambda group: -len(group[0])))  # a later prompt always fits
+        self.groups = deque(
+            sorted(groups.items(), key=lambda group: -len(group[0]))
+        )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
         self.num_columns = self.longest + args.max_new_tokens + SPARE_COLUMNS
 
-        self.ready = self._prefill(num_slots)
-        self.cache = make_cache(model, [SlabLayer(layer, num_slots, self.num_columns) for layer in self.ready.layers])
+        self.prefilled = self._prefill(num_slots)
+        self.layers = [SlabLayer(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
+        self.cache = make_cache(model, self.layers)
         self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
-        self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) which prompt each slot answers
+        self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
         self.position = torch.zeros_like(self.row)  # (S,) position of the next token
         self.first = torch.zeros_like(self.row)  # (S,) column of the prompt's first token
-        self.next = torch.zeros_like(self.row)
-        self.seen = None if self.ready.seen is None else self.ready.seen.new_zeros(num_slots, self.ready.seen.shape[1])
+        self.next = torch.zeros_like(self.row)  # (S,) input of the next step
+        self.seen = (
+            None
+            if self.prefilled.seen is None
+            else self.prefilled.seen.new_zeros(num_slots, self.prefilled.seen.shape[1])
+        )
 
     def waiting(self) -> bool:
-        return bool(self.ready.waiting or self.groups)
+        """Whether rows wait for a slot."""
+        return bool(self.prefilled.waiting or self.groups)
 
     def admit(self, slots: Tensor) -> None:
-        """Rows that wait enter idle slots, as many as there are of both."""
+        """Fill idle slots with waiting rows until either runs out."""
         while len(slots) and self.waiting():
-            if not self.ready.waiting:
-                self.ready = self._prefill(len(self.row))
-            count = min(len(slots), len(self.ready.waiting))
-            rows, source = torch.tensor([self.ready.waiting.popleft() for _ in range(count)], device=self.device).T
-            self._put(slots[:count], rows, source)
+            if not self.prefilled.waiting:
+                self.prefilled = self._prefill(len(self.row))
+            count = min(len(slots), len(self.prefilled.waiting))
+            rows, source = torch.tensor([self.prefilled.waiting.popleft() for _ in range(count)], device=self.device).T
+            self._insert(slots[:count], rows, source)
             slots = slots[count:]
 
     def step(self) -> None:
-        """One token for every slot."""
-        layer = self.cache.layers[0]
+        """Decode one token in every slot."""
+        layer = self.layers[0]
         if layer.end == self.num_columns:
             self._drop_columns(min(layer.start, layer.end - self.longest))
         self.mask[:, layer.end] = True
@@ -171,29 +180,29 @@ class Slots:
             past_key_values=self.cache,
             use_cache=True,
         ).logits[:, -1]
-        self.position = torch.where(self.row == self.idle_row, 0, self.position + 1)  # idle slots stay in range
+        self.position = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
 
     def stop_at_strings(self, tokenizer: Any) -> None:
-        """Make idle the slots whose text holds a stop string; what a row says beyond it is cut in the end."""
+        """Idle the slots whose text contains a stop string; `completions_of` cuts the text after it."""
         strings = self.args.stop_strings
-        window = 4 * max(map(len, strings)) + 8  # tokens that can spell one: a token is a byte of text or more
+        window = 4 * max(map(len, strings)) + 8  # tokens that may spell one: a token has at least one byte of text
         for slot, (row, length) in enumerate(zip(self.row.tolist(), self.lengths[self.row].tolist())):
             latest = self.tokens[row, max(length - window, 0) : length].tolist()
             if row != self.idle_row and first_stop(tokenizer, latest, strings):
                 self.row[slot] = self.idle_row
 
     def set_window(self, idle: Tensor) -> None:
-        """Let a step look only at the columns that busy rows occupy."""
+        """Restrict attention to the columns that busy rows occupy."""
         start = int(self.first[~idle].min())
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.start = start
 
     def compact(self, idle: Tensor) -> None:
-        """Give up idle slots for good."""
+        """Remove idle slots, moving busy rows into their places."""
         count = len(idle) - int(idle.sum())
         holes, movers = idle[:count].nonzero()[:, 0], (~idle[count:]).nonzero()[:, 0] + count
-        for layer in self.cache.layers:
+        for layer in self.layers:
             layer.compact(holes, movers, count)
         for name in ("row", "next", "position", "first", "mask", "seen"):
             state = getattr(self, name)
@@ -202,60 +211,62 @@ class Slots:
                 setattr(self, name, state[:count])
 
     def _prefill(self, num_rows: int) -> Prefilled:
-        """Read the next prompts, all samples of one together: one for each of `num_rows`, or fewer on a processor."""
+        """Prefill the next distinct prompts: enough for `num_rows` rows, but at most what one pass takes."""
         prompts: list[tuple[int, ...]] = []
         rows_of: list[list[int]] = []
-        most = num_rows  # where part of the prompts has been read, what is left is short
-        if not self.reads:
-            most = inference_batch_size(len(self.groups[0][0]), num_rows, self.device)
-        while self.groups and len(prompts) < most and sum(map(len, rows_of)) < num_rows:
+        max_prompts = num_rows  # with cached prefixes the uncached parts are short
+        if not self.prefixes:
+            max_prompts = inference_batch_size(len(self.groups[0][0]), num_rows, self.device)
+        while self.groups and len(prompts) < max_prompts and sum(map(len, rows_of)) < num_rows:
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)
             rows_of.append(rows)
-        past = load_prefixes(self.model, prompts, [self.reads[rows[0]] if self.reads else None for rows in rows_of])
-        width = max(map(len, past.rest))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (P, width), prompts on the right
+        cached = load_prefixes(
+            self.model, prompts, [self.prefixes[rows[0]] if self.prefixes else None for rows in rows_of]
+        )
+        width = max(map(len, cached.rest))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (P, width), left-padded
         mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-        for i, rest in enumerate(past.rest):
+        for i, rest in enumerate(cached.rest):
             ids[i, width - len(rest) :] = torch.tensor(rest)
             mask[i, width - len(rest) :] = True
-        mask = torch.cat([past.mask, mask.to(self.device)], 1)
+        mask = torch.cat([cached.mask, mask.to(self.device)], 1)
         logits = self.model(
             input_ids=ids.to(self.device),
             attention_mask=mask.long(),
             **position_inputs(self.model, position_ids(mask)[:, -width:]),
-            past_key_values=past.cache,
+            past_key_values=cached.cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        if self.reads is not None:
-            for rows, read in zip(rows_of, store_prefixes(past, prompts, padded_left=True)):
+        if self.prefixes is not None:
+            for rows, prefix in zip(rows_of, store_prefixes(cached, prompts, padded_left=True)):
                 for row in rows:
-                    self.reads[row] = read
+                    self.prefixes[row] = prefix
         seen = None
         if self.args.repetition_penalty != 1:
             seen = torch.zeros_like(logits, dtype=torch.bool)
             for i, prompt in enumerate(prompts):
                 seen[i, list(prompt)] = True
         waiting = deque((row, i) for i, rows in enumerate(rows_of) for row in rows)
-        return Prefilled(past.cache.layers, mask, logits, seen, waiting)
+        return Prefilled(list(cached.cache.layers), mask, logits, seen, waiting)
 
-    def _put(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
-        """Rows enter slots with the keys and values of their prompts."""
-        for layer, prefilled in zip(self.cache.layers, self.ready.layers):
-            layer.put(slots, prefilled, source)
-        mask, end = self.ready.mask[source], self.cache.layers[0].end
+    def _insert(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
+        """Put rows into slots with the keys and values of their prompts, and sample their first tokens."""
+        for layer, prefilled in zip(self.layers, self.prefilled.layers):
+            layer.insert(slots, prefilled, source)
+        mask, end = self.prefilled.mask[source], self.layers[0].end
         self.mask[slots] = False
         self.mask[slots, end - mask.shape[1] : end] = mask
         self.row[slots] = rows
         self.position[slots] = mask.sum(1)
         self.first[slots] = end - mask.sum(1)
-        if self.seen is not None:
-            self.seen[slots] = self.ready.seen[source]
-        self._sample(slots, self.ready.logits[source])
+        if self.seen is not None and self.prefilled.seen is not None:
+            self.seen[slots] = self.prefilled.seen[source]
+        self._sample(slots, self.prefilled.logits[source])
 
     def _sample(self, slots: Tensor | slice, logits: Tensor) -> None:
-        """The next token of these slots; a slot whose row has ended or has no room left becomes idle."""
+        """Sample the next token of these slots; a slot becomes idle when its row ends or reaches `max_new_tokens`."""
         row = self.row[slots]
         place = self.lengths[row].clamp(max=self.args.max_new_tokens - 1)
         seen = None if self.seen is None else self.seen[slots]
@@ -265,14 +276,14 @@ class Slots:
         self.removed[row, place] = removed
         self.lengths[row] = place + 1
         self.next[slots] = token
-        if seen is not None:
+        if self.seen is not None and seen is not None:
             self.seen[slots] = seen.scatter(1, token[:, None], True)
         ended = torch.isin(token, self.eos_ids) | (place + 1 == self.args.max_new_tokens)
         self.row[slots] = torch.where(ended, self.idle_row, row)
 
     def _drop_columns(self, count: int) -> None:
-        """Make room behind the last column."""
-        for layer in self.cache.layers:
+        """Drop the first columns, to make room after the last one."""
+        for layer in self.layers:
             layer.drop_columns(count)
         self.first -= count
         self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
@@ -286,21 +297,21 @@ def generate(
     uniforms: Tensor,
     num_slots: int = 64,
     tokenizer: Any = None,
-    reads: list[CachedPrefix | None] | None = None,
+    prefixes: list[CachedPrefix | None] | None = None,
 ) -> Completions:
-    """Sample one response for each prompt; a prompt that is given K times is read once.
+    """Sample one response for each prompt; a prompt that occurs K times is prefilled once.
 
-    prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: needed for
-    stop strings only; reads: what was read last in the place of each prompt and is not read again, replaced by what is
-    read now. A row ends at the first token with which its decoded text contains a stop string.
+    prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: required for
+    stop strings only; prefixes: per-prompt KV caches of the previous call, reused, then updated in place. A row ends
+    at the first token at which its decoded text contains a stop string.
     Raises: UsageError when a prompt with its response does not fit into the model's positions.
     """
     if args.stop_strings and tokenizer is None:
-        raise ValueError("stop_strings needs a tokenizer")
+        raise ValueError("stop_strings requires a tokenizer")
     model = policy.model
     check_room(model, prompts, args)
     with inference(policy), policy.active(), no_gradients(model):
-        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, reads), tokenizer)
+        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, prefixes), tokenizer)
     return completions_of(slots, eos_ids, tokenizer)
 
 
@@ -312,10 +323,10 @@ def generate_steps(
     uniforms: Tensor,
     tokenizer: Any = None,
 ) -> Iterator[Completions]:
-    """`generate` for one prompt, told after each token; what comes last is what `generate` returns.
+    """Streaming `generate` for one prompt: yields after each token; the last item equals `generate`.
 
-    The policy must be in evaluation mode. Nothing of it stays switched between two steps, so several of these may take
-    turns with one model, and in whatever thread the caller goes on.
+    The policy must be in eval mode. Between two steps adapters and gradient mode are restored, so several iterators may
+    alternate on one model, and the caller may continue in another thread.
     """
     check_room(policy.model, [prompt], args)
     slots: Slots | None = None
@@ -332,7 +343,7 @@ def generate_steps(
 
 
 def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Completions:
-    """What the rows have said so far, without what follows a stop string."""
+    """The responses sampled so far, cut after a stop string."""
     args, ends = slots.args, {*eos_ids, *slots.args.eos_ids}
     responses, logprobs, truncated = [], [], []
     for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):
@@ -345,10 +356,12 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Comp
 
 
 def decode_all(slots: Slots, tokenizer: Any) -> Slots:
-    """Step until every row has ended, with waiting rows for idle slots."""
+    """Step until every row has ended, refilling idle slots with waiting rows."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
-    check_every = STEPS_BETWEEN_LOOKS.get(slots.device.type, 8)
-    for step in count(1):
+    check_every = STEPS_BETWEEN_CHECKS.get(slots.device.type, 8)
+    step = 0
+    while True:
+        step += 1
         if step % check_every == 0:
             if slots.args.stop_strings:
                 slots.stop_at_strings(tokenizer)
@@ -365,10 +378,10 @@ def decode_all(slots: Slots, tokenizer: Any) -> Slots:
 
 
 @contextmanager
-def no_gradients(model: nn.Module) -> Iterator[None]:
-    """Inference mode; under autocast no_grad, where each weight is cast once and not at every step.
+def no_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: torch's inference mode; under autocast no_grad, so that each weight is cast once.
 
-    Autocast keeps its casts outside of inference mode only, and only those of weights that require a gradient.
+    Autocast caches casts outside of inference mode only, and only of parameters that require gradients.
     """
     if not torch.is_autocast_enabled(model.device.type):
         with torch.inference_mode():
@@ -385,17 +398,19 @@ def no_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def check_room(model: nn.Module, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
-    """Raises: UsageError when a prompt with its response does not fit into the model's positions, or an end token
-    is none of its tokens."""
-    size = model.get_input_embeddings().weight.shape[0]
+def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
+    """Check that prompts with their responses fit into the model's positions, and its vocabulary has the end tokens.
+
+    Raises: UsageError.
+    """
+    size = embedding_rows(model)
     for index in args.eos_ids:
         if index >= size:
-            raise UsageError(f"--eos_ids {index} is none of the model's {size} tokens; give ids below {size}")
-    room = getattr(model.config, "max_position_embeddings", None)
+            raise UsageError(f"--eos_ids {index}: the model has {size} tokens; give ids below {size}")
+    limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
-    if room and longest + args.max_new_tokens > room:
+    if limit and longest + args.max_new_tokens > limit:
         raise UsageError(
-            f"--max_new_tokens {args.max_new_tokens} behind a prompt of {longest} tokens does not fit into the "
-            f"model's {room} positions; use at most {max(room - longest, 0)}"
+            f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens does not fit into the "
+            f"model's {limit} positions; use at most {max(limit - longest, 0)}"
         )

@@ -1,56 +1,61 @@
-"""A prefix cache: of a prompt that begins like the last one of its episode, only the rest is read.
+"""Prefix cache: reuses the KV cache of a previous prompt, so only the tokens after the common prefix are computed.
 
-A reader keeps, for each episode, the keys and values of the prompt it has just read. The next prompt shares its
-beginning with it (the task, and the earlier commands with what came of them), so a forward pass begins where they
-part. Keys and values are put side by side at their right ends, and of each prompt as much is read as of the one with
-the most to read, which costs a batch nothing: with the rest at its right end, no row has a gap.
+Each episode keeps the keys and values of its last prompt. The next prompt of the episode shares a prefix with it (the
+task, earlier commands and observations), so its prefill starts where the two differ. In a batch the cached keys and
+values are right-aligned, and for every prompt as many tokens are computed as for the one with most uncached tokens,
+which costs nothing extra; with the computed tokens right-aligned no row has a gap.
 
-Left out: sharing between episodes, and keeping what a model has said besides what it has read.
+Left out: sharing between episodes, caching the keys and values of sampled tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrlhf.cli.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
 
 class CachedPrefix(NamedTuple):
-    """What a model has read: ids, and of each layer keys and values, each (heads, tokens, head size)."""
+    """The KV cache of one prompt: its ids, and for each layer keys and values (heads, tokens, head size)."""
 
     ids: Sequence[int]
     layers: list[tuple[Tensor, Tensor]]
 
 
 class PrefixBatch(NamedTuple):
-    """Beginnings of prompts that need not be read again, as a cache for one forward pass over the rest of each."""
+    """The cached prefixes of a batch of prompts, for one forward pass over the rest of each."""
 
-    cache: Any
-    mask: Tensor  # (B, P) bool, the beginnings on the right
-    rest: list[list[int]]  # of each prompt, one token or more; as many of all, where a prompt has so many
+    cache: DynamicCache
+    mask: Tensor  # (B, P) bool, prefixes right-aligned
+    rest: list[list[int]]  # uncached ids of each prompt, at least one; equally many of all that are long enough
 
 
-def make_cache(model: nn.Module, layers: Sequence[Any] = ()) -> Any:
-    """A transformers cache with these layers. Sliding-window layers keep all columns; masks still hide the old ones.
+def make_cache(model: PreTrainedModel, layers: Sequence[Any] = ()) -> DynamicCache:
+    """A transformers cache with these layers. Sliding-window layers keep all columns; masks hide the old ones.
 
-    Raises: UsageError for architectures with other layers than attention.
+    Raises: UsageError for architectures with layers other than attention.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=model.config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        raise UsageError(f"the generation engine knows attention layers only, not those of {model.config.model_type}")
+        raise UsageError(
+            f"the generation engine supports attention layers only, not those of {model.config.model_type}"
+        )
     cache.layers = list(layers) or [DynamicLayer() for _ in range(model.config.num_hidden_layers)]
     return cache
 
 
-def can_keep(model: nn.Module) -> bool:
-    """Whether the model's cache consists of keys and values alone."""
+def has_kv_cache(model: PreTrainedModel) -> bool:
+    """Whether the model's cache consists of keys and values only."""
     try:
         make_cache(model)
     except UsageError:
@@ -59,42 +64,44 @@ def can_keep(model: nn.Module) -> bool:
 
 
 def load_prefixes(
-    model: nn.Module, prompts: Sequence[Sequence[int]], read: Sequence[CachedPrefix | None]
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], prefixes: Sequence[CachedPrefix | None]
 ) -> PrefixBatch:
-    """What of each prompt has been read before, when `read` is what was read last in its place."""
-    most = max(len(prompt) - shared_length(prompt, one) for prompt, one in zip(prompts, read))
-    known = [max(len(prompt) - most, 0) for prompt in prompts]
-    cache, width = make_cache(model), max(known)
+    """The cached part of each prompt, given the KV cache of an earlier prompt (`prefixes`)."""
+    longest = max(len(prompt) - shared_length(prompt, prefix) for prompt, prefix in zip(prompts, prefixes))
+    lengths = [max(len(prompt) - longest, 0) for prompt in prompts]
+    cache, width = make_cache(model), max(lengths)
     if width:
-        shape = next(one for one in read if one).layers
-        for number, layer in enumerate(cache.layers):
-            columns = []
+        example = next(prefix for prefix in prefixes if prefix).layers
+        layers: Any = cache.layers
+        for number, layer in enumerate(layers):
+            states = []
             for part in (0, 1):  # keys, values
-                nothing = shape[number][part][:, :0]
-                rows = [one.layers[number][part][:, :n] if n else nothing for one, n in zip(read, known)]
+                empty = example[number][part][:, :0]
+                rows = [p.layers[number][part][:, :n] if p and n else empty for p, n in zip(prefixes, lengths)]
                 padded = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True, padding_side="left")
-                columns.append(padded.transpose(1, 2))  # (B, heads, P, head size)
-            layer.update(*columns)
-    mask = torch.arange(width) >= width - torch.tensor(known)[:, None]  # (B, P)
-    return PrefixBatch(cache, mask.to(model.device), [list(prompt[n:]) for prompt, n in zip(prompts, known)])
+                states.append(padded.transpose(1, 2))  # (B, heads, P, head size)
+            layer.update(*states)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # (B, P)
+    return PrefixBatch(cache, mask.to(model.device), [list(prompt[n:]) for prompt, n in zip(prompts, lengths)])
 
 
 def store_prefixes(
-    past: PrefixBatch, prompts: Sequence[Sequence[int]], padded_left: bool = False
+    batch: PrefixBatch, prompts: Sequence[Sequence[int]], padded_left: bool = False
 ) -> list[CachedPrefix]:
-    """What has been read after a forward pass over `past.rest`, padded on the right or the left, with `past.cache`."""
-    longest = max(map(len, past.rest))
-    ends = [past.mask.shape[1] + (longest if padded_left else len(rest)) for rest in past.rest]
+    """The KV cache of each prompt after a forward pass with `batch.cache` over `batch.rest`, padded right or left."""
+    longest = max(map(len, batch.rest))
+    ends = [batch.mask.shape[1] + (longest if padded_left else len(rest)) for rest in batch.rest]
     spans = [(end - len(prompt), end) for end, prompt in zip(ends, prompts)]
+    layers: Any = batch.cache.layers  # filled by the forward pass
     return [
-        CachedPrefix(prompt, [(layer.keys[row, :, a:b], layer.values[row, :, a:b]) for layer in past.cache.layers])
+        CachedPrefix(prompt, [(layer.keys[row, :, a:b], layer.values[row, :, a:b]) for layer in layers])
         for row, (prompt, (a, b)) in enumerate(zip(prompts, spans))
     ]
 
 
-def shared_length(prompt: Sequence[int], read: CachedPrefix | None) -> int:
-    """How many ids a prompt begins with that were read before; its last one is always read, for what comes after."""
-    if read is None:
+def shared_length(prompt: Sequence[int], prefix: CachedPrefix | None) -> int:
+    """Length of the common prefix of a prompt and the cached ids; excludes its last id, whose output is needed."""
+    if prefix is None:
         return 0
-    pairs = zip(prompt[:-1], read.ids)
-    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(prompt) - 1, len(read.ids)))
+    pairs = zip(prompt[:-1], prefix.ids)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(prompt) - 1, len(prefix.ids)))

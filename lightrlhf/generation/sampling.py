@@ -1,4 +1,7 @@
-"""Sampling one token per row from logits: temperature, top-k, top-p, min-p, repetition penalty, stop strings."""
+"""Sampling one token per row from logits: temperature, top-k, top-p, min-p, repetition penalty, stop strings.
+
+Left out: other penalties and logit biases.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightrlhf.data.tokens import decode
 
 
 def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
-    """Number of tokens with which the text first contains a stop string; None when it never does."""
+    """Length in tokens of the shortest prefix whose text contains a stop string; None if there is none."""
 
     def stopped(length: int) -> bool:
         text = decode(tokenizer, response[:length])
@@ -28,43 +31,43 @@ def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[s
 def sample(
     logits: Tensor, uniforms: Tensor, args: SamplingArgs, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token per row by inverse CDF: (S, V), (S,) -> three (S,): ids, their log-probabilities at the temperature
-    over the whole vocabulary, bent by nothing, and the probability taken out by top-k, top-p and min-p.
+    """Sample one token per row by inverse CDF: logits (S, V), uniforms (S,) -> three tensors (S,).
 
-    Repetition penalty on the tokens of `seen` (S, V), temperature, top-k, top-p, min-p: the order, and the
-    distribution, of Hugging Face's processors.
+    Returns ids, their log-probabilities (at the temperature over the whole vocabulary, before penalty and truncation),
+    and the probability removed by top-k, top-p and min-p. Repetition penalty on the tokens of `seen` (S, V),
+    temperature, top-k, top-p, min-p: in the order, and with the distribution, of Hugging Face's processors.
     """
     logits = logits.float()
-    probs = unbent = (logits / args.temperature).softmax(-1)  # (S, V)
+    probs = unpenalised = (logits / args.temperature).softmax(-1)  # (S, V)
     if seen is not None:
         penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
         probs = (logits / args.temperature).softmax(-1)
     removed = torch.zeros_like(probs[:, 0])
     if args.do_sample:
-        kept = restrict(probs, args)
-        cumulative = kept.cumsum(-1)
+        restricted = restrict(probs, args)
+        cumulative = restricted.cumsum(-1)
         total = cumulative[:, -1:]
         below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
         token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
-        if kept is not probs:
+        if restricted is not probs:
             removed = 1 - total[:, 0] / probs.sum(-1)
     else:
         token = logits.argmax(-1)
-    return token, unbent.gather(-1, token[:, None])[:, 0].log(), removed
+    return token, unpenalised.gather(-1, token[:, None])[:, 0].log(), removed
 
 
 def restrict(probs: Tensor, args: SamplingArgs) -> Tensor:
-    """Probabilities (S, V) with 0 for what top-k, top-p and min-p take out, each from what the one before left."""
-    kept = probs
+    """Apply top-k, top-p and min-p in turn to probabilities (S, V); removed tokens get 0, without renormalising."""
+    restricted = probs
     if 0 < args.top_k < probs.shape[-1]:
-        least = kept.topk(args.top_k, -1).values[:, -1:]
-        kept = torch.where(kept < least, 0.0, kept)
+        least = restricted.topk(args.top_k, -1).values[:, -1:]
+        restricted = torch.where(restricted < least, 0.0, restricted)
     if args.top_p < 1:
-        ordered, index = kept.sort(-1, descending=True)
+        ordered, index = restricted.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered  # mass of the more likely tokens
         ordered = torch.where(before >= args.top_p * ordered.sum(-1, keepdim=True), 0.0, ordered)
-        kept = torch.zeros_like(kept).scatter(-1, index, ordered)
+        restricted = torch.zeros_like(restricted).scatter(-1, index, ordered)
     if args.min_p > 0:
-        kept = torch.where(kept < args.min_p * kept.amax(-1, keepdim=True), 0.0, kept)
-    return kept
+        restricted = torch.where(restricted < args.min_p * restricted.amax(-1, keepdim=True), 0.0, restricted)
+    return restricted

@@ -1,4 +1,4 @@
-"""The engine says what transformers says, whatever the slots, and its samples are scored as they were drawn."""
+"""The engine samples what transformers samples, for any number of slots; scoring gives the same log-probabilities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def greedy_by_transformers(model, prompts: list[list[int]], max_new_tokens: int,
 
 @torch.no_grad()
 def plainly(policy, prompts, args, ends, uniforms, tokenizer=None) -> Completions:
-    """What the engine must say, the obvious way: one row at a time, the whole text read again for each token."""
+    """Reference for the engine: one row at a time without a KV cache."""
     responses, logprobs, truncated = [], [], []
     for prompt, row in zip(prompts, uniforms):
         response: list[int] = []
@@ -72,13 +72,13 @@ def plainly(policy, prompts, args, ends, uniforms, tokenizer=None) -> Completion
     return Completions(responses, logprobs, truncated, 0.0)
 
 
-def prompts_read(policy, monkeypatch) -> list[int]:
-    """Grows by the number of rows whenever the model reads more than one token a row."""
+def prefilled_rows(policy, monkeypatch) -> list[int]:
+    """A list that gets the number of rows of each prefill."""
     rows: list[int] = []
     forward = type(policy.model).forward
 
     def watch(model, input_ids, **inputs):
-        if inputs["attention_mask"].shape[1] == input_ids.shape[1]:  # nothing stands in the cache
+        if inputs["attention_mask"].shape[1] == input_ids.shape[1]:  # the cache is empty
             rows.append(len(input_ids))
         return forward(model, input_ids=input_ids, **inputs)
 
@@ -93,10 +93,10 @@ class Letters:
         return "".join(chr(ord("A") + index) for index in ids)
 
 
-# ------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------------- responses
 @pytest.mark.parametrize("architecture", GENERATES)
-def test_the_engine_says_what_the_obvious_loop_says(architecture, monkeypatch):
-    """Repeated prompts, refills, closing up, moves of the slab, every option; whatever slots, order and device."""
+def test_the_engine_equals_a_plain_loop(architecture, monkeypatch):
+    """With repeated prompts, refills, compaction, shifts of the slab and every option, for any slots and order."""
     policy = tiny_policy(architecture)
     if architecture not in ("gemma2", "bloom"):  # their attention makes NaN of padding in float64
         policy.double()
@@ -116,31 +116,31 @@ def test_the_engine_says_what_the_obvious_loop_says(architecture, monkeypatch):
     assert len({len(answer) for answer in plain.responses}) > 2
     assert sum(any(s in Letters().decode(answer) for s in strings) for answer in plain.responses) > 1
     order = torch.randperm(len(prompts)).tolist()
-    for num_slots, rows, looks in ((1, range(len(prompts)), 1), (3, order, 1), (64, order, 1), (7, order, 8)):
-        monkeypatch.setitem(engine.STEPS_BETWEEN_LOOKS, "cpu", looks)
-        monkeypatch.setattr(engine, "SPARE_COLUMNS", looks + 2)
+    for num_slots, rows, steps in ((1, range(len(prompts)), 1), (3, order, 1), (64, order, 1), (7, order, 8)):
+        monkeypatch.setitem(engine.STEPS_BETWEEN_CHECKS, "cpu", steps)
+        monkeypatch.setattr(engine, "SPARE_COLUMNS", steps + 2)
         mine = [prompts[i] for i in rows]
-        said = generate(policy, mine, args, [2, 9, 17], uniforms[list(rows)], num_slots, Letters())
-        assert said.responses == [plain.responses[i] for i in rows]
-        assert said.truncated == [plain.truncated[i] for i in rows]
-        for logprobs, i in zip(said.logprobs, rows):
+        sampled = generate(policy, mine, args, [2, 9, 17], uniforms[list(rows)], num_slots, Letters())
+        assert sampled.responses == [plain.responses[i] for i in rows]
+        assert sampled.truncated == [plain.truncated[i] for i in rows]
+        for logprobs, i in zip(sampled.logprobs, rows):
             assert logprobs == pytest.approx(plain.logprobs[i], abs=2e-4)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 8, 64])
-def test_a_prompt_is_read_once_for_all_its_samples(num_slots, monkeypatch):
+def test_a_prompt_is_prefilled_once_for_all_its_samples(num_slots, monkeypatch):
     policy, args = tiny_policy("llama").double(), GenerationArgs(max_new_tokens=9)
     distinct = rows_of(5, 1, 12, 3)
     repeated = [prompt for prompt in distinct for _ in range(5)]
     uniforms = noise(len(repeated), 9)
     alone = [generate(policy, [p], args, ENDS, u[None], 1).responses[0] for p, u in zip(repeated, uniforms)]
     assert len(set(map(tuple, alone))) > 10
-    read = prompts_read(policy, monkeypatch)
+    prefilled = prefilled_rows(policy, monkeypatch)
     assert generate(policy, repeated, args, ENDS, uniforms, num_slots).responses == alone
-    assert sum(read) == len(distinct)
+    assert sum(prefilled) == len(distinct)
 
 
-def test_a_slot_that_idles_never_asks_for_a_position_beyond_the_model():
+def test_an_idle_slot_stays_within_the_positions_of_the_model():
     """Of 40 slots some idle until enough do, long after their last row ended at the model's last position."""
     policy = tiny_policy("gpt2", n_positions=24)
     prompts, args = rows_of(*[12] * 120), GenerationArgs(max_new_tokens=12)
@@ -157,21 +157,21 @@ def test_stop_strings_keep_the_tokens_as_sampled(tokenizer, base_model):
     before = generate(policy, prompts, free, [], uniforms, 4)
     string = decode(tokenizer, before.responses[0][3:6])
     args = GenerationArgs(max_new_tokens=24, stop_strings=[string])
-    said = generate(policy, prompts, args, [], uniforms, 4, tokenizer)
-    assert said.responses[0] == before.responses[0][:6] and not said.truncated[0]
-    for stopped, answer, whole in zip(said.truncated, said.responses, before.responses):
+    sampled = generate(policy, prompts, args, [], uniforms, 4, tokenizer)
+    assert sampled.responses[0] == before.responses[0][:6] and not sampled.truncated[0]
+    for stopped, answer, whole in zip(sampled.truncated, sampled.responses, before.responses):
         assert answer == whole[: len(answer)] and stopped == (string not in decode(tokenizer, answer))
 
 
-def test_stop_strings_need_the_tokenizer():
+def test_stop_strings_require_the_tokenizer():
     args = GenerationArgs(max_new_tokens=2, stop_strings=["x"])
-    with pytest.raises(ValueError, match="stop_strings needs a tokenizer"):
+    with pytest.raises(ValueError, match="stop_strings requires a tokenizer"):
         generate(tiny_policy("llama"), PROMPTS, args, ENDS, noise(len(PROMPTS), 2))
 
 
 def test_an_end_token_the_model_does_not_have_is_refused():
     args = GenerationArgs(max_new_tokens=2, eos_ids=[VOCABULARY])
-    with pytest.raises(UsageError, match=f"--eos_ids {VOCABULARY} .* {VOCABULARY} tokens"):
+    with pytest.raises(UsageError, match=f"--eos_ids {VOCABULARY}: .* {VOCABULARY} tokens"):
         generate(tiny_policy("llama"), PROMPTS, args, ENDS, noise(len(PROMPTS), 2))
 
 
@@ -182,10 +182,10 @@ def test_greedy_tokens_of_mixed_prompts_equal_those_of_transformers(architecture
     free = greedy_by_transformers(policy.model, PROMPTS, 14, [])
     ends = [free[0][5], free[3][8]]
     expected = greedy_by_transformers(policy.model, PROMPTS, 14, ends)
-    assert len({len(answer) for answer in expected}) > 1  # some end early, so slots are refilled and closed up
+    assert len({len(answer) for answer in expected}) > 1  # some end early, so slots are refilled and compacted
     for num_slots in (3, 64):
-        said = generate(policy, PROMPTS, args, ends, noise(len(PROMPTS), 14), num_slots)
-        assert said.responses == expected
+        sampled = generate(policy, PROMPTS, args, ends, noise(len(PROMPTS), 14), num_slots)
+        assert sampled.responses == expected
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
@@ -210,8 +210,8 @@ def test_samples_belong_to_their_prompt_and_noise_not_to_their_place():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "bloom"])
-def test_long_runs_forget_old_columns_and_stay_right(architecture, monkeypatch):
-    """Two slots answer thirty prompts one after the other, so the shared column moves far beyond the slab."""
+def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
+    """Two slots answer thirty prompts one after the other, so the shared column advances far beyond the slab."""
     monkeypatch.setattr(engine, "SPARE_COLUMNS", 5)
     moves = []
     drop = engine.Slots._drop_columns
@@ -228,7 +228,7 @@ def test_long_runs_forget_old_columns_and_stay_right(architecture, monkeypatch):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 9), st.integers(1, 30))
-def test_whatever_the_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
+def test_for_any_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
     policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=longest)
     prompts, uniforms = rows_of(*lengths), noise(len(lengths), longest, seed=len(lengths))
     before = engine.SPARE_COLUMNS
@@ -241,7 +241,7 @@ def test_whatever_the_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(
         assert generate(policy, [prompt], args, ENDS, row[None], 1).responses == [answer]
 
 
-def test_a_run_longer_than_the_real_spare_columns_stays_right():
+def test_a_run_longer_than_the_real_spare_columns_stays_correct():
     policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=20)
     prompts = rows_of(*[1 + i % 9 for i in range(24)])
     uniforms = noise(24, 20)
@@ -250,15 +250,15 @@ def test_a_run_longer_than_the_real_spare_columns_stays_right():
     assert generate(policy, prompts, args, [1], uniforms, 2).responses == alone
 
 
-def test_a_response_ends_with_the_end_token_or_is_told_to_be_truncated():
+def test_a_response_ends_with_the_end_token_or_is_marked_truncated():
     policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=8)
-    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4)
-    assert any(said.truncated) and not all(said.truncated)
-    for answer, truncated in zip(said.responses, said.truncated):
+    sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4)
+    assert any(sampled.truncated) and not all(sampled.truncated)
+    for answer, truncated in zip(sampled.responses, sampled.truncated):
         assert 1 <= len(answer) <= 8
         assert truncated == (answer[-1] not in ENDS)
         assert not truncated or len(answer) == 8  # nothing is cut before its length is used up
-        assert not set(answer[:-1]) & set(ENDS)  # and nothing goes on behind an end token
+        assert not set(answer[:-1]) & set(ENDS)  # and nothing follows an end token
 
 
 def test_an_end_token_at_the_very_last_place_is_no_truncation():
@@ -267,22 +267,22 @@ def test_an_end_token_at_the_very_last_place_is_no_truncation():
     (answer,) = generate(policy, [PROMPTS[0]], free, [], noise(1, 6), 1).responses
     first = answer.index(answer[-1]) + 1
     args = GenerationArgs(max_new_tokens=first, do_sample=False)
-    said = generate(policy, [PROMPTS[0]], args, [answer[-1]], noise(1, first), 1)
-    assert said.responses == [answer[:first]] and said.truncated == [False]
+    sampled = generate(policy, [PROMPTS[0]], args, [answer[-1]], noise(1, first), 1)
+    assert sampled.responses == [answer[:first]] and sampled.truncated == [False]
 
 
 def test_generating_leaves_a_training_model_in_training_mode_but_without_dropout():
     model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
     args = GenerationArgs(max_new_tokens=6, do_sample=False)
-    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
-    assert said.responses == greedy_by_transformers(model, PROMPTS, 6, ENDS)
+    sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
+    assert sampled.responses == greedy_by_transformers(model, PROMPTS, 6, ENDS)
     assert policy.training and policy.model.training
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_what_fits():
     policy = tiny_policy("llama", max_position_embeddings=16)
-    with pytest.raises(UsageError, match="--max_new_tokens 6 behind a prompt of 12 .* 16 positions; use at most 4"):
+    with pytest.raises(UsageError, match="--max_new_tokens 6 .* prompt of 12 .* 16 positions; use at most 4"):
         generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6))
     generate(policy, PROMPTS, GenerationArgs(max_new_tokens=4), ENDS, noise(len(PROMPTS), 4))
 
@@ -328,17 +328,19 @@ def test_the_sampling_distribution_is_that_of_the_processors_of_transformers(opt
     ids = torch.tensor([3, 14, 15, 9, 2, 6, 5, 3, 5])
     seen = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, ids, True)
     tokens, logprobs, removed = sample(logits.expand(points, -1), uniforms, args, seen.expand(points, -1))
-    assert torch.allclose(logprobs, (logits / args.temperature).log_softmax(-1)[tokens], atol=1e-5)  # nothing is bent
+    assert torch.allclose(
+        logprobs, (logits / args.temperature).log_softmax(-1)[tokens], atol=1e-5
+    )  # without penalty and truncation
     share = torch.bincount(tokens, minlength=VOCABULARY) / points
     expected = by_processors(logits, args, ids)
     assert (share - expected).abs().max() < 2 / points
     assert (expected[tokens.unique()] > 0).all()
-    bent = by_processors(logits, GenerationArgs(repetition_penalty=args.repetition_penalty), ids).log()
-    kept = (bent / args.temperature).softmax(-1)[expected > 0].sum()
+    penalised = by_processors(logits, GenerationArgs(repetition_penalty=args.repetition_penalty), ids).log()
+    kept = (penalised / args.temperature).softmax(-1)[expected > 0].sum()
     assert float(removed[0]) == pytest.approx(float(1 - kept), abs=1e-5)
 
 
-def test_a_uniform_of_almost_one_never_gives_a_token_that_was_taken_out():
+def test_a_uniform_of_almost_one_never_gives_a_removed_token():
     logits = torch.tensor([[0.0, 3.0, 2.0, -1.0, -50.0]])
     for top_p in (1.0, 0.6):
         for u in (0.0, 1 - 2**-24, 1.0):  # 1 by rounding
@@ -357,26 +359,26 @@ def test_removed_mass_is_the_mean_over_all_sampled_tokens():
     free = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6), 4)
     assert abs(free.removed_mass) < 1e-5
     args = GenerationArgs(max_new_tokens=6, top_k=5)
-    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
+    sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
     removed = []
-    for prompt, answer in zip(PROMPTS, said.responses):
+    for prompt, answer in zip(PROMPTS, sampled.responses):
         logits = policy.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         removed += (1 - logits.softmax(-1).topk(5).values.sum(-1)).tolist()
-    assert said.removed_mass == pytest.approx(sum(removed) / len(removed), abs=1e-4)
+    assert sampled.removed_mass == pytest.approx(sum(removed) / len(removed), abs=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------- scoring
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mistral", "falcon"])
 def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
-    """Kept while decoding, against one scoring pass over the finished text."""
+    """Stored while decoding, compared with one scoring pass over the finished text."""
     policy, temperature = tiny_policy(architecture), 0.8
     args = GenerationArgs(max_new_tokens=12, temperature=temperature, top_k=30)
-    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 12), 3)
-    batch = response_batch(PROMPTS, said.responses, pad_id=1)
+    sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 12), 3)
+    batch = response_batch(PROMPTS, sampled.responses, pad_id=1)
     scored = score_logprobs(policy, batch, temperature, batch_size=4)
-    for row, (prompt, answer) in enumerate(zip(PROMPTS, said.responses)):
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, sampled.responses)):
         mine = scored[row, len(prompt) - 1 : len(prompt) - 1 + len(answer)].tolist()
-        assert mine == pytest.approx(said.logprobs[row], abs=2e-4)
+        assert mine == pytest.approx(sampled.logprobs[row], abs=2e-4)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -393,26 +395,26 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
 
     with torch.autocast("cpu", torch.bfloat16):
         with WatchCasts():
-            said = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
-        scored = score_logprobs(policy, response_batch(PROMPTS[:1], said.responses, 1), 1.0, 1)[0, -12:]
+            sampled = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
+        scored = score_logprobs(policy, response_batch(PROMPTS[:1], sampled.responses, 1), 1.0, 1)[0, -12:]
     assert len(cast) == len(set(cast)) == 15  # seven of each layer, and the head
-    assert scored.tolist() == pytest.approx(said.logprobs[0], abs=0.05)
+    assert scored.tolist() == pytest.approx(sampled.logprobs[0], abs=0.05)
     assert all(parameter.requires_grad != frozen for parameter in policy.parameters())
 
 
-def test_prompts_read_in_many_passes_say_the_same(monkeypatch):
+def test_prompts_prefilled_in_many_passes_give_the_same_samples(monkeypatch):
     policy, prompts = tiny_policy("llama"), [p for p in PROMPTS for _ in range(2)]
     args = GenerationArgs(max_new_tokens=6)
     batch = response_batch(PROMPTS, PROMPTS, 1)
-    shapes = []  # of what is read at once
+    shapes = []  # of each forward pass
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
     found = []
     for tokens in (10_000, 8):
         monkeypatch.setitem(INFERENCE_TOKENS, "cpu", tokens)
         shapes.clear()
         found.append(generate(policy, prompts, args, [1], noise(len(prompts), 6), num_slots=5))
-        read = [(rows, width) for rows, width in shapes if width > 1]  # no decoding steps
-        assert any(rows > 1 and rows * width > 8 for rows, width in read) == (tokens > 8)
+        prefills = [(rows, width) for rows, width in shapes if width > 1]  # no decoding steps
+        assert any(rows > 1 and rows * width > 8 for rows, width in prefills) == (tokens > 8)
         shapes.clear()
         score_logprobs(policy, batch, 1.0, batch_size=5)
         assert any(rows > 1 and rows * width > 8 for rows, width in shapes) == (tokens > 8)
@@ -449,13 +451,13 @@ def test_sampling_with_adapters_equals_sampling_with_the_exported_model(base_mod
             if parameter.requires_grad:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     args = GenerationArgs(max_new_tokens=8, do_sample=False)
-    said = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
+    sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
     exported = merged_model(policy).eval()
-    assert said == greedy_by_transformers(exported, PROMPTS, 8, ENDS)
-    assert said != greedy_by_transformers(plain.eval(), PROMPTS, 8, ENDS)
+    assert sampled == greedy_by_transformers(exported, PROMPTS, 8, ENDS)
+    assert sampled != greedy_by_transformers(plain.eval(), PROMPTS, 8, ENDS)
 
 
-def test_the_reference_on_a_shared_backbone_speaks_as_itself(base_model, tokenizer):
+def test_the_reference_on_a_shared_backbone_uses_its_own_adapters(base_model, tokenizer):
     policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer, shares=True)
     reference = policy.reference()
     args = GenerationArgs(max_new_tokens=8, do_sample=False)
@@ -474,8 +476,8 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
         tokenizer.pad_token = tokenizer.eos_token
     eos = tokenizer.eos_token_id
     answers = [[40, 41, eos], [42, 43, 44, 45], [eos]]
-    said = Completions(answers, [[-0.1, -0.2, -0.3], [-0.4, -0.5, -0.6, -0.7], [-0.8]], [False, True, False], 0.0)
-    monkeypatch.setattr("lightrlhf.generation.rollout.generate", lambda *args: said)
+    sampled = Completions(answers, [[-0.1, -0.2, -0.3], [-0.4, -0.5, -0.6, -0.7], [-0.8]], [False, True, False], 0.0)
+    monkeypatch.setattr("lightrlhf.generation.rollout.generate", lambda *args: sampled)
     policy = load_policy(str(base_model), ModelArgs(), tokenizer)
     rows = [{"input_ids": torch.tensor(ids), "columns": {"n": n}} for n, ids in enumerate(rows_of(4, 1, 6))]
     args = GenerationArgs(max_new_tokens=4)
@@ -486,13 +488,13 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
     assert [rollout.input_ids[i, 1:][rollout.action_mask[i]].tolist() for i in range(3)] == answers
     assert [row["n"] for row in rollout.columns] == [0, 1, 2]
     assert torch.allclose(-rollout.logprobs[rollout.action_mask], torch.arange(1, 9) / 10)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # where a step rounds otherwise than a pass
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # where a decoding step rounds unlike a scoring pass
         rollout = generate_rollout(policy, copy.deepcopy(policy), rows, args, tokenizer, noise(3, 4), 2)
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)  # before any update: ratio 1, KL 0
     assert (rollout.logprobs[rollout.action_mask] < 0).all()
 
 
-def test_an_architecture_without_a_key_value_cache_is_refused_in_one_line():
+def test_an_architecture_without_a_kv_cache_is_refused():
     with pytest.raises(UsageError, match="attention layers only"):
         policy = tiny_policy("mamba")
         generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
