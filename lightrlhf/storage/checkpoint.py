@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there: written beside their place, flushed, sealed with hashes, renamed last.
+"""Atomic checkpoints: written to a temporary folder, fsynced, hashed, then renamed.
 
-A checkpoint is a folder `checkpoint-000500/`: a Hugging Face model with its tokenizer, `resume.pt` with what else
-training needs, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a `.partial` folder that
-the next save removes; a full disk or a lost permission is an error that names the last good checkpoint.
+A checkpoint is a folder `checkpoint-000500/`: a Hugging Face model with its tokenizer, `resume.pt` with the rest of the
+training state, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a `.partial` folder, which
+the next save removes; a full disk or missing permission is an error that names the last good checkpoint.
 
-Fabric's own `save` is not used: it does not flush to disk, and (2.6) hides a PermissionError.
+Left out: Fabric's own `save`, which does not fsync and (2.6) hides a PermissionError; asynchronous saving.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], None], keep_last: int = 0) -> Path:
-    """Let `write(folder)` fill a new checkpoint, then make it durable and visible in one rename.
+    """Write a checkpoint atomically; `write(folder)` writes its files.
 
-    Raises: RunFailure, naming the last good checkpoint, when it cannot be written; that one is untouched.
+    keep_last: delete all but this many checkpoints; 0 keeps all.
+    Raises: RunFailure naming the last good checkpoint, which stays unchanged.
     """
     target = experiment_dir / f"checkpoint-{step:06d}"
     partial = experiment_dir / f".{target.name}.partial"
@@ -38,8 +39,8 @@ def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], Non
     except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         good = checkpoints(experiment_dir)
-        kept = f"the last good one is {good[-1]}" if good else "there is no earlier one"
-        raise RunFailure(f"could not save {target}: {problem}; {kept}") from problem
+        last = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
+        raise RunFailure(f"could not save {target}: {problem}; {last}") from problem
     for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -51,41 +52,41 @@ def checkpoints(experiment_dir: Path) -> list[Path]:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Raises: UsageError naming the first file that is missing or whose content is not what was written."""
+    """Compare a checkpoint with its manifest. Raises: UsageError naming the first missing or changed file."""
     problem = _first_damage(folder)
     if problem:
         before = [path for path in checkpoints(folder.parent) if _age(path) < _age(folder) and not _first_damage(path)]
-        offer = f"; the one before it is intact: {before[-1]}" if before else "; no earlier checkpoint is intact"
-        raise UsageError(f"{folder} is damaged ({problem}){offer}")
+        remedy = f"the one before it is intact: {before[-1]}" if before else "no earlier checkpoint is intact"
+        raise UsageError(f"{folder} is damaged ({problem}); {remedy}")
 
 
 def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
-    """The last checkpoint of a run. Raises: UsageError when there is none, or it is damaged (naming the one before)."""
-    found = checkpoints(experiment_dir)
-    if not found:
+    """The last checkpoint of a run, verified. Raises: UsageError when there is none or it is damaged."""
+    existing = checkpoints(experiment_dir)
+    if not existing:
         raise UsageError(
             f"{flag} {experiment_dir} has no checkpoint yet; run its training until the first --save_interval"
         )
-    verify_checkpoint(found[-1])
-    return found[-1]
+    verify_checkpoint(existing[-1])
+    return existing[-1]
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write(folder)` fill a folder, seal it with its hashes, and put it in its place in one rename."""
+    """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write(partial)
-    hashes = {str(file.relative_to(partial)): _hash_and_flush(file) for file in _files(partial)}
+    hashes = {str(file.relative_to(partial)): _hash_and_sync(file) for file in _files(partial)}
     write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
-    _flush(target.parent)
+    _sync(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file whole: temporary name, flush, rename."""
+    """Write a small file atomically: temporary name, fsync, rename."""
     temporary = path.with_name(path.name + ".partial")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -120,7 +121,7 @@ def _first_damage(folder: Path) -> str | None:
 
 
 def _age(folder: Path) -> tuple[int, str]:
-    return len(folder.name), folder.name  # steps beyond a million have a digit more
+    return len(folder.name), folder.name  # steps from a million on have more digits
 
 
 def _files(folder: Path) -> list[Path]:
@@ -128,7 +129,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def sha256(file: Path) -> str:
-    """Hash of a file's content, in hexadecimal."""
+    """SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
@@ -136,13 +137,13 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _hash_and_flush(file: Path) -> str:
+def _hash_and_sync(file: Path) -> str:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
     return sha256(file)
 
 
-def _flush(folder: Path) -> None:
+def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

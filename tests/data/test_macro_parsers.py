@@ -1,4 +1,4 @@
-"""Macro actions from a parser: tokens find their place in the text, and constituents become segments."""
+"""Macro actions from a parser: character offsets of tokens, and segments from constituents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data import macro_parsers as parsing
-from lightrlhf.data.macro_parsers import ParseError, Span, cut_tokens, python_spans, token_ends
+from lightrlhf.data import macro_parsers
+from lightrlhf.data.macro_parsers import (
+    ParseError,
+    Span,
+    checked,
+    make_parser,
+    parsed_segments,
+    python_spans,
+    segment_starts,
+    token_ends,
+)
 from lightrlhf.data.tokens import decode
 from lightrlhf.maths import macro_actions as macro
 
@@ -44,16 +53,16 @@ ENDS = [3, 7, 11, 14, 18, 22]
     ],
 )
 def test_constituents_by_hand(cutoff, starts):
-    assert cut_tokens([TREE], ENDS, cutoff) == starts
+    assert segment_starts([TREE], ENDS, cutoff) == starts
 
 
 def test_a_long_word_and_a_text_without_spans_are_one_segment():
-    assert cut_tokens([Span(0, 9), Span(10, 12)], [2, 4, 6, 9, 11, 12], 2) == [0, 4]
-    assert cut_tokens([], [1, 2, 3], 2) == [0]
+    assert segment_starts([Span(0, 9), Span(10, 12)], [2, 4, 6, 9, 11, 12], 2) == [0, 4]
+    assert segment_starts([], [1, 2, 3], 2) == [0]
 
 
-def test_a_token_that_ends_where_a_span_begins_is_not_of_it():
-    assert cut_tokens([Span(0, 4), Span(4, 8)], [2, 4, 6, 8], 2) == [0, 2]
+def test_a_token_that_ends_where_a_span_begins_does_not_belong_to_it():
+    assert segment_starts([Span(0, 4), Span(4, 8)], [2, 4, 6, 8], 2) == [0, 2]
 
 
 @st.composite
@@ -68,7 +77,7 @@ def trees(draw, start=0, end=40, depth=3):
 @settings(max_examples=60)
 @given(trees(), st.lists(st.integers(1, 40), min_size=1, max_size=30).map(sorted), st.integers(1, 6))
 def test_parsed_segments_tile_the_response_and_break_at_spans_only(tree, ends, cutoff):
-    starts = cut_tokens(parsing.checked([tree], "x" * 40), ends, cutoff)
+    starts = segment_starts(checked([tree], "x" * 40), ends, cutoff)
     assert starts[0] == 0 and starts == sorted(set(starts))
     mask = torch.ones(1, len(ends), dtype=torch.bool)
     segments = macro.beginning_at(mask, [starts])
@@ -85,7 +94,7 @@ def test_parsed_segments_tile_the_response_and_break_at_spans_only(tree, ends, c
         assert any(ends[start - 1] - 1 < border <= ends[start] - 1 for border in borders)
 
 
-def test_segments_begin_where_they_are_told():
+def test_segments_begin_at_the_given_actions():
     mask = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0] * 6], dtype=torch.bool)
     found = macro.beginning_at(mask, [[0, 2, 3], [0], [0]])
     assert found.tolist() == [[-1, 0, 0, 1, 2, -1], [-1, -1, 0, -1, -1, -1], [-1] * 6]
@@ -102,18 +111,18 @@ def test_the_ends_of_tokens_by_offsets_and_by_decoding(text, tokenizer):
         prefix = decode(tokenizer, ids[: count + 1])
         if not prefix.endswith("\ufffd"):
             assert text[: ends[count]] == prefix
-    stepwise = parsing._filled(list(parsing._ends_by_decoding(tokenizer, ids)), len(text))
+    stepwise = macro_parsers._fill_ends(list(macro_parsers._ends_by_decoding(tokenizer, ids)), len(text))
     assert stepwise == ends
 
 
-def test_tokens_that_no_text_gives_keep_their_places(tokenizer):
+def test_tokens_that_encoding_never_gives_keep_their_offsets(tokenizer):
     text = "two muffins"
     ids = [i for letter in text for i in tokenizer(letter)["input_ids"]]  # letter by letter, as a model may sample
     found, ends = token_ends(tokenizer, ids)
     assert found == text and ends == list(range(1, len(text) + 1))
 
 
-# ------------------------------------------------------------------------------------------------------- the parsers
+# ----------------------------------------------------------------------------------------------------------- parsers
 def texts_of(spans, text, minimum=4):
     for part in spans:
         if part.end - part.start >= minimum:
@@ -126,28 +135,28 @@ def test_textblob_finds_phrases_without_a_download(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", None)
     text = "The old man (Bob) will buy a new car in the city. He left!"
-    spans = parsing.checked(parsing.make_parser("textblob", None)(text), text)
+    spans = checked(make_parser("textblob", None)(text), text)
     found = list(texts_of(spans, text))
     assert {"The old man", "will buy a new car in the city", "in the city", "He left"} <= set(found)
     assert [text[s.start : s.end] for s in spans] == ["The old man (Bob) will buy a new car in the city.", "He left!"]
 
 
-def test_python_is_cut_at_statements_and_expressions():
+def test_python_is_segmented_at_statements_and_expressions():
     text = "x = 1\nif x > 0:\n    print('é', x + 2)\n"
-    spans = parsing.checked(python_spans(text), text)
+    spans = checked(python_spans(text), text)
     assert [text[s.start : s.end] for s in spans] == ["x = 1", "if x > 0:\n    print('é', x + 2)"]
     assert {"x > 0", "print('é', x + 2)", "x + 2"} <= set(texts_of(spans, text))
 
 
-def test_a_program_that_does_not_parse_is_cut_into_lines():
+def test_a_program_that_does_not_parse_is_segmented_into_lines():
     text = "x = = 1\ny = 2\n"
-    assert [text[s.start : s.end] for s in parsing.checked(python_spans(text), text)] == ["x = = 1", "y = 2"]
+    assert [text[s.start : s.end] for s in checked(python_spans(text), text)] == ["x = = 1", "y = 2"]
     with pytest.raises(ParseError):
         python_spans("print((1\n")
 
 
-def test_the_trees_of_trained_parsers_are_laid_over_the_words(monkeypatch):
-    """Against stand-ins with the interface of benepar and stanza: their models are no part of any package."""
+def test_the_trees_of_trained_parsers_are_aligned_with_the_words(monkeypatch):
+    """With fakes of benepar and stanza, since no package contains their models."""
     nltk = pytest.importorskip("nltk")
     seen = []
 
@@ -160,7 +169,7 @@ def test_the_trees_of_trained_parsers_are_laid_over_the_words(monkeypatch):
         InputSentence=lambda words: words,
     )
     monkeypatch.setitem(sys.modules, "benepar", fake)
-    spans = parsing.make_parser("benepar", "folder")("the cat sat. it left")
+    spans = make_parser("benepar", "folder")("the cat sat. it left")
     assert seen == [["the", "cat", "sat", "."], ["it", "left"]]
     assert spans[0] == Span(0, 12, (Span(0, 7, (Span(0, 3), Span(4, 7))), Span(8, 11), Span(11, 12)))
 
@@ -171,12 +180,12 @@ def test_the_trees_of_trained_parsers_are_laid_over_the_words(monkeypatch):
     tree = Node(Node(Node(Node()), Node(Node())))  # ROOT -> S -> two preterminals, each over a word
     sentence = types.SimpleNamespace(sentences=[types.SimpleNamespace(constituency=tree)])
     monkeypatch.setitem(sys.modules, "stanza", types.SimpleNamespace(Pipeline=lambda *_, **__: lambda words: sentence))
-    assert parsing.make_parser("stanza", "folder")("it left") == [Span(0, 7, (Span(0, 2), Span(3, 7)))]
-    with pytest.raises(ParseError, match="other leaves"):
-        parsing.make_parser("stanza", "folder")("it left early")
+    assert make_parser("stanza", "folder")("it left") == [Span(0, 7, (Span(0, 2), Span(3, 7)))]
+    with pytest.raises(ParseError, match="leaves of a tree"):
+        make_parser("stanza", "folder")("it left early")
 
 
-def test_what_cannot_be_parsed_is_counted_and_cut_as_asked(tokenizer):
+def test_a_response_that_cannot_be_parsed_is_counted_and_segmented_by_the_fallback(tokenizer):
     texts = ["two muffins, please", "broken muffins, please"]
     responses = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     rollout = rollout_of([[5], [5, 6]], responses)
@@ -187,15 +196,15 @@ def test_what_cannot_be_parsed_is_counted_and_cut_as_asked(tokenizer):
         return [Span(0, 11), Span(11, len(text))]
 
     for fallback, sizes in ((1, [1] * len(responses[1])), (0, [len(responses[1])])):
-        segments, failures = parsing.parsed_segments(rollout, tokenizer, parser, 50, fallback)
+        segments, failures = parsed_segments(rollout, tokenizer, parser, 50, fallback)
         assert failures == 1
         assert torch.equal(segments >= 0, rollout.action_mask)
         assert segments[1][rollout.action_mask[1]].bincount().tolist() == sizes
     with pytest.raises(RunFailure, match="raise: IndexError: no tree: 'broken muffins"):
-        parsing.parsed_segments(rollout, tokenizer, parser, 50, None)
+        parsed_segments(rollout, tokenizer, parser, 50, None)
 
 
 @pytest.mark.parametrize("spans", [[Span(0, 99)], [Span(0, 3), Span(2, 4)], [Span(0, 3, (Span(1, 4),))], [Span(2, 2)]])
-def test_spans_that_overlap_or_leave_their_parent_are_a_failure(spans):
+def test_spans_that_overlap_or_exceed_their_parent_are_an_error(spans):
     with pytest.raises(ParseError):
-        parsing.checked(spans, TEXT)
+        checked(spans, TEXT)

@@ -140,13 +140,13 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ("ppo", ["--adaptive_kl_coeff", "True", "--target_kl_coeff", "0"], "--target_kl_coeff 0"),
     ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8 must not exceed --rollout_size 4"),
     ("ppo", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
-    ("ppo", [*PARSING, "--parser", "bert"], "--parser bert is none of textblob, benepar, stanza, python"),
+    ("ppo", [*PARSING, "--parser", "bert"], "--parser bert is neither one of textblob, benepar, stanza, python"),
     (
         "ppo",
         [*PARSING, "--parser", "benepar"],
         "--parser benepar needs the package benepar; install it from the clone with: pip install -e '.[benepar]'",
     ),
-    ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m is of no use to --parser textblob"),
+    ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m is not used by --parser textblob"),
     ("ppo", [*PARSING, "--parser", "nowhere:f"], "--parser nowhere:f cannot be imported"),
     ("ppo", [*PARSING, "--parsing_cutoff", "0"], "--parsing_cutoff 0"),
     ("ppo", ["--critic_init", "random"], "error: --critic_init random is not one of reward, policy"),
@@ -311,7 +311,7 @@ def test_data_of_another_tokenizer_than_the_models_is_refused_though_its_ids_fit
 def test_responses_that_do_not_fit_into_the_positions_are_refused(world, tokenizer, capsys):
     small = save_model("llama", world["tmp"] / "small", tokenizer, max_position_embeddings=32)
     flags = [*good_flags("ppo", world), "--model_name", small, "--max_new_tokens", "30"]
-    assert "--max_new_tokens 30 behind a prompt of" in refused("ppo", flags, capsys)
+    assert "--max_new_tokens 30 after a prompt of" in refused("ppo", flags, capsys)
     assert not experiments(world)
 
 
@@ -527,7 +527,7 @@ def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, p
     save_fails_at(monkeypatch, 2, problem)
     flags = [*good_flags(program, world), "--max_steps", "3", "--save_interval", "1", "--eval_interval", "0"]
     line = refused(program, flags, capsys, status=1)
-    assert problem.strerror in line and "the last good one is" in line and line.endswith("checkpoint-000001")
+    assert problem.strerror in line and "the last good checkpoint is" in line and line.endswith("checkpoint-000001")
     (experiment,) = (path.parent for path in experiments(world))
     assert [path.name for path in experiment.glob("*checkpoint*")] == ["checkpoint-000001"]
     lightrlhf.storage.checkpoint.verify_checkpoint(last_checkpoint(experiment))

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and what was damaged later is noticed."""
+"""Checkpoints are atomic, and later damage is detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(folder: Path) -> None:
     (folder / "resume.pt").write_bytes(b"r" * 10)
 
 
-def test_a_checkpoint_holds_what_was_written_and_a_seal(tmp_path):
+def test_a_checkpoint_holds_the_written_files_and_a_manifest(tmp_path):
     saved = save_checkpoint(tmp_path, 7, write)
     assert saved == tmp_path / "checkpoint-000007"
     assert json.loads((saved / "manifest.json").read_text()).keys() == {"model/weights", "resume.pt"}
@@ -32,7 +32,7 @@ def test_a_checkpoint_holds_what_was_written_and_a_seal(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["change", "cut", "remove", "no manifest", "bad manifest"])
-def test_every_damage_is_noticed_and_the_one_before_is_offered(tmp_path, damage):
+def test_every_damage_is_detected_and_the_previous_checkpoint_is_offered(tmp_path, damage):
     save_checkpoint(tmp_path, 1, write)
     saved = save_checkpoint(tmp_path, 2, write)
     weights = saved / "model" / "weights"
@@ -46,35 +46,35 @@ def test_every_damage_is_noticed_and_the_one_before_is_offered(tmp_path, damage)
         (saved / "manifest.json").unlink()
     else:
         (saved / "manifest.json").write_text("{")
-    with pytest.raises(UsageError, match=r"checkpoint-000002 is damaged .*the one before it is intact: .*000001"):
+    with pytest.raises(UsageError, match=r"checkpoint-000002 is damaged .*intact: .*checkpoint-000001"):
         verify_checkpoint(saved)
     with pytest.raises(UsageError, match="is damaged"):
         newest_checkpoint(tmp_path, "--resume_from")
 
 
-def test_a_write_that_fails_leaves_the_last_good_one_and_nothing_half(tmp_path):
+def test_a_failed_write_leaves_the_last_good_checkpoint_and_no_partial_one(tmp_path):
     good = save_checkpoint(tmp_path, 1, write)
 
     def fails(folder: Path) -> None:
         write(folder)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(RunFailure, match=r"No space left on device; the last good one is .*checkpoint-000001"):
+    with pytest.raises(RunFailure, match=r"No space left on device; .*checkpoint-000001"):
         save_checkpoint(tmp_path, 2, fails)
     assert list(tmp_path.iterdir()) == [good]
     verify_checkpoint(good)
 
 
-def test_a_write_that_fails_the_first_time_says_that_there_is_none(tmp_path):
+def test_a_failed_first_write_leaves_nothing(tmp_path):
     def fails(folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    with pytest.raises(RunFailure, match="Permission denied; there is no earlier one"):
+    with pytest.raises(RunFailure, match="Permission denied"):
         save_checkpoint(tmp_path, 1, fails)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_while_flushing_is_told_too(tmp_path, monkeypatch):
+def test_a_failed_fsync_is_reported(tmp_path, monkeypatch):
     def fsync(handle):
         raise OSError(5, "Input/output error")
 
@@ -84,22 +84,22 @@ def test_a_failure_while_flushing_is_told_too(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
-    flushed, renamed = [], []
+def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
+    synced, renamed = [], []
     fsync, rename = os.fsync, Path.rename
 
     def note_rename(self, target):
-        renamed.append(len(flushed))
+        renamed.append(len(synced))
         return rename(self, target)
 
     monkeypatch.setattr(
-        os, "fsync", lambda handle: (flushed.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
     )
     monkeypatch.setattr(Path, "rename", note_rename)
     save_checkpoint(tmp_path, 1, write)
-    before = [Path(name).name.removesuffix(".partial") for name in flushed[: renamed[-1]]]
+    before = [Path(name).name.removesuffix(".partial") for name in synced[: renamed[-1]]]
     assert sorted(before) == ["manifest.json", "resume.pt", "weights"]
-    assert flushed[-1] == str(tmp_path)  # the rename itself
+    assert synced[-1] == str(tmp_path)  # the rename itself
 
 
 KILLED = """
@@ -125,7 +125,7 @@ def test_a_kill_while_saving_leaves_no_checkpoint_of_that_step_and_the_next_save
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000003"]
 
 
-def test_only_the_last_ones_are_kept_and_zero_keeps_all(tmp_path):
+def test_keep_last_deletes_older_checkpoints_and_zero_keeps_all(tmp_path):
     for step in range(1, 6):
         save_checkpoint(tmp_path, step, write, keep_last=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000004", "checkpoint-000005"]
@@ -147,7 +147,7 @@ def test_checkpoints_are_in_order_of_their_steps_also_beyond_six_digits(tmp_path
     assert steps == [3, 20, 999_999, 1_500_000]
 
 
-def test_small_files_are_written_whole(tmp_path, monkeypatch):
+def test_small_files_are_written_atomically(tmp_path, monkeypatch):
     write_text(tmp_path / "a.json", "first")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
