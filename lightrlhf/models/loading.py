@@ -115,7 +115,7 @@ def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, se
     score = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=model.device)  # draws no random numbers
     score.weight.data.copy_(new_head(score.in_features, seed) if head is None else head)
     adapters = ((start,) if start else ()) + (("scalar",) if trainable else ())
-    return ScalarModel(model, adapters, backbone.base, shares=True, learns=trainable, score=score)
+    return ScalarModel(model, adapters, backbone.base, shares=True, trainable=trainable, score=score)
 
 
 def new_head(width: int, seed: int) -> Tensor:

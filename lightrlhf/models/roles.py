@@ -55,13 +55,13 @@ class Role(nn.Module):
         adapters: tuple[str, ...] = (),
         base: str | None = None,
         shares: bool = False,
-        learns: bool = True,
+        trainable: bool = True,
     ) -> None:
         super().__init__()
         self.adapters, self.base, self.shares = adapters, base, shares
         if shares:
             self.__dict__["model"] = model  # not registered as a submodule
-            self.own = lora.adapter_modules(model, adapters[-1]) if learns else nn.ModuleDict()
+            self.own = lora.adapter_modules(model, adapters[-1]) if trainable else nn.ModuleDict()
         else:
             self.model = model
 
@@ -105,7 +105,7 @@ class Policy(Role):
         The copy shares the frozen parameters.
         """
         if self.shares:
-            reference = Policy(self.model, self.adapters[:-1], self.base, shares=True, learns=False)
+            reference = Policy(self.model, self.adapters[:-1], self.base, shares=True, trainable=False)
             reference.shares_prefixes = self.shares_prefixes
             return reference
         return copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})

@@ -1,4 +1,4 @@
-"""What should learn learns, and a saved model is the trained one."""
+"""Trainable parameters of each fine-tuning mode, and exported models equal the trained ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 TRAINABLE = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "qwen2", "qwen3", "gemma", "gemma2", "phi"]
 
 
-# --------------------------------------------------------------------------------------------------- what learns
+# ---------------------------------------------------------------------------------------------- fine-tuning modes
 DROPOUT = {
     "llama": {"attention_dropout": 0.5},
     "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
@@ -80,7 +80,7 @@ def test_lora_targets_can_be_named_and_a_wrong_name_is_refused(base_model, token
         load_policy(str(base_model), ModelArgs(finetune_mode="lora", lora_targets="nowhere"), tokenizer)
 
 
-def test_a_new_scalar_head_follows_from_the_seed_alone(base_model, tokenizer):
+def test_a_new_scalar_head_depends_on_the_seed_only(base_model, tokenizer):
     heads = []
     for seed in (3, 3, 4):
         torch.rand(5)  # whatever else was drawn before
@@ -99,7 +99,7 @@ def export(module, folder, tokenizer):
 
 @pytest.mark.parametrize("architecture", TRAINABLE)
 @pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
-def test_plain_transformers_reads_the_trained_logits_from_an_export(architecture, mode, tmp_path, tokenizer):
+def test_an_export_loaded_by_transformers_gives_the_trained_logits(architecture, mode, tmp_path, tokenizer):
     from transformers import AutoModelForCausalLM
 
     base = save_model(architecture, tmp_path / "base", tokenizer)
@@ -167,7 +167,7 @@ def test_transformers_scores_padded_batches_as_our_last_token_does(mode, pad_is_
     )
 
 
-def test_a_pad_token_of_its_own_gets_a_row_in_the_embedding(base_model, tokenizer):
+def test_a_separate_pad_token_gets_a_row_in_the_embedding(base_model, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     model = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0)
@@ -220,7 +220,7 @@ def test_checkpointed_activations_change_no_gradient(mode, architecture, tmp_pat
     assert_same_gradients(*found)
 
 
-def test_the_tiny_model_is_under_a_million_parameters_and_knows_the_tokenizer(tokenizer):
+def test_the_tiny_model_has_under_a_million_parameters_and_the_vocabulary_of_the_tokenizer(tokenizer):
     policy = load_policy("tiny", ModelArgs(), tokenizer)
     assert count_parameters(policy)[0] < 1_000_000
     assert vocabulary_size(policy) == len(tokenizer)

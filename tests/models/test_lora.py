@@ -1,4 +1,4 @@
-"""Adapters: what a checkpoint of LoRA holds is what was trained, for us, for transformers and for peft."""
+"""LoRA: a checkpoint equals the trained model when loaded by lightrlhf, transformers or peft; roles on one backbone."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_other_modes_merge_the_adapter_they_start_from(mode, stage, base_model, 
     assert torch.allclose(logits_of(plain(folder), IDS), logits_of(policy.model, IDS), atol=1e-5)
 
 
-def test_merge_writes_whole_weights(stage, base_model, tokenizer):
+def test_merge_writes_full_weights(stage, base_model, tokenizer):
     policy = load_policy(str(base_model), LORA, tokenizer)
     train_a_little(policy)
     folder = stage(policy, "sft", merge=True)
@@ -118,7 +118,7 @@ def test_merge_writes_whole_weights(stage, base_model, tokenizer):
     assert torch.allclose(logits_of(plain(folder), IDS), logits_of(policy.model, IDS), atol=1e-5)
 
 
-def test_a_base_that_is_nowhere_on_disk_is_written_once_and_may_move_with_its_run(stage, tokenizer, tmp_path):
+def test_a_base_that_is_not_stored_is_written_once_and_may_move_with_its_run(stage, tokenizer, tmp_path):
     policy = load_policy("tiny", LORA, tokenizer)
     train_a_little(policy)
     drawn = torch.get_rng_state()
@@ -140,7 +140,7 @@ def test_a_base_that_is_nowhere_on_disk_is_written_once_and_may_move_with_its_ru
         load_policy(str(tmp_path / "moved" / "folder"), LORA, tokenizer)
 
 
-def test_a_reward_model_whose_pad_token_needs_a_row_brings_its_own_base(stage, tokenizer, base_model, tmp_path):
+def test_a_reward_model_whose_pad_token_needs_a_row_stores_its_own_base(stage, tokenizer, base_model, tmp_path):
     import copy
 
     tokenizer = copy.deepcopy(tokenizer)
@@ -159,7 +159,7 @@ def test_a_reward_model_whose_pad_token_needs_a_row_brings_its_own_base(stage, t
 
 
 @pytest.mark.parametrize("scalar", [False, True])
-def test_what_is_uploaded_needs_no_folder_of_this_disk(scalar, stage, base_model, tokenizer):
+def test_an_uploaded_checkpoint_needs_no_local_folder(scalar, stage, base_model, tokenizer):
     if scalar:
         module = load_scalar(str(base_model), LORA, tokenizer, seed=0)
     else:
@@ -239,7 +239,7 @@ def step(policy, critic) -> None:
 
 
 @pytest.mark.parametrize("critic_from", [0, 1])
-def test_four_roles_on_one_backbone_say_and_learn_what_four_models_do(critic_from, trained, tokenizer):
+def test_four_roles_on_one_backbone_equal_four_models(critic_from, trained, tokenizer):
     one, four = (roles(trained, tokenizer, shares, critic_from=critic_from) for shares in (True, False))
     assert all(role.model is one[0].model for role in one) and len({id(role.model) for role in four}) == 4
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_four_roles_on_one_backbone_say_and_learn_what_four_models_do(critic_fro
     assert not torch.allclose(policy, reference, atol=1e-3)
 
 
-def test_a_role_registers_what_it_trains_and_no_more(trained, tokenizer):
+def test_a_role_registers_only_its_trainable_parameters(trained, tokenizer):
     policy, reference, reward, critic = roles(trained, tokenizer, shares=True)
     names = {name for name, _ in policy.named_parameters()}
     assert names and all(name.startswith("own.") and name.endswith("/policy.weight") for name in names)
@@ -263,7 +263,7 @@ def test_a_role_registers_what_it_trains_and_no_more(trained, tokenizer):
     assert learning == {id(p) for role in (policy, critic) for n, p in role.named_parameters() if n != "score.weight"}
 
 
-def test_outside_of_the_roles_the_backbone_speaks_as_the_policy(trained, tokenizer):
+def test_outside_a_forward_pass_the_adapters_of_the_policy_are_active(trained, tokenizer):
     policy, *others = roles(trained, tokenizer, shares=True)
     step(policy, others[-1])
     with policy.active():
@@ -274,7 +274,7 @@ def test_outside_of_the_roles_the_backbone_speaks_as_the_policy(trained, tokeniz
     assert torch.equal(policy.model(IDS).logits, expected)
 
 
-def test_recomputed_activations_are_those_of_the_role_whose_backward_pass_it_is(trained, tokenizer):
+def test_recomputed_activations_use_the_adapters_of_the_forward_pass(trained, tokenizer):
     """Also where another role spoke between forward and backward, or speaks during it, and with dropout on."""
     found = []
     for checkpointing in (False, True):
@@ -292,7 +292,7 @@ def test_recomputed_activations_are_those_of_the_role_whose_backward_pass_it_is(
     assert_same_gradients(*found)
 
 
-def test_a_reward_model_on_another_base_stays_a_model_of_its_own(trained, tokenizer, stage, tmp_path):
+def test_a_reward_model_on_another_base_does_not_share_the_backbone(trained, tokenizer, stage, tmp_path):
     base = save_model("llama", tmp_path / "other_base", tokenizer)
     other = stage(load_scalar(str(base), LORA, tokenizer, seed=0), "other_rm")
     policy, _, reward, critic = roles((trained[0], str(other)), tokenizer, shares=True)
@@ -300,7 +300,7 @@ def test_a_reward_model_on_another_base_stays_a_model_of_its_own(trained, tokeni
     assert not reward.shares and not critic.shares
 
 
-# ----------------------------------------------------------------------------------------------------- the programs
+# --------------------------------------------------------------------------------------------------------- programs
 PPO = ["--max_steps", "3", "--rollout_size", "8", "--mini_batch_size", "8", "--micro_batch_size", "4", "--epochs", "9"]
 PPO += ["--max_new_tokens", "6", "--log_interval", "1", "--eval_interval", "3", "--ppo_epochs", "2", "--keep_last", "0"]
 PPO += ["--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--save_interval", "1"]

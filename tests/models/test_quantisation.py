@@ -1,4 +1,4 @@
-"""Quantised bases under adapters, and optimisers of bitsandbytes: they run, they save, they resume."""
+"""Quantised bases with adapters, and optimisers of bitsandbytes: training, saving, resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lora(**changes) -> ModelArgs:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gpt_neox"])
 @pytest.mark.parametrize("bits", BITS)
-def test_linear_layers_are_quantised_and_adapters_learn_above(bits, architecture, tmp_path, tokenizer):
+def test_linear_layers_are_quantised_and_adapters_are_trainable(bits, architecture, tmp_path, tokenizer):
     base = save_model(architecture, tmp_path / "base", tokenizer)
     policy = load_policy(str(base), lora(**{bits: True}), tokenizer)
     kinds = {type(m).__name__ for m in policy.model.modules()}
@@ -51,7 +51,7 @@ def test_linear_layers_are_quantised_and_adapters_learn_above(bits, architecture
     assert 0 < gap < float(logits_of(whole.model, IDS).abs().max())
 
 
-def test_an_architecture_whose_layers_stay_as_they_are_is_refused(tmp_path, tokenizer):
+def test_an_architecture_without_quantisable_layers_is_refused(tmp_path, tokenizer):
     base = save_model("falcon", tmp_path, tokenizer)
     with pytest.raises(UsageError, match=r"\(falcon\) has no layer that bitsandbytes can quantise"):
         load_policy(str(base), lora(load_in_4bit=True), tokenizer)
@@ -91,7 +91,7 @@ def test_passes_and_saving_leave_four_bit_weights_as_they_were_quantised(widths,
 
 
 @pytest.mark.parametrize("widths", [(32, 48), (64, 128)], ids=str)
-def test_a_release_that_repacks_all_the_same_is_refused(widths, monkeypatch, tmp_path, tokenizer):
+def test_a_release_that_repacks_nevertheless_is_refused(widths, monkeypatch, tmp_path, tokenizer):
     from bitsandbytes.nn import Linear4bit
 
     always = property(lambda layer: True, lambda layer, value: None)
@@ -124,9 +124,9 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize("flags, said", CANNOT, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_saved_quantised_weights_cannot_do_is_said_before_training(
-    flags, said, saved_in_four_bits, cafe_data, tmp_path, capsys
+@pytest.mark.parametrize("flags, error", CANNOT, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_flags_that_stored_quantised_weights_do_not_support_are_refused_before_training(
+    flags, error, saved_in_four_bits, cafe_data, tmp_path, capsys
 ):
     from lightrlhf import sft
 
@@ -134,7 +134,7 @@ def test_what_saved_quantised_weights_cannot_do_is_said_before_training(
         sft.main(
             ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", saved_in_four_bits, *flags]
         )
-    assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert stopped.value.code == 2 and error in capsys.readouterr().err
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
@@ -146,7 +146,7 @@ def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, c
         check_stored_quantisation(saved_in_four_bits, "--model_name", args)
 
 
-def test_adapters_learn_beside_saved_quantised_weights_and_are_used_unmerged(
+def test_adapters_on_stored_quantised_weights_are_trained_and_used_unmerged(
     saved_in_four_bits, cafe_data, tmp_path, tokenizer
 ):
     from lightrlhf import sft
@@ -194,9 +194,7 @@ def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_da
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_an_adapter_trained_on_quantised_weights_goes_on_the_whole_ones(
-    bits, processor, base_model, tmp_path, tokenizer
-):
+def test_an_adapter_trained_on_quantised_weights_fits_the_full_ones(bits, processor, base_model, tmp_path, tokenizer):
     policy = load_policy(str(base_model), lora(**{bits: True}), tokenizer)
     with torch.no_grad():
         policy.eval().model(IDS)  # the pass at which weights would be repacked
