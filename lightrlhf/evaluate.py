@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightrlhf import evaluate_dialogues, evaluate_env
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
@@ -51,7 +51,7 @@ class EvaluateArgs(GenerationArgs):
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {}  # filled below: the flags of the two other programs
 
-    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | {"required": "what is evaluated"})
+    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | INPUT | {"required": "a model"})
     """Experiment dirs or checkpoints; win rates are against the first."""
     data_dir: str | None = None
     """Folder of the `.pt` splits; by default the data that the first experiment was trained on."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import RARE, DeviceArgs, GenerationArgs, ModelArgs, check_at_least, check_data_dir
+from lightrlhf.cli.args import INPUT, RARE, DeviceArgs, GenerationArgs, ModelArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
@@ -48,7 +48,7 @@ LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs(GenerationArgs, RemoteArgs):
-    """Sample responses to prompts and write them as JSON lines."""
+    """Sample responses to prompts and write them as JSONL."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "num_responses": "num_generations",
@@ -63,11 +63,11 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
     """Let a model run the code of its own repository."""
-    data_dir: str | None = field(default=None, metadata={"required": "the prompts"})
+    data_dir: str | None = field(default=None, metadata=INPUT | {"required": "prompts"})
     """Folder of the `.pt` splits with the prompts."""
     split: Literal["train", "validation", "test"] = "test"
     """Split of `data_dir`."""
-    prompts_file: str | None = field(default=None, metadata={"required": "the prompts"})
+    prompts_file: str | None = field(default=None, metadata=INPUT | {"required": "prompts"})
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
     num_prompts: int | None = 2000
     """Largest number of prompts, a random subset in the order of the data; `null` takes all."""

@@ -63,8 +63,8 @@ def metadata_of(args_class: Any, name: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for owner in reversed(args_class.__mro__):
         if dataclasses.is_dataclass(owner) and name in owner.__dict__.get("__annotations__", {}):
-            field = next(field for field in dataclasses.fields(owner) if field.name == name)
-            metadata |= field.metadata
+            fields = {field.name: field for field in dataclasses.fields(owner)}
+            metadata |= fields[name].metadata if name in fields else {}  # a class variable has none
     return metadata
 
 
