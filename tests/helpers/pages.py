@@ -52,6 +52,10 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
     from lightrlhf.cli.parser import parse
 
+    program = importlib.import_module(module)
+    if hasattr(program, "program_for"):  # it starts another program for some flags
+        main, flags = program.program_for(flags)
+        module = main.__module__ if main else module
     for flag, value in flags_with_values(flags):
         if flag.endswith("_dir") and flag != "destination_dir":
             (folder / value).mkdir(parents=True, exist_ok=True)

@@ -237,7 +237,7 @@ def test_every_flag_of_its_own_is_explained(algorithm):
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_flags_named_in_the_words_of_a_page_exist(page):
     ours = {field.name for name in programs() for field in dataclasses.fields(args_class(name))}
-    ours |= {"help", "help_all", "config", "print_config", "print_completion", "model_name_or_path"}
+    ours |= {"help", "help_all", "config", "print_config", "print_completion", "model_name_or_path", "by_turn"}
     if page.name != "migrating.md":  # which has other projects' flags, and a test of its own
         unknown = {flag for flag in re.findall(r"`--(\w+)", page.read_text(encoding="utf-8")) if flag not in ours}
         assert not unknown
