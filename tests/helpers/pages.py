@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -52,16 +53,13 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
     from lightrlhf.cli.parser import parse
 
+    for flag, value in flags_with_values(flags):
+        if flag.endswith("_dir") and flag != "destination_dir":
+            (folder / value).mkdir(parents=True, exist_ok=True)
     program = importlib.import_module(module)
     if hasattr(program, "program_for"):  # it starts another program for some flags
         main, flags = program.program_for(flags)
         module = main.__module__ if main else module
-    for flag, value in flags_with_values(flags):
-        if flag.endswith("_dir") and flag != "destination_dir":
-            (folder / value).mkdir(parents=True, exist_ok=True)
-    if module == "lightrlhf.evaluate":  # which calls other programs for --env and --by_turn
-        program, flags = importlib.import_module(module).program_for(flags)
-        module = program.__module__ if program else module
     return parse(args_class(module), flags)
 
 

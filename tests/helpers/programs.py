@@ -10,7 +10,7 @@ import re
 
 from helpers import ROOT
 
-PARSED = re.compile(r"\bparse\((\w+), argv")
+PARSED = re.compile(r"\bparse\(\w+, argv")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "lightrlhf").rglob("*.py")
@@ -18,11 +18,11 @@ FILES = {
 
 
 def args_class(program: str) -> type:
-    """The class of arguments that a program's `main` parses."""
+    """The class of arguments that a program's `main` names."""
     module = importlib.import_module(program)
     if hasattr(module, "__path__"):  # a folder, started by its name
         module = importlib.import_module(f"{program}.page")
-    (name,) = PARSED.findall(inspect.getsource(module))
+    (name,) = re.findall(r"\b\w+Args\b", inspect.getsource(module.main))
     return getattr(module, name)
 
 
