@@ -54,7 +54,7 @@ from lightrlhf.maths.preference import (
     chosen_nll,
     constant_weight,
 )
-from lightrlhf.models.given import as_policy
+from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
@@ -176,16 +176,12 @@ def train(
     if rows is None:
         check_data_dir(args)
     args.check_start(policy)
-    source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, source)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0])
     pairs, notes = load_pairs(args, "train", rows, tokenizer)
     validation = load_pairs(args, "validation", rows, tokenizer)[0] if args.eval_interval else []
     run = Run(args, "dpo", on_step, given, data=None if rows is None else "given/rows")
-    if policy is None:
-        policy = load_policy(source, args, tokenizer, flag)
-    else:
-        policy = as_policy(policy, args, tokenizer)
+    policy = load_start(policy, args, tokenizer)
     check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_dir)
     check_positions(pairs + validation, policy, args.data_dir)
     share_prefixes(policy, longest_text(pairs + validation))

@@ -58,8 +58,8 @@ from lightrlhf.generation.rollout import (
 )
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
-from lightrlhf.models.given import as_policy, critic_from
-from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.given import critic_from, load_start
+from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.roles import Policy, ScalarModel, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
@@ -210,17 +210,13 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     args.check_reward(reward)
-    source, flag = starting_model(args)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if prompts is None else None, source)
+    given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if prompts is None else None, starting_model(args)[0])
     examples = load_rows("prompts", "train", args.data_dir, prompts, tokenizer)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer) if args.eval_interval else []
-    given = given_objects(policy=policy, tokenizer=tokenizer if policy else None, prompts=prompts, reward=reward)
     run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")
     shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
-    if policy is None:
-        actor = load_policy(source, args, tokenizer, flag, shares=shares)
-    else:
-        actor = as_policy(policy, args, tokenizer, shares=shares)
+    actor = load_start(policy, args, tokenizer, shares)
     check_vocabulary(examples, vocabulary_size(actor), args.data_dir)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     reference = run.freeze(actor.reference())
@@ -234,11 +230,8 @@ def train(
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
-    kl_coeff: FixedKL | AdaptiveKL = FixedKL(args.init_kl_coeff)
-    if args.adaptive_kl_coeff:
-        kl_coeff = AdaptiveKL(args.init_kl_coeff, args.target_kl_coeff)
-    if run.resumed:
-        kl_coeff.value = run.resumed["extra"]["kl_coeff"]
+    init_kl = run.resumed["extra"]["kl_coeff"] if run.resumed else args.init_kl_coeff
+    kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
 
     for step in run.steps(num_steps):
         rows = run.global_batch(examples, step, args.rollout_size)
@@ -257,9 +250,8 @@ def train(
             batch = estimate_advantages(args, rollout, rewards, values, segments, run.sum_over_ranks)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
-        metrics |= rollout_metrics(run, rollout, scores, rewards) | macro_metrics(run, batch)
-        metrics |= {"objective/kl_coeff": kl_coeff.value}
-        metrics["completions/parse_failures"] = run.total(parse_failures) / len(rows)
+        metrics |= rollout_metrics(run, rollout, scores, rewards) | macro_metrics(run, batch, parse_failures)
+        metrics["objective/kl_coeff"] = kl_coeff.value
         kl_coeff.update(metrics["objective/kl"], len(rows))
 
         run.step += 1
@@ -407,11 +399,12 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation
-def macro_metrics(run: Run[PPOArgs], batch: PPOBatch) -> Metrics:
-    """Mean length of macro actions, and explained variance of the critic, over all ranks."""
+def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Metrics:
+    """Mean length of macro actions, responses not parsed, and explained variance of the critic, over all ranks."""
     variance = explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
     return {
         "completions/macro_length": run.total(batch.num_actions) / max(run.total(batch.num_segments), 1.0),
+        "completions/parse_failures": run.total(parse_failures) / run.total(len(batch)),
         "value/explained_variance": float(variance),
     }
 

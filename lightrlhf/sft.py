@@ -24,8 +24,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
-from lightrlhf.models.given import as_policy
-from lightrlhf.models.loading import load_policy
+from lightrlhf.models.given import load_start
 from lightrlhf.models.probes import check_packing, check_positions
 from lightrlhf.models.roles import TokenStats, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -90,10 +89,7 @@ def train(
     examples = load_rows("finetune", "train", args.data_dir, rows, tokenizer)
     validation = load_rows("finetune", "validation", args.data_dir, rows, tokenizer) if args.eval_interval else []
     run = Run(args, "sft", on_step, given, data=None if rows is None else "given/rows")
-    if policy is None:
-        policy = load_policy(args.model_name or "", args, tokenizer)
-    else:
-        policy = as_policy(policy, args, tokenizer)
+    policy = load_start(policy, args, tokenizer)
     check_vocabulary(examples, vocabulary_size(policy), args.data_dir)
     check_positions(examples + validation, policy, args.data_dir)
     if args.packing:

@@ -8,11 +8,30 @@ from typing import TYPE_CHECKING, Any
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import lora
-from lightrlhf.models.loading import choose_trainable, grow_vocabulary, new_head, scalar_on_backbone, switch_off_dropout
+from lightrlhf.models.loading import (
+    choose_trainable,
+    grow_vocabulary,
+    load_policy,
+    new_head,
+    scalar_on_backbone,
+    switch_off_dropout,
+)
+from lightrlhf.models.names import starting_model
 from lightrlhf.models.roles import Policy, ScalarModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def load_start(given: PreTrainedModel | Policy | None, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:
+    """The policy that a program starts from: the given model, else `--sft_experiment_dir` or `--model_name`.
+
+    shares: whether other roles may use its backbone, with LoRA.
+    """
+    if given is not None:
+        return as_policy(given, args, tokenizer, shares)
+    source, flag = starting_model(args)
+    return load_policy(source, args, tokenizer, flag, shares)
 
 
 def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:

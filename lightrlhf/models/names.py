@@ -32,7 +32,7 @@ def quiet_libraries() -> None:
 
 def starting_model(args: Any) -> tuple[str, str]:
     """Name of the model that a later stage starts from, and its flag: `--sft_experiment_dir`, else `--model_name`."""
-    if args.sft_experiment_dir:
+    if getattr(args, "sft_experiment_dir", None):
         return args.sft_experiment_dir, "--sft_experiment_dir"
     return args.model_name, "--model_name"
 
