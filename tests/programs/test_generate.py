@@ -91,6 +91,8 @@ def test_two_ranks_write_what_one_writes(tmp_path, flags, starter):
         ranks = ["--standalone", "--nproc_per_node", "2", "-m"]
         run_program("torch.distributed.run", *ranks, "lightrlhf.generate", *flags)
     assert read_jsonl(file) == rows
+    shards = [read_jsonl(tmp_path / f"ranks.part-{rank}-of-2.jsonl") for rank in (0, 1)]
+    assert shards[0] + shards[1] == rows and min(map(len, shards)) >= len(rows) // 2
 
 
 def test_a_file_of_an_older_release_is_resumed(tmp_path, flags):
