@@ -24,11 +24,12 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe.world import good_plan, orders
 from examples.cafe_settings import FEW_ROWS, PPO, RM, SFT
-from examples.experiments.plots import label, panels, save
+from examples.experiments.plots import label, panels
 from examples.programs import call
 from lightrlhf import evaluate, plot, ppo, rm, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.results import save_figure
 
 PARTS = ("correct", "polite", "short")
 
@@ -63,12 +64,13 @@ def main(argv: list[str] | None = None) -> None:
     pairs = call(evaluate, experiment_dir=rm_dir)[0]
     models = {"experiment_dir": [sft_dir, ppo_dir], "use_pretrained": True, "rm_experiment_dir": rm_dir}
     rows = call(evaluate, **models, max_new_tokens=96)
-    figure = draw(Path(args.output_dir) / "quickstart.png", sft_dir, rm_dir, ppo_dir, rows)
+    picture = Path(args.output_dir) / "quickstart.png"
+    draw(picture, sft_dir, rm_dir, ppo_dir, rows)
     show_samples(sft_dir, ppo_dir)
     show_targets(rows, pairs, good_length(data_dir))
     minutes = (time.perf_counter() - started) / 60
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\n{minutes:.1f} minutes, peak memory {memory:.1f} GiB. Curves: {figure}")
+    print(f"\n{minutes:.1f} minutes, peak memory {memory:.1f} GiB. Curves: {picture}")
     print(NEXT.format(activate=activation(), ppo_dir=ppo_dir, sft_dir=sft_dir, rm_dir=rm_dir))
     if not args.smoke and not beats(rows[2], rows[1]):
         print("PPO did not beat SFT by the gold judge", file=sys.stderr)
@@ -142,8 +144,8 @@ def beats(after: dict[str, Any], before: dict[str, Any]) -> bool:
     return after["gold"] > before["gold"] and after["win_rate_interval"][0] > 0.5
 
 
-def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[str, Any]]) -> Path:
-    """Curves of the three stages, and the gold score of each model by part."""
+def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[str, Any]]) -> None:
+    """Draw the curves of the three stages, and the gold score of each model by part."""
     curves = {
         "SFT: loss": (sft_dir, "train/loss", "val/loss"),
         "reward model: accuracy": (rm_dir, "rewards/accuracies", "val/rewards/accuracies"),
@@ -151,7 +153,7 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
         "PPO: KL to the SFT policy, nats a response": (ppo_dir, "objective/kl", "val/kl"),
         "PPO: mean length, tokens": (ppo_dir, "completions/mean_length", "val/mean_length"),
     }
-    figure, axes = panels([*curves, "gold judge, held-out orders"], rows=2, width=4.3, height=3.2)
+    figure, axes = panels([*curves, "gold judge, held-out orders"], lines=2, width=4.3, height=3.2)
     for axis, (folder, *names) in zip(axes, curves.values()):
         logged = plot.read_metrics(folder)
         for name, style in zip(names, ("-", "o-")):
@@ -163,7 +165,7 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
     axes[5].set_xticks(range(4), ("gold", *PARTS))
     axes[5].set_ylim(0, 1.2)
     axes[5].legend(fontsize=8, ncol=3, loc="upper center")
-    return save(figure, output)
+    save_figure(figure, output)
 
 
 if __name__ == "__main__":

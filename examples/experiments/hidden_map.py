@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from examples.experiments.plots import label, panels, save
+from examples.experiments.plots import label, panels
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.programs import call
@@ -41,6 +41,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.results import print_table, save_figure
 
 TOKENS = "abcdefghijklmnopqrst"
 PROMPT, RESPONSE = 4, 12
@@ -135,7 +136,8 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
     curves = {arm: [row["curve"] for row in rows if row["arm"] == arm] for arm in arms}
     claims = show_results(curves)
-    print(f"curves: {draw(curves, folder / 'hidden_map.png')}")
+    draw(curves, folder / "hidden_map.png")
+    print(f"curves: {folder / 'hidden_map.png'}")
     report_claims(claims, folder)
     return claims
 
@@ -227,28 +229,23 @@ def at_equal_kl(curves: dict[str, list[Curve]]) -> dict[str, list[float]]:
 
 def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
     """Print the tables; returns which claims hold."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=110)
     gaps: dict[tuple[str, str], tuple[float, float, float]] = {}
     for title, arms in GROUPS.items():
         if any(arm not in curves for arm in arms):
             continue
         equal = at_equal_kl({arm: curves[arm] for arm in arms})
-        table = Table(title=f"{title}: mean over {len(equal[arms[0]])} seeds [95% interval]")
-        for name in ("", "reward at equal KL", "final reward", "final KL", "pairs", "queries"):
-            table.add_column(name, justify="right" if name else "left")
+        rows = []
         for arm in arms:
             ends = [curve[-1] for curve in curves[arm]]
             counts = [f"{sum(end[name] for end in ends) / len(ends):.0f}" for name in ("pairs", "reward_queries")]
             means = [shown([end[name] for end in ends]) for name in ("reward", "kl")]
-            table.add_row(arm, shown(equal[arm]), *means, *counts)
-        console.print(table)
-        console.print(f"  SFT policy: reward {shown([curve[0]['reward'] for curve in curves[arms[0]]])}")
+            rows.append((arm, shown(equal[arm]), *means, *counts))
+        headings = ("", "reward at equal KL", "final reward", "final KL", "pairs", "queries")
+        print_table(f"{title}: mean over {len(equal[arms[0]])} seeds [95% interval]", headings, rows, width=110)
+        print(f"  SFT policy: reward {shown([curve[0]['reward'] for curve in curves[arms[0]]])}")
         for better, worse in zip(arms, arms[1:]):
             gaps[better, worse] = paired(equal[better], equal[worse])
-            console.print(f"  {better} minus {worse}: {shown_gap(gaps[better, worse])}")
+            print(f"  {better} minus {worse}: {shown_gap(gaps[better, worse])}")
     claims = {}
     for better, worse, at_least in (
         ("online", "offline, SFT policy", False),
@@ -264,8 +261,8 @@ def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
     return claims
 
 
-def draw(curves: dict[str, list[Curve]], output: Path) -> Path:
-    """Reward over KL, one panel per group: thin lines for seeds, a thick one for their mean."""
+def draw(curves: dict[str, list[Curve]], output: Path) -> None:
+    """Draw reward over KL, one panel per group: thin lines for seeds, a thick one for their mean."""
     groups = {title: arms for title, arms in GROUPS.items() if all(arm in curves for arm in arms)}
     figure, axes = panels(list(groups))
     for axis, arms in zip(axes, groups.values()):
@@ -276,7 +273,7 @@ def draw(curves: dict[str, list[Curve]], output: Path) -> Path:
             kls, rewards = ([sum(p[k] for p in step) / len(step) for step in points] for k in ("kl", "reward"))
             axis.plot(kls, rewards, "o-", color=f"C{number}", ms=3, label=arm)
         label(axis, "KL to the SFT policy, nats a response", "share of right tokens, held-out prompts")
-    return save(figure, output)
+    save_figure(figure, output)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.plot import read_metrics
 from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.results import print_table
 
 LETTERS = "abcdefgh"
 GROUPS = ("abcd", "efgh")
@@ -270,12 +271,7 @@ def show(setting: str, results: dict[Job, Result], num_seeds: int) -> list[tuple
 
 def show_table(title: str, values: dict[str, list[float]], sign: int) -> None:
     """Mean and interval of each arm, and its paired advantage over the two kinds of token PPO."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for heading in ("arm", "mean, 95%", "each seed", "better than token by", f"than {MATCHED_LAMBDA} by"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    table = []
     digits = 1 if sign < 0 else 3
     for arm, row in values.items():
         each = " ".join(f"{value:.0f}" if sign < 0 else f"{value:.3f}".lstrip("0") for value in row)
@@ -283,8 +279,9 @@ def show_table(title: str, values: dict[str, list[float]], sign: int) -> None:
             shown([sign * (a - b) for a, b in zip(row, values[other])], digits) if arm != other else ""
             for other in (SAME_LAMBDA, MATCHED_LAMBDA)
         ]
-        table.add_row(arm, shown(row, digits), each, *gaps)
-    Console(width=132).print(table)
+        table.append((arm, shown(row, digits), each, *gaps))
+    headings = ("arm", "mean, 95%", "each seed", "better than token by", f"than {MATCHED_LAMBDA} by")
+    print_table(title, headings, table, width=132)
 
 
 def signed(values: Sequence[float], sign: int) -> list[float]:

@@ -26,6 +26,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.results import print_table
 
 DPO = {
     "mini_batch_size": 32,
@@ -135,12 +136,7 @@ def reward_queries(trained: dict[str, str]) -> dict[str, int]:
 
 def show_results(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
     """Print the table; returns which claims hold."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"the café, held-out orders: mean over {len(results)} seeds [95% interval]")
-    for name in ("", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries"):
-        table.add_column(name, justify="right" if name else "left")
+    table = []
     for method in results[0]:
         rows = [methods[method] for methods in results]
         measures = [
@@ -148,8 +144,9 @@ def show_results(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
         ]
         length = sum(row["mean_length"] for row in rows) / len(rows)
         queries = rows[0]["reward_queries"]
-        table.add_row(method, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}")
-    Console(width=130).print(table)
+        table.append((method, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}"))
+    headings = ("", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries")
+    print_table(f"the café, held-out orders: mean over {len(results)} seeds [95% interval]", headings, table, width=130)
     win_rates = {method: [methods[method]["win_rate"] for methods in results] for method in GOALS}
     for method, rates in win_rates.items():
         print(f"  {method}, win rate of each seed:", *(f"{rate:.3f}" for rate in rates))

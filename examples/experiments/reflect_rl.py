@@ -53,6 +53,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.results import print_table
 
 Flags = dict[str, Any]
 
@@ -339,13 +340,8 @@ def made(stored: Path, make: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------------------------------------------------- results
 def show_results(task: str, rows: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, bool]:
     """Print the table; returns which claims hold, in sampled success, over seeds."""
-    from rich.console import Console
-    from rich.table import Table
-
     by_arm = {arm: {row["seed"]: row for row in rows if row["arm"] == arm} for arm in arms}
-    table = Table(title=f"{task}: success on held-out starts, mean over seeds [95% interval]")
-    for heading in ("arm", "iterations", "sampled", "greedy", "seconds"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    table = []
     compared = TASKS[task].compared
     early: dict[str, dict[int, float]] = {}  # sampled success where arms are compared, by seed
     for arm, by_seed in by_arm.items():
@@ -355,14 +351,14 @@ def show_results(task: str, rows: Sequence[dict[str, Any]], arms: Sequence[str])
         for results in zip(*(row["results"] for row in by_seed.values())):
             means = [shown([result[key] for result in results]) for key in ("success", "greedy_success")]
             seconds = sum(row["seconds"] for row in by_seed.values()) / len(by_seed)
-            table.add_row(arm, str(results[0]["iterations"]), *means, f"{seconds:.0f}")
-    console = Console(width=110)
-    console.print(table)
+            table.append((arm, str(results[0]["iterations"]), *means, f"{seconds:.0f}"))
+    title = f"{task}: success on held-out starts, mean over seeds [95% interval]"
+    print_table(title, ("arm", "iterations", "sampled", "greedy", "seconds"), table, width=110)
     claims = {}
     for worse, better in zip(COMPARISONS[task], COMPARISONS[task][1:]):
         if worse in early and better in early:
             gap = paired([early[better][seed] for seed in early[worse]], list(early[worse].values()))
-            console.print(f"  {better} minus {worse} after {compared}: {shown_gap(gap)}")
+            print(f"  {better} minus {worse} after {compared}: {shown_gap(gap)}")
             claims[f"{better} > {worse}"] = gap[1] > 0
     return claims
 

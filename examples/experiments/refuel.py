@@ -34,7 +34,7 @@ import torch
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe_talk import prepare_data as cafe_talk
-from examples.experiments.plots import label, panels, save
+from examples.experiments.plots import label, panels
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, workers
@@ -47,6 +47,7 @@ from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.generation.dialogues import user_turn_ids
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.results import print_table, save_figure
 
 VALUES = 4  # of each slot
 ASK, KNOWN = 0.2, 0.7  # how often demonstrations ask, and how often they then use an answer they have
@@ -150,7 +151,8 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
         results[task] = run_task(task, args.arms or list(ARMS), seeds, folder, args.num_workers)
         claims |= show_results(task, results[task])
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
-    print(f"figure: {draw(results, folder / 'refuel.png')}")
+    draw(results, folder / "refuel.png")
+    print(f"figure: {folder / 'refuel.png'}")
     report_claims(claims, folder)
     return claims
 
@@ -306,19 +308,12 @@ def rounded(scores: Sequence[float]) -> str:
 
 def show_results(task: str, by_arm: dict[str, list[Scores]]) -> dict[str, bool]:
     """Print the table of scores by turn; returns which claims hold: intervals of paired differences above 0."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=130)
-    table = Table(title=f"{task}: gold score after each turn, mean over {len(by_arm[START])} seeds [95% interval]")
-    table.add_column("")
-    turns = range(TASKS[task]["turns"])
-    for turn in turns:
-        table.add_column(f"h = {turn + 1}", justify="right")
+    turns, table = range(TASKS[task]["turns"]), []
     for arm, runs in by_arm.items():
         by_turn = [[scores[turn] for scores in runs] for turn in turns]
-        table.add_row(arm, *(f"{interval(scores)[0]:.3f}" for scores in by_turn[:-1]), shown(by_turn[-1]))
-    console.print(table)
+        table.append((arm, *(f"{interval(scores)[0]:.3f}" for scores in by_turn[:-1]), shown(by_turn[-1])))
+    title = f"{task}: gold score after each turn, mean over {len(by_arm[START])} seeds [95% interval]"
+    print_table(title, ("", *(f"h = {turn + 1}" for turn in turns)), table, width=130)
     last = {arm: [scores[-1] for scores in runs] for arm, runs in by_arm.items()}
     best_last_turn = max(("LT-MIXIN", "LT-OFFLINE"), key=lambda arm: sum(last.get(arm, [])))
     claims = {}
@@ -327,12 +322,12 @@ def show_results(task: str, by_arm: dict[str, list[Scores]]) -> dict[str, bool]:
             continue
         gap = paired(last[better], last[worse])
         claims[f"{task}: {better} > {worse} at the last turn"] = gap[1] > 0
-        console.print(f"  last turn, {better} minus {worse}: {shown_gap(gap)}")
+        print(f"  last turn, {better} minus {worse}: {shown_gap(gap)}")
     return claims
 
 
-def draw(results: dict[str, dict[str, list[Scores]]], output: Path) -> Path:
-    """Mean score by turn of each arm, one panel per task."""
+def draw(results: dict[str, dict[str, list[Scores]]], output: Path) -> None:
+    """Draw the mean score by turn of each arm, one panel per task."""
     figure, axes = panels(list(results), width=5.2)
     for axis, (task, by_arm) in zip(axes, results.items()):
         for number, (arm, runs) in enumerate(by_arm.items()):
@@ -341,7 +336,7 @@ def draw(results: dict[str, dict[str, list[Scores]]], output: Path) -> Path:
             axis.plot(range(1, len(means) + 1), means, style, ms=3, label=arm)
         axis.set_xticks(range(1, TASKS[task]["turns"] + 1))
         label(axis, "turn", "gold score after this turn")
-    return save(figure, output)
+    save_figure(figure, output)
 
 
 if __name__ == "__main__":
