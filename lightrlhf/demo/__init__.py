@@ -1,1 +1,1 @@
-"""Demo: a Gradio page to chat with trained models, compare them and collect votes."""
+"""Demo: a Gradio app to chat with trained models, compare them and collect votes."""

@@ -1,4 +1,4 @@
-"""`python -m lightrlhf.demo`."""
+"""Entry point of `python -m lightrlhf.demo`."""
 
 from lightrlhf.demo.page import main
 

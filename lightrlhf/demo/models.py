@@ -1,10 +1,10 @@
-"""Trained models as one talks to them: loaded when asked for, answering a token at a time, and what an answer is worth.
+"""Models of the demo: loaded on demand into an LRU cache; streaming answers, with their log-ratios, KL and reward.
 
-The shelf holds a few models and forgets the one not used for longest. Several people may use one model at once: each
-answer has a key-value cache of its own and they take turns by the token. The KL and the log-ratios of an answer are
-those of `lightrlhf.evaluate`: at the sampling temperature, over the whole vocabulary, to what training started from.
+Several users may share a model: each answer has a KV cache of its own, and forward passes alternate between answers,
+one token each. KL and log-ratios are computed as in `lightrlhf.evaluate`: at the sampling temperature, over the whole
+vocabulary, to the model that training started from.
 
-Left out: batching the answers of several people in one pass, and servers of other kinds (see `lightrlhf.generate`).
+Left out: batching answers of several users into one forward pass, and remote servers (see `lightrlhf.generate`).
 """
 
 from __future__ import annotations
@@ -30,59 +30,62 @@ from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.data.tokens import decode, encode_prompt, messages_of
 from lightrlhf.generation.engine import generate_steps
 from lightrlhf.generation.rollout import score_logprobs
-from lightrlhf.maths import macro_actions as segments
+from lightrlhf.maths import macro_actions
 from lightrlhf.models.loading import load_policy
+from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import choices, located, stored
 
-STRONG = 3.0  # nats at which a token's colour is deepest
+DEEPEST_COLOUR = 3.0  # |log-ratio| in nats at which a token's colour saturates
+REPEAT_TIMES, PARSING_CUTOFF = 3, 5  # for experiments whose args.json has no such flag
 
 
 @dataclass
 class LoadedModel:
-    """A model with the tokenizer its data was made with."""
+    """A policy and the tokenizer of its training data."""
 
     policy: Policy
     tokenizer: Any
-    lock: threading.Lock = field(default_factory=threading.Lock)  # a pass at a time; adapters are switched within one
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: it switches adapters
 
 
 @dataclass
 class Answer:
-    """What a model said to a prompt, so far."""
+    """A response to a prompt, complete or partial."""
 
     prompt: str | Messages
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    cut: bool = True  # not ended by an end token or a stop string: by its length, or by who reads it
+    truncated: bool = True  # at the length limit or by the user; no end token or stop string
 
     def sample(self) -> Sample:
-        """What a scorer takes."""
-        return Sample(self.prompt, self.text, self.cut, self.prompt_ids, self.ids)
+        """The input of a scorer."""
+        return Sample(self.prompt, self.text, self.truncated, self.prompt_ids, self.ids)
 
 
 @dataclass
 class Measures:
-    """An answer under the policy and the reference, (1, T-1) as in DESIGN; what its colours and numbers are made of."""
+    """Log-probabilities of an answer under its model and the reference."""
 
-    rollout: Rollout
-    log_ratios: list[float]  # of each token of the answer: log pi - log ref
+    rollout: Rollout  # one row
+    log_ratios: list[float]  # of each token of the answer: log pi - log pi_ref
 
     @property
     def kl(self) -> float:
-        """Sum over the answer: its contribution to KL(pi || ref), which may be negative for one sample."""
+        """Sum of the log-ratios: a one-sample estimate of KL(pi || ref), which may be negative."""
         return sum(self.log_ratios)
 
 
 class ModelCache:
-    """Models by label, at most `capacity` of them in memory; those of `folders` and what they started from.
+    """LRU cache of models by label: the checkpoints of `folders` and the models that their training started from.
 
-    data_dir: splits and tokenizer to use instead of those that each experiment was trained on.
-    Raises: UsageError when a folder holds a reward model, or no model.
+    capacity: models kept in memory. data_dir: splits and tokenizer instead of those that each experiment was trained
+    on. reference_dir: reference model instead of the one that each experiment started from.
+    Raises: UsageError when a folder has a reward model, or is neither a model folder nor an experiment dir.
     """
 
     def __init__(
@@ -90,179 +93,183 @@ class ModelCache:
         folders: Sequence[str],
         device: torch.device,
         capacity: int = 4,
-        models: ModelArgs | None = None,
+        model_args: ModelArgs | None = None,
         data_dir: str | None = None,
         reference_dir: str | None = None,
     ) -> None:
         self.folders, self.device, self.capacity = list(folders), device, capacity
-        self.models, self.data_dir, self.reference_dir = models or ModelArgs(), data_dir, reference_dir
+        self.model_args, self.data_dir, self.reference_dir = model_args or ModelArgs(), data_dir, reference_dir
         self.lock = threading.Lock()
-        self.held: OrderedDict[str, LoadedModel] = OrderedDict()
+        self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
         for folder in folders:
+            if not any((Path(folder) / file).is_file() for file in ("args.json", "config.json", ADAPTER_CONFIG)):
+                raise UsageError(
+                    f"--experiment_dir {folder} is neither a model folder (config.json) "
+                    "nor an experiment dir (args.json)"
+                )
             if stored(folder, "program") == "rm":
                 raise UsageError(
-                    f"--experiment_dir {folder} holds a reward model, which scores and does not talk; "
-                    "give it as --rm_experiment_dir"
+                    f"--experiment_dir {folder} is a reward model, which generates no text; "
+                    "pass it as --rm_experiment_dir"
                 )
 
     def labels(self) -> list[str]:
-        """What can be talked to now; a run that goes on has more of them later."""
+        """Labels of all models available now; a running experiment adds checkpoints."""
         return list(choices(self.folders))
 
     def newest(self) -> list[str]:
-        """The newest of each experiment, and in front what the first of them started from."""
+        """The model that the first experiment started from, then the newest checkpoint of each experiment."""
         last = {folder: label for label, (_, folder) in choices(self.folders).items()}
-        found = dict.fromkeys([self.labels()[0], *(last[folder] for folder in dict.fromkeys(self.folders))])
-        return list(found)
+        return list(dict.fromkeys([self.labels()[0], *(last[folder] for folder in dict.fromkeys(self.folders))]))
 
     def experiment(self, label: str) -> str:
-        """The experiment dir behind a label. Raises: UsageError."""
+        """The experiment dir of a label. Raises: UsageError when it is gone."""
         return self._choice(label)[1]
 
     def data(self, label: str) -> str | None:
-        """Folder of the splits that a model was trained on, or None where it is not known or not there."""
+        """Folder of the splits that a model was trained on; None if unknown or missing."""
         name = self.data_dir or located(self.experiment(label), "data_dir")
         return name if name is not None and Path(name).is_dir() else None
 
-    def speaker(self, label: str) -> LoadedModel:
-        """The model behind a label. Raises: UsageError when it cannot be loaded."""
-        return self._hold(self._choice(label)[0], self.data(label))
+    def model(self, label: str) -> LoadedModel:
+        """The model of a label. Raises: UsageError when it cannot be loaded."""
+        return self._load(self._choice(label)[0], self.data(label))
 
     def reference(self, label: str) -> LoadedModel | None:
-        """What the training of a model started from, or None where that is itself or not known."""
+        """The model that a model's training started from; None if unknown, or for a model without training."""
         source, experiment = self._choice(label)
         keys = ("ref_model", "sft_experiment_dir", "model_name")
         name = self.reference_dir or next((located(experiment, key) for key in keys if stored(experiment, key)), None)
-        own = stored(experiment, "program") is None or not Path(source).name.startswith("checkpoint-")
-        if name in (None, "tiny", source) or (own and self.reference_dir is None):
+        untrained = stored(experiment, "program") is None or not Path(source).name.startswith("checkpoint-")
+        if name is None or name in ("tiny", source) or (untrained and self.reference_dir is None):
             return None
-        return self._hold(name, self.data(label))
+        return self._load(name, self.data(label))
 
     def _choice(self, label: str) -> tuple[str, str]:
-        found = choices(self.folders).get(label)
-        if found is None:
-            raise UsageError(f"{label} is not there any more; choose another checkpoint")
-        return found
+        choice = choices(self.folders).get(label)
+        if choice is None:
+            raise UsageError(f"{label} no longer exists; choose another checkpoint")
+        return choice
 
-    def _hold(self, source: str, data_dir: str | None) -> LoadedModel:
-        saved = checkpoints(Path(source))  # of an experiment dir the newest, which may have a label of its own
+    def _load(self, source: str, data_dir: str | None) -> LoadedModel:
+        saved = checkpoints(Path(source))  # an experiment dir stands for its newest one, which may be cached already
         source = str(saved[-1]) if saved else source
         with self.lock:  # one load at a time: libraries set global defaults while they load
-            if source not in self.held:
-                while len(self.held) >= self.capacity:
-                    self.held.popitem(last=False)
+            if source not in self.loaded:
+                while len(self.loaded) >= self.capacity:
+                    self.loaded.popitem(last=False)
                     release_memory()
-                self.held[source] = load_model(source, data_dir, self.device, self.models)
-            self.held.move_to_end(source)
-            return self.held[source]
+                self.loaded[source] = load_model(source, data_dir, self.device, self.model_args)
+            self.loaded.move_to_end(source)
+            return self.loaded[source]
 
 
-def load_model(source: str, data_dir: str | None, device: torch.device, models: ModelArgs) -> LoadedModel:
-    """A policy that only talks. Raises: UsageError."""
+def load_model(source: str, data_dir: str | None, device: torch.device, args: ModelArgs) -> LoadedModel:
+    """A policy for inference. Raises: UsageError when it cannot be loaded."""
     tokenizer = load_tokenizer(data_dir, source)
-    policy = load_policy(source, models, tokenizer, "the checkpoint")
+    policy = load_policy(source, args, tokenizer, "the checkpoint")
     return LoadedModel(policy.requires_grad_(False).eval().to(device), tokenizer)
 
 
 def release_memory() -> None:
-    """Give back what a model occupied that nobody refers to any more; the C library keeps it otherwise."""
+    """Return the memory of unreferenced models to the device and the operating system; glibc would keep it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
-def answers(speaker: LoadedModel, prompt: str | Messages, args: GenerationArgs, seed: int) -> Iterator[Answer]:
-    """The answer after each token; a pure function of model, prompt, settings and seed.
+def stream_answer(model: LoadedModel, prompt: str | Messages, args: GenerationArgs, seed: int) -> Iterator[Answer]:
+    """Yields the answer after each token; a pure function of model, prompt, settings and seed.
 
     Raises: UsageError when the prompt is empty, or does not fit the model's vocabulary or positions.
     """
-    ids = encode_prompt(speaker.tokenizer, prompt)
+    tokenizer = model.tokenizer
+    ids = encode_prompt(tokenizer, prompt)
     if not ids:
-        raise UsageError("the prompt is empty; write something")
-    check_vocabulary([{"input_ids": ids}], vocabulary_size(speaker.policy), "the prompt")
-    noise = torch.rand(1, args.max_new_tokens, generator=torch.Generator().manual_seed(seed % 2**63))
-    steps = generate_steps(speaker.policy, ids, args, [speaker.tokenizer.eos_token_id], noise, speaker.tokenizer)
+        raise UsageError("the prompt is empty; type a message")
+    check_vocabulary([{"input_ids": ids}], vocabulary_size(model.policy), "the prompt")
+    uniforms = torch.rand(1, args.max_new_tokens, generator=torch.Generator().manual_seed(seed % 2**63))
+    steps = generate_steps(model.policy, ids, args, [tokenizer.eos_token_id], uniforms, tokenizer)
     while True:
-        with speaker.lock:
-            said = next(steps, None)
-        if said is None:
+        with model.lock:
+            step = next(steps, None)
+        if step is None:
             return
-        response = said.responses[0]
-        yield Answer(prompt, ids, response, decode(speaker.tokenizer, response), said.truncated[0])
+        response = step.responses[0]
+        yield Answer(prompt, ids, response, decode(tokenizer, response), step.truncated[0])
 
 
-def measure(speaker: LoadedModel, reference: LoadedModel, answer: Answer, temperature: float) -> Measures:
+def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperature: float) -> Measures:
     """Log-probabilities of an answer's tokens under the model and its reference."""
-    batch = response_batch([answer.prompt_ids], [answer.ids], speaker.tokenizer.pad_token_id)
-    batch = batch.to(speaker.policy.model.device)
-    found = []
-    for one in (speaker, reference):
-        with one.lock:
-            found.append(score_logprobs(one.policy, batch, temperature, 1).cpu())  # (1, T-1)
-    batch = batch.to("cpu")
+    cpu_batch = response_batch([answer.prompt_ids], [answer.ids], model.tokenizer.pad_token_id)
+    batch = cpu_batch.to(next(model.policy.model.parameters()).device)
+    logprobs = []
+    for scored in (model, reference):
+        with scored.lock:
+            logprobs.append(score_logprobs(scored.policy, batch, temperature, 1).cpu())  # (1, T-1)
     rollout = Rollout(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        action_mask=batch.action_mask,
+        input_ids=cpu_batch.input_ids,
+        attention_mask=cpu_batch.attention_mask,
+        action_mask=cpu_batch.action_mask,
         prompt_len=torch.tensor([len(answer.prompt_ids)]),
-        truncated=torch.tensor([answer.cut]),
-        logprobs=found[0],
-        ref_logprobs=found[1],
+        truncated=torch.tensor([answer.truncated]),
+        logprobs=logprobs[0],
+        ref_logprobs=logprobs[1],
     )
-    return Measures(rollout, (found[0] - found[1])[batch.action_mask].tolist())
+    return Measures(rollout, (logprobs[0] - logprobs[1])[cpu_batch.action_mask].tolist())
 
 
-def rewards(scorer: GroupScorer | None, said: Sequence[Answer]) -> list[float | None]:
-    """Scores of answers to one prompt; None where there is no scorer, or it has nothing to compare an answer with."""
-    return [None] * len(said) if scorer is None else scorer([[answer.sample() for answer in said]])[0]
+def rewards(scorer: GroupScorer | None, answers: Sequence[Answer]) -> list[float | None]:
+    """Scores of answers to one prompt; None without a scorer, or where a pair scorer has no second answer."""
+    return [None] * len(answers) if scorer is None else scorer([[answer.sample() for answer in answers]])[0]
 
 
-# --------------------------------------------------------------------------------------------- looking at the tokens
+# ----------------------------------------------------------------------------------------------------------- tokens
 def macro_segments(experiment: str, measures: Measures, tokenizer: Any, ngram: int | None = None) -> list[int]:
-    """Which macro action each token of an answer belongs to: of `ngram` tokens, or as the experiment was trained.
+    """Index of the macro action of each token of an answer: of `ngram` tokens each, or as the experiment was trained.
 
-    Random lengths are drawn anew, so they show what such a cut looks like. Raises: UsageError when a parser is missing.
+    Random lengths are sampled anew, so they only illustrate the segmentation. Raises: UsageError when the package of
+    the experiment's parser is not installed.
     """
     rollout = measures.rollout
     condition = "fixed" if ngram is not None else stored(experiment, "termination_condition") or "fixed"
     if condition == "fixed":
         length = ngram if ngram is not None else stored(experiment, "ngram")
-        cut = segments.fixed(rollout.action_mask, 1 if length is None else length)
+        segments = macro_actions.fixed(rollout.action_mask, 1 if length is None else length)
     elif condition == "ppl":
-        cut = segments.perplexity(rollout.action_mask, rollout.ref_logprobs)
+        segments = macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs)
     elif condition == "randomized":
-        width = stored(experiment, "repeat_times") * len(segments.RANDOM_LENGTHS)
-        cut = segments.randomized(rollout.action_mask, torch.rand(1, width))
+        width = (stored(experiment, "repeat_times") or REPEAT_TIMES) * len(macro_actions.RANDOM_LENGTHS)
+        segments = macro_actions.randomized(rollout.action_mask, torch.rand(1, width))
     else:
         parser = make_parser(stored(experiment, "parser"), stored(experiment, "parser_model"))
-        cut, _ = parsed_segments(rollout, tokenizer, parser, stored(experiment, "parsing_cutoff"), fallback=1)
-    return cut[rollout.action_mask].tolist()
+        cutoff = stored(experiment, "parsing_cutoff") or PARSING_CUTOFF
+        segments, _ = parsed_segments(rollout, tokenizer, parser, cutoff, fallback=1)
+    return segments[rollout.action_mask].tolist()
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token; of the tokens that make one character together, the first ones have all of it."""
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Text of each token; a character made of several tokens belongs to the first of them."""
     text, ends = token_ends(tokenizer, ids)
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
-def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], cut: Sequence[int]) -> str:
-    """Tokens coloured by log-ratio (green: more likely than under the reference, red: less), a bar between segments
-    unless each token is one. An end token, which has no text, is named.
+def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], segments: Sequence[int]) -> str:
+    """Tokens coloured by log-ratio (green: more likely than under the reference, red: less likely).
+
+    A bar separates segments unless each token is one. The end token, which has no text, is shown as *end*.
     """
-    spans, has_bars = [], len(set(cut)) < len(cut)
-    for i, (text, ratio, segment) in enumerate(zip(texts, log_ratios, cut)):
+    spans, has_bars = [], len(set(segments)) < len(segments)
+    for i, (text, ratio, segment) in enumerate(zip(texts, log_ratios, segments)):
         colour = "46, 160, 67" if ratio > 0 else "218, 54, 51"
-        strength = min(abs(ratio) / STRONG, 1.0) * 0.75
-        bar = (
-            "border-left: 2px solid currentColor; padding-left: 1px;"
-            if has_bars and i and segment != cut[i - 1]
-            else ""
-        )
+        strength = min(abs(ratio) / DEEPEST_COLOUR, 1.0) * 0.75
+        is_first = has_bars and i > 0 and segment != segments[i - 1]
+        bar = "border-left: 2px solid currentColor; padding-left: 1px;" if is_first else ""
         shown = html.escape(text).replace("\n", "\u21b5\n") or "<i> end</i>"
         spans.append(
             f'<span class="token" title="log-ratio {ratio:+.3f}, segment {segment}" '
@@ -273,12 +280,12 @@ def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], cut: Seque
 
 # ---------------------------------------------------------------------------------------------------------- prompts
 def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
-    """A prompt whose ids, encoded again, are these: a dialogue where the chat template makes just them, else text."""
+    """Decode a prompt, such that encoding it gives `ids` again: messages if the template reproduces them, else text."""
     return messages_of(tokenizer, ids) or tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def example_prompt(data_dir: str) -> list[int]:
-    """Ids of `example_prompt.pt`. Raises: UsageError."""
+    """Token ids of `example_prompt.pt`. Raises: UsageError when the file is missing or damaged."""
     path = Path(data_dir) / "example_prompt.pt"
     try:
         return [int(i) for i in torch.load(path, weights_only=True)["input_ids"]]

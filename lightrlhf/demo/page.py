@@ -1,13 +1,14 @@
-"""A page to talk to trained models, compare them, and collect the votes that the next reward model learns from.
+"""Demo: a Gradio app to chat with trained models, compare them, and collect votes to train the next reward model on.
 
     python -m lightrlhf.demo --experiment_dir SFT PPO
 
-Chat: any checkpoint, streaming, with the reward of each answer, its KL to what training started from, and its tokens
-coloured by log-ratio. Side by side: one prompt to two to four models. Compare blind: two hidden answers; votes go to a
-JSONL file that `datasets_prep.feedback.prepare_data` makes pairs of. Runs: curves, samples through training, the card.
+Chat: any checkpoint, streaming, with the reward of each answer, its KL to the model that training started from, and
+its tokens coloured by log-ratio. Side by side: one prompt to two to four models. Compare blind: two anonymous answers;
+`datasets_prep.feedback.prepare_data` turns the file of votes into preference pairs. Runs: curves, samples during
+training, model card.
 
-It is served on 127.0.0.1; another address needs a password. Nothing is downloaded and nothing is reported to anyone.
-Left out: uploads, voices and pictures, and accounts of several people (a rater is whom the page is told).
+The demo is served on 127.0.0.1; a non-local address requires a password. It downloads and reports nothing.
+Left out: uploads, audio and images, and user accounts (raters enter their name).
 """
 
 from __future__ import annotations
@@ -19,106 +20,44 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightrlhf.cli.args import GenerationArgs, check_at_least, needs_package
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
-from lightrlhf.demo.session import AS_TRAINED, FORMS, MOST, DemoBackend, Turn, asked, bubbles, filled, prompt_of
-from lightrlhf.models.loading import find_device
+from lightrlhf.demo.args import DemoArgs, read_password
+from lightrlhf.demo.session import (
+    AS_TRAINED,
+    FORMS,
+    MAX_SIDE_BY_SIDE,
+    DemoBackend,
+    Turn,
+    chat_messages,
+    prompt_of,
+    prompt_values,
+    user_turn,
+)
 from lightrlhf.rewards.scorers import Messages, as_text
 
-HERE = ("127.0.0.1", "localhost", "::1")
-FIRST_CURVES = ("objective/score", "rewards/accuracies", "train/loss", "val/loss")
+FIRST_METRICS = ("objective/score", "rewards/accuracies", "train/loss", "val/loss")  # the first one logged is drawn
 CSS = ".tokens {line-height: 1.9; font-size: 1.05em} .token {border-radius: 3px}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoArgs(GenerationArgs):
-    """Open a page on some experiments."""
-
-    experiment_dir: list[str] = field(metadata=PATHS)
-    """Experiment dirs, checkpoints or model folders to talk to; what they started from can be chosen too."""
-    rm_experiment_dir: str | None = None
-    """Reward model that scores answers; the one an experiment was trained with when not given."""
-    reference_dir: str | None = None
-    """Model that KL and log-ratios are taken to; what each experiment started from when not given."""
-    data_dir: str | None = None
-    """Folder of the `.pt` splits with test prompts and tokenizer; that of each experiment when not given."""
-    votes_file: str | None = None
-    """JSONL file that votes are appended to; `votes.jsonl` in the last experiment dir when not given."""
-    split: Literal["train", "validation", "test"] = "train"
-    """Split whose prompts are answered for votes; those of train keep the test split clean for evaluation."""
-    overlap: float = 0.25
-    """Share of pairs that every rater is shown, for their agreement; the others are each shown to one."""
-    host: str = "127.0.0.1"
-    """Address to serve on; another than this machine's own needs `password_file`."""
-    port: int = 7860
-    """Port to serve on."""
-    password_file: str | None = None
-    """File whose first line is the password of the page; any name is accepted with it, and becomes the rater's."""
-    max_models: int = 4
-    """Models kept in memory; the one not used for longest makes room."""
-    load_in_8bit: bool = False
-    """Hold the models' weights in 8 bits (bitsandbytes)."""
-    load_in_4bit: bool = False
-    """Hold the models' weights in 4 bits (nf4, bitsandbytes)."""
-    trust_remote_code: bool = False
-    """Let a model run the code of its own repository."""
-    accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
-    seed: int = 42
-    """Seed of the sampling noise, of the order of pairs and of who is shown first."""
-
-    def __post_init__(self) -> None:
-        self.check_generation()
-        check_at_least(self, "max_models", 1)
-        check_at_least(self, "seed", 0)
-        if not self.experiment_dir:
-            raise ValueError("--experiment_dir needs at least one experiment dir")
-        given = [("experiment_dir", name) for name in self.experiment_dir]
-        given += [(flag, getattr(self, flag)) for flag in ("rm_experiment_dir", "reference_dir", "data_dir")]
-        for flag, name in given:
-            if name is not None and not Path(name).is_dir():
-                raise ValueError(f"--{flag} {name} does not exist")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"--overlap {self.overlap} must lie in [0, 1]")
-        if not 1 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port} must lie in 1 to 65535")
-        if self.host not in HERE and self.password_file is None:
-            raise ValueError(f"--host {self.host} opens the page to others; give --password_file FILE, or 127.0.0.1")
-        if self.password_file is not None and not read_password(self.password_file):
-            raise ValueError(f"--password_file {self.password_file} is no file with a password in its first line")
-        if self.load_in_8bit and self.load_in_4bit:
-            raise ValueError("--load_in_8bit True and --load_in_4bit True exclude each other; give one of them")
-        if find_spec("gradio") is None:
-            raise ValueError(needs_package("the page", "gradio", "demo"))
-        for name in ("load_in_8bit", "load_in_4bit"):
-            if getattr(self, name) and find_spec("bitsandbytes") is None:
-                raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
-        find_device(self.accelerator)
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serve the demo until Ctrl-C."""
     args = parse(DemoArgs, argv)
-    blocks = build(DemoBackend.open(args))
-    serve(blocks, args)
-    print(f"the page is at http://{args.host}:{args.port} (Ctrl-C ends it)", flush=True)
-    blocks.block_thread()
+    app = build(DemoBackend.open(args))
+    serve(app, args)
+    print(f"demo running at http://{args.host}:{args.port} (Ctrl-C to stop)", flush=True)
+    app.block_thread()
 
 
-def serve(blocks: Any, args: DemoArgs) -> None:
-    """Start serving in threads of their own. Raises: UsageError when the port is taken."""
-    password = args.password_file and read_password(args.password_file)
-    auth = (lambda _, given: hmac.compare_digest(given.encode(), password.encode())) if password else None
+def serve(app: Any, args: DemoArgs) -> None:
+    """Start serving in background threads. Raises: UsageError when the port is taken."""
+    password = read_password(args.password_file) if args.password_file else ""
+    auth = (lambda _, entered: hmac.compare_digest(entered.encode(), password.encode())) if password else None
     try:
-        blocks.queue(default_concurrency_limit=16, api_open=False).launch(
+        app.queue(default_concurrency_limit=16, api_open=False).launch(
             server_name=args.host,
             server_port=args.port,
             auth=auth,
@@ -131,49 +70,43 @@ def serve(blocks: Any, args: DemoArgs) -> None:
             css=CSS,
         )
     except OSError as problem:
-        raise UsageError(f"--port {args.port} on {args.host} cannot be served on: {problem}") from None
+        raise UsageError(f"--port {args.port} cannot be served on {args.host}: {problem}; try another --port") from None
 
 
-def read_password(file: str) -> str:
-    """The first line of a file; empty when there is none."""
-    try:
-        return next(iter(Path(file).read_text(encoding="utf-8").splitlines()), "").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-# ------------------------------------------------------------------------------------------------------------ the page
-def build(desk: DemoBackend) -> Any:
-    """The Gradio page of a desk."""
+def build(backend: DemoBackend) -> Any:
+    """The Gradio app of a backend."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     import gradio as gr
 
-    with gr.Blocks(title="lightrlhf", analytics_enabled=False, fill_width=True) as page:
+    with gr.Blocks(title="lightrlhf", analytics_enabled=False, fill_width=True) as app:
         gr.Markdown("## lightrlhf")
         with gr.Tab("Chat"):
-            models = [chat_tab(gr, desk)]
+            models = [chat_tab(gr, backend)]
         with gr.Tab("Side by side"):
-            models += [side_by_side_tab(gr, desk)]
+            models += [side_by_side_tab(gr, backend)]
         with gr.Tab("Compare blind"):
-            one, other, rater, counts = compare_tab(gr, desk)
+            one, other, rater, counts = compare_tab(gr, backend)
             models += [one, other]
         with gr.Tab("Runs") as runs:
-            runs_tab(gr, desk, runs)
+            runs_tab(gr, backend, runs)
 
-        def opened(request: gr.Request) -> list[Any]:
-            fresh = [gr.update(choices=desk.shelf.labels()) for _ in models]  # a run that goes on has new checkpoints
-            name = request.username or gr.skip()  # a visitor without one may be typing it by now
-            return [*fresh, name, *desk.counted()]
+        def refresh(request: gr.Request) -> list[Any]:
+            updates = [gr.update(choices=backend.cache.labels()) for _ in models]  # a running experiment adds some
+            name = request.username or gr.skip()  # without login the user may be typing a name already
+            return [*updates, name, *backend.vote_table()]
 
-        opened.__annotations__["request"] = gr.Request  # by its text nobody finds it: gr is no global
-        page.load(told(gr, opened), None, [*models, rater, *counts], show_progress="hidden")
-    return page
+        refresh.__annotations__["request"] = gr.Request  # the annotation is a string, and gr is not a global name
+        app.load(errors_to_toast(gr, refresh), None, [*models, rater, *counts], show_progress="hidden")
+    return app
 
 
-def told(gr: Any, function: Callable) -> Callable:
-    """The same function, whose errors become a message on the page, which lives on."""
+def errors_to_toast(gr: Any, function: Callable) -> Callable:
+    """Wraps an event handler: an exception becomes a message in the browser, and the demo keeps running.
 
-    def as_message(problem: Exception) -> Exception:
+    An unexpected one (neither UsageError nor ValueError) is also printed with its traceback.
+    """
+
+    def to_toast(problem: Exception) -> Exception:
         line = str(problem).strip().partition("\n")[0]
         if not isinstance(problem, (UsageError, ValueError)):
             traceback.print_exc()
@@ -181,40 +114,41 @@ def told(gr: Any, function: Callable) -> Callable:
         return gr.Error(html.escape(line, quote=False), duration=None, print_exception=False)
 
     @functools.wraps(function)
-    def once(*given: Any, **named: Any) -> Any:
+    def call(*inputs: Any, **named: Any) -> Any:
         try:
-            return function(*given, **named)
-        except Exception as problem:  # whatever goes wrong, other visitors go on
-            raise as_message(problem) from problem
+            return function(*inputs, **named)
+        except Exception as problem:  # of any kind: other users continue
+            raise to_toast(problem) from problem
 
     @functools.wraps(function)
-    def growing(*given: Any, **named: Any) -> Any:
+    def stream(*inputs: Any, **named: Any) -> Any:
         try:
-            yield from function(*given, **named)
+            yield from function(*inputs, **named)
         except Exception as problem:
-            raise as_message(problem) from problem
+            raise to_toast(problem) from problem
 
-    return growing if inspect.isgeneratorfunction(function) else once
+    return stream if inspect.isgeneratorfunction(function) else call
 
 
+# ------------------------------------------------------------------------------------------------------ shared inputs
 def settings_inputs(gr: Any, args: DemoArgs) -> tuple[Any, list[Any]]:
-    """The seed and the inputs of `SLIDERS`, in that order."""
+    """Inputs of the seed, and of `SLIDERS` in that order."""
     with gr.Accordion("Generation settings", open=False):
         seed = gr.Number(args.seed, label="seed", precision=0, minimum=0)
-        inputs = [
+        sliders = [
             gr.Slider(1, max(1024, args.max_new_tokens), args.max_new_tokens, step=1, label="max_new_tokens"),
             gr.Checkbox(args.do_sample, label="do_sample"),
             gr.Slider(0.05, 2.0, args.temperature, step=0.05, label="temperature"),
             gr.Slider(0, 200, args.top_k, step=1, label="top_k (0: all)"),
             gr.Slider(0.01, 1.0, args.top_p, step=0.01, label="top_p"),
         ]
-    return seed, inputs
+    return seed, sliders
 
 
 def prompt_inputs(gr: Any, form: str) -> list[Any]:
-    """Form, text, subreddit, title and post of a prompt, of which the page shows those that the form needs."""
+    """Inputs of a prompt: form, text, subreddit, title and post; only those that the form needs are visible."""
     chosen = gr.Radio(FORMS, value=form, label="Prompt")
-    text = gr.Textbox(label="Message", lines=1, max_lines=12, visible=form != "summary", placeholder="Type and send")
+    text = gr.Textbox(label="Message", lines=1, max_lines=12, visible=form != "summary", placeholder="Type a message")
     fields = [
         gr.Textbox(label=name, lines=lines, visible=form == "summary")
         for name, lines in (("subreddit", 1), ("title", 1), ("post", 6))
@@ -227,111 +161,121 @@ def prompt_inputs(gr: Any, form: str) -> list[Any]:
     return [chosen, text, *fields]
 
 
-def chat_tab(gr: Any, desk: DemoBackend) -> Any:
-    """Builds the tab; returns its choice of models."""
+# --------------------------------------------------------------------------------------------------------------- tabs
+def chat_tab(gr: Any, backend: DemoBackend) -> Any:
+    """Builds the tab; returns its model dropdown."""
+    safe = functools.partial(errors_to_toast, gr)
+    names = backend.cache.labels()
     turns = gr.State([])
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
-            model = gr.Dropdown(desk.shelf.labels(), value=desk.shelf.labels()[-1], label="Model")
+            model = gr.Dropdown(names, value=names[-1], label="Model")
             with gr.Row():
                 load_example = gr.Button("Load example", size="sm")
                 load_prompt = gr.Button("Load test prompt", size="sm")
             load_settings = gr.Button("Load settings from experiment", size="sm")
-            seed, sliders = settings_inputs(gr, desk.args)
+            seed, sliders = settings_inputs(gr, backend.args)
             with gr.Accordion("Tokens of the last answer", open=False):
-                macro = gr.Dropdown([AS_TRAINED, "1", "2", "3", "5", "10"], value=AS_TRAINED, label="macro actions")
+                lengths = [AS_TRAINED, "1", "2", "3", "5", "10"]
+                macro_length = gr.Dropdown(lengths, value=AS_TRAINED, label="Macro-action length")
                 show_tokens = gr.Button("Show tokens", size="sm")
         with gr.Column(scale=3):
             window = gr.Chatbot(label="Dialogue", height=430, render_markdown=False, buttons=["copy"])
             tokens = gr.HTML(elem_id="tokens")
-            words = prompt_inputs(gr, desk.form(desk.shelf.labels()[-1]))
+            prompt = prompt_inputs(gr, backend.form(names[-1]))
             with gr.Row():
                 send = gr.Button("Send", variant="primary")
                 stop = gr.Button("Stop")
-                again = gr.Button("Regenerate")
+                regenerate = gr.Button("Regenerate")
 
     def ask(turns: list[Turn], form: str, text: str, *fields: str) -> tuple[Any, ...]:
-        prompt = prompt_of(turns, form, text, *fields)
-        turns = [*turns, asked(prompt if isinstance(prompt, str) else text, prompt)]
-        return turns, bubbles(turns), "", ""
+        message = prompt_of(turns, form, text, *fields)
+        turns = [*turns, user_turn(message if isinstance(message, str) else text, message)]
+        return turns, chat_messages(turns), "", ""
 
     def reply(turns: list[Turn], label: str, seed: float, *sliders: Any) -> Iterator[tuple[Any, ...]]:
-        for grown in desk.reply(turns, label, seed, *sliders):
-            yield grown, bubbles(grown)
+        for partial in backend.reply(turns, label, seed, *sliders):
+            yield partial, chat_messages(partial)
 
-    def judge(turns: list[Turn], temperature: float) -> tuple[Any, ...]:
-        turns = desk.judged(turns, temperature)
-        return turns, bubbles(turns)
+    def score(turns: list[Turn], temperature: float) -> tuple[Any, ...]:
+        turns = backend.score_last(turns, temperature)
+        return turns, chat_messages(turns)
 
-    def fill(prompt: str | Messages) -> tuple[Any, ...]:
-        turns, *values = filled(prompt)
-        return turns, bubbles(turns), "", *values
+    def fill(loaded: str | Messages) -> tuple[Any, ...]:
+        turns, *values = prompt_values(loaded)
+        return turns, chat_messages(turns), "", *values
 
-    asking = gr.on([words[1].submit, send.click], told(gr, ask), [turns, *words], [turns, window, words[1], tokens])
+    asking = gr.on([prompt[1].submit, send.click], safe(ask), [turns, *prompt], [turns, window, prompt[1], tokens])
     answering = [
-        event(told(gr, reply), [turns, model, seed, *sliders], [turns, window], show_progress="hidden", api_name=name)
-        for event, name in ((asking.success, "answer"), (again.click, "regenerate"))
+        event(safe(reply), [turns, model, seed, *sliders], [turns, window], show_progress="hidden", api_name=name)
+        for event, name in ((asking.success, "answer"), (regenerate.click, "regenerate"))
     ]
-    judging = told(gr, judge), [turns, sliders[2]], [turns, window]
+    scoring = safe(score), [turns, sliders[2]], [turns, window]
     for answered in answering:
-        answered.success(*judging, show_progress="hidden", api_visibility="private")
+        answered.success(*scoring, show_progress="hidden", api_visibility="private")
     stopped = stop.click(lambda: None, cancels=answering, show_progress="hidden", api_visibility="private")
-    stopped.then(*judging, show_progress="hidden", api_visibility="private")  # when nothing streams into it any more
+    stopped.then(*scoring, show_progress="hidden", api_visibility="private")  # after the stream has ended
     window.clear(lambda: ([], ""), None, [turns, tokens], api_visibility="private")
-    show_tokens.click(told(gr, desk.tokens), [turns, macro], tokens, api_visibility="private")
-    filling = [turns, window, tokens, *words]
-    load_example.click(told(gr, lambda label: fill(desk.example(label))), model, filling, api_visibility="private")
-    load_prompt.click(told(gr, lambda label: fill(desk.test_prompt(label))), model, filling, api_visibility="private")
-    load_settings.click(told(gr, desk.settings_of), model, sliders, api_visibility="private")
+    show_tokens.click(safe(backend.tokens), [turns, macro_length], tokens, api_visibility="private")
+    filled = [turns, window, tokens, *prompt]
+    load_example.click(safe(lambda label: fill(backend.example(label))), model, filled, api_visibility="private")
+    load_prompt.click(safe(lambda label: fill(backend.test_prompt(label))), model, filled, api_visibility="private")
+    load_settings.click(safe(backend.stored_settings), model, sliders, api_visibility="private")
     return model
 
 
-def side_by_side_tab(gr: Any, desk: DemoBackend) -> Any:
-    """Builds the tab; returns its choice of models."""
+def side_by_side_tab(gr: Any, backend: DemoBackend) -> Any:
+    """Builds the tab; returns its model dropdown."""
+    safe = functools.partial(errors_to_toast, gr)
+    labels = backend.cache.labels()
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
-            newest = desk.shelf.newest()[-MOST:]
-            models = gr.Dropdown(desk.shelf.labels(), value=newest, multiselect=True, label=f"Models (2 to {MOST})")
+            newest = backend.cache.newest()[-MAX_SIDE_BY_SIDE:]
+            title = f"Models (2 to {MAX_SIDE_BY_SIDE})"
+            models = gr.Dropdown(labels, value=newest, multiselect=True, label=title)
             with gr.Row():
                 load_example = gr.Button("Load example", size="sm")
                 load_prompt = gr.Button("Load test prompt", size="sm")
-            seed, sliders = settings_inputs(gr, desk.args)
+            seed, sliders = settings_inputs(gr, backend.args)
         with gr.Column(scale=3):
-            words = prompt_inputs(gr, desk.form(desk.shelf.labels()[-1]))
+            prompt = prompt_inputs(gr, backend.form(labels[-1]))
             with gr.Row():
-                ask, stop = gr.Button("Ask all", variant="primary"), gr.Button("Stop")
+                send, stop = gr.Button("Send to all", variant="primary"), gr.Button("Stop")
             with gr.Row():
-                answers = [gr.Textbox(label="", lines=4, visible=False, interactive=False) for _ in range(MOST)]
-            table = gr.Dataframe(headers=["model", "reward", "KL", "tokens", "end"], label="What they are worth")
+                answers = [
+                    gr.Textbox(label="", lines=4, visible=False, interactive=False) for _ in range(MAX_SIDE_BY_SIDE)
+                ]
+            table = gr.Dataframe(headers=["model", "reward", "KL", "tokens", "truncated"], label="Scores")
 
-    def beside(names: list[str], seed: float, *given: Any) -> Iterator[list[Any]]:
-        prompt = prompt_of([], *given[: len(words)])
-        for texts, rows in desk.beside(names, prompt, seed, *given[len(words) :]):
-            boxes = [gr.update(value=text, label=name, visible=True) for name, text in zip(names, texts)]
-            hidden = [gr.update(visible=False)] * (MOST - len(names))
-            yield [*boxes, *hidden, rows]
+    def answer(names: list[str], seed: float, *values: Any) -> Iterator[list[Any]]:
+        message = prompt_of([], *values[: len(prompt)])
+        for texts, rows in backend.side_by_side(names, message, seed, *values[len(prompt) :]):
+            shown = [gr.update(value=text, label=name, visible=True) for name, text in zip(names, texts)]
+            hidden = [gr.update(visible=False)] * (MAX_SIDE_BY_SIDE - len(names))
+            yield [*shown, *hidden, rows]
 
-    def fill(names: list[str], prompts: Callable[[str], str | Messages]) -> tuple[Any, ...]:
-        earlier, *values = filled(prompts(names[-1] if names else desk.shelf.labels()[-1]))
+    def fill(names: list[str], load: Callable[[str], str | Messages]) -> tuple[Any, ...]:
+        earlier, *values = prompt_values(load(names[-1] if names else backend.cache.labels()[-1]))
         if earlier:
-            raise UsageError("this prompt has several turns; try it in the chat, or load another")
+            raise UsageError("this prompt has several turns, which only the chat supports; load another one")
         return tuple(values)
 
-    outputs = [*answers, table]
-    asking = gr.on([ask.click, words[1].submit], told(gr, beside), [models, seed, *words, *sliders], outputs)
-    stop.click(None, cancels=[asking], api_visibility="private")
-    load_example.click(told(gr, lambda names: fill(names, desk.example)), models, words, api_visibility="private")
-    load_prompt.click(told(gr, lambda names: fill(names, desk.test_prompt)), models, words, api_visibility="private")
+    inputs = [models, seed, *prompt, *sliders]
+    answering = gr.on([send.click, prompt[1].submit], safe(answer), inputs, [*answers, table], api_name="side_by_side")
+    stop.click(None, cancels=[answering], api_visibility="private")
+    for button, load in ((load_example, backend.example), (load_prompt, backend.test_prompt)):
+        button.click(safe(functools.partial(fill, load=load)), models, prompt, api_visibility="private")
     return models
 
 
-def compare_tab(gr: Any, desk: DemoBackend) -> tuple[Any, Any, Any, list[Any]]:
-    """Builds the tab; returns its two choices of models, the rater's name, and the tally with the line below it."""
-    pair, newest = gr.State(None), desk.shelf.newest()
+def compare_tab(gr: Any, backend: DemoBackend) -> tuple[Any, Any, Any, list[Any]]:
+    """Builds the tab; returns its two model dropdowns, the rater's name, and the tally with the line below it."""
+    safe = functools.partial(errors_to_toast, gr)
+    pair, labels, newest = gr.State(None), backend.cache.labels(), backend.cache.newest()
     with gr.Row():
-        rater = gr.Textbox(label="Your name", max_lines=1)
-        one = gr.Dropdown(desk.shelf.labels(), value=newest[max(len(newest) - 2, 0)], label="One model")
-        other = gr.Dropdown(desk.shelf.labels(), value=newest[-1], label="The other")
+        rater = gr.Textbox(label="Your name", max_lines=1, min_width=160)
+        one = gr.Dropdown(labels, value=newest[max(len(newest) - 2, 0)], label="First model", scale=2)
+        other = gr.Dropdown(labels, value=newest[-1], label="Second model", scale=2)
         load = gr.Button("Next pair", variant="primary")
     prompt = gr.Textbox(label="Prompt", lines=3, interactive=False)
     with gr.Row():
@@ -340,66 +284,62 @@ def compare_tab(gr: Any, desk: DemoBackend) -> tuple[Any, Any, Any, list[Any]]:
     captions = {"A": "A is better", "B": "B is better", "tie": "Tie", "skip": "Skip"}
     with gr.Row():
         buttons = [gr.Button(caption, interactive=False) for caption in captions.values()]
-    table = gr.Dataframe(
-        headers=["model", "against", "pairs", "votes", "wins", "ties", "losses", "win rate [95%]", "A preferred"],
-        label="So far",
-    )
+    headers = ["model", "against", "pairs", "votes", "wins", "ties", "losses", "win rate [95%]", "A preferred"]
+    table = gr.Dataframe(headers=headers, label="Tally")
     line = gr.Markdown()
     inputs, outputs = [one, other, rater], [pair, prompt, *answers, comment, *buttons]
 
     def show(one: str, other: str, rater: str) -> list[Any]:
-        found = desk.next_pair(one, other, rater)
-        ready = [gr.update(interactive=True)] * len(captions)
-        return [found, as_text(found["prompt"]), *found["responses"], "", *ready]
+        shown = backend.next_pair(one, other, rater)
+        enabled = [gr.update(interactive=True)] * len(captions)
+        return [shown, as_text(shown["prompt"]), *shown["responses"], "", *enabled]
 
     def vote(verdict: str, pair: dict[str, Any] | None, comment: str) -> list[Any]:
-        if not desk.vote(pair, verdict, comment):
-            gr.Info("this vote was there already")
-        return [None, "", "", "", "", *[gr.update(interactive=False)] * len(captions), *desk.counted()]
+        if not backend.vote(pair, verdict, comment):
+            gr.Info("you have already voted on this pair")
+        disabled = [gr.update(interactive=False)] * len(captions)
+        return [None, "", "", "", "", *disabled, *backend.vote_table()]
 
-    load.click(told(gr, show), inputs, outputs, api_name="next_pair")
+    load.click(safe(show), inputs, outputs, api_name="next_pair")
     for verdict, button in zip(captions, buttons):
-        voted = button.click(
-            told(gr, functools.partial(vote, verdict)),
-            [pair, comment],
-            [*outputs, table, line],
-            api_name=f"vote_{verdict}",
-        )
-        voted.success(told(gr, show), inputs, outputs, api_visibility="private")
+        voting = safe(functools.partial(vote, verdict))
+        voted = button.click(voting, [pair, comment], [*outputs, table, line], api_name=f"vote_{verdict}")
+        voted.success(safe(show), inputs, outputs, api_visibility="private")
     return one, other, rater, [table, line]
 
 
-def runs_tab(gr: Any, desk: DemoBackend, tab: Any) -> None:
-    """Builds the tab, which reads the runs anew when it is opened."""
-    names = list(desk.runs())
-    talking = [name for name, folder in desk.runs().items() if folder in desk.args.experiment_dir]
+def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
+    """Builds the tab; opening it or pressing Reload reads the files again."""
+    safe = functools.partial(errors_to_toast, gr)
+    names = list(backend.runs())
+    policies = [name for name, folder in backend.runs().items() if folder in backend.args.experiment_dir]
     with gr.Row():
         chosen = gr.CheckboxGroup(names, value=names, label="Runs")
         metric = gr.Dropdown([], label="Metric")
         reload = gr.Button("Reload", scale=0)
     curve = gr.LinePlot(x="step", y="value", color="run", height=320)
-    run = gr.Dropdown(names, value=talking[-1] if talking else None, label="Samples and card of")
+    run = gr.Dropdown(names, value=policies[-1] if policies else None, label="Run of the samples and the model card")
     headers = ["step", "prompt", "response", "score"]
     widths = ["9%", "41%", "41%", "9%"]
-    samples = gr.Dataframe(headers=headers, column_widths=widths, label="Samples through training", wrap=True)
+    samples = gr.Dataframe(headers=headers, column_widths=widths, label="Samples during training", wrap=True)
     with gr.Accordion("Model card", open=False):
         card = gr.Markdown()
 
     def draw(chosen: list[str], metric: str | None) -> list[Any]:
         import pandas
 
-        rows = desk.metrics(chosen)
+        rows = backend.metrics(chosen)
         logged = sorted({name for run in rows.values() for row in run for name in row} - {"step"})
-        metric = metric if metric in logged else next((name for name in FIRST_CURVES if name in logged), None)
+        metric = metric if metric in logged else next((name for name in FIRST_METRICS if name in logged), None)
         points = [(row["step"], row[metric], name) for name, run in rows.items() for row in run if metric in row]
         frame = pandas.DataFrame(points, columns=["step", "value", "run"])
         return [gr.update(choices=logged, value=metric), gr.update(value=frame, y_title=metric)]
 
     def describe(run: str | None) -> list[Any]:
-        return [desk.samples(run), desk.card(run)]
+        return [backend.samples(run), backend.card(run)]
 
-    drawing = told(gr, draw), [chosen, metric], [metric, curve]
-    describing = told(gr, describe), run, [samples, card]
+    drawing = safe(draw), [chosen, metric], [metric, curve]
+    describing = safe(describe), run, [samples, card]
     for event in (tab.select, reload.click):
         event(*drawing, api_visibility="private")
         event(*describing, api_visibility="private")

@@ -1,4 +1,4 @@
-"""Models that are talked to: streams, measures, the shelf, and how a prompt is written."""
+"""Models of the demo: streamed answers, log-ratios, the cache, and prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt, messages_of
-from lightrlhf.demo import models as chat
+from lightrlhf.demo.models import (
+    Answer,
+    LoadedModel,
+    ModelCache,
+    as_prompt,
+    example_prompt,
+    macro_segments,
+    measure,
+    stream_answer,
+    token_texts,
+    tokens_as_html,
+)
 from lightrlhf.demo.summaries import summary_fields, summary_prompt
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.models.loading import load_policy
@@ -32,13 +43,13 @@ TALK += [{"role": "user", "content": "Two muffins,\nplease"}]
 
 # ----------------------------------------------------------------------------------------------------------- streams
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": False}, {"top_k": 5, "repetition_penalty": 1.3}])
-def test_a_stream_ends_with_what_generate_says_and_only_ever_grows(sampling):
+def test_a_stream_only_grows_and_ends_with_the_result_of_generate(sampling):
     policy, (prompt,), noise = tiny_policy("llama"), rows_of(9), torch.rand(1, 40)
     args = GenerationArgs(max_new_tokens=40, **sampling)
     steps = list(generate_steps(policy, prompt, args, [1], noise))
-    said = [step.responses[0] for step in steps]
-    assert [len(ids) for ids in said] == list(range(1, len(said) + 1))
-    assert all(said[-1][: len(ids)] == ids for ids in said)
+    responses = [step.responses[0] for step in steps]
+    assert [len(ids) for ids in responses] == list(range(1, len(responses) + 1))
+    assert all(responses[-1][: len(ids)] == ids for ids in responses)
     assert steps[-1] == generate(policy, [prompt], args, [1], noise)
 
 
@@ -48,25 +59,25 @@ def test_a_stream_ends_at_a_stop_string(tokenizer, base_model):
     prompt = encode_prompt(tokenizer, "Guest: A tea.\nBarista:")
     steps = list(generate_steps(policy, prompt, args, [tokenizer.eos_token_id], noise, tokenizer))
     last = steps[-1]
-    assert len(steps) == len(last.responses[0])  # nothing is said behind it
+    assert len(steps) == len(last.responses[0])  # nothing is sampled after it
     assert last == generate(policy, [prompt], args, [tokenizer.eos_token_id], noise, tokenizer=tokenizer)
     assert not last.truncated[0] and len(last.responses[0]) < 30
 
 
-def test_streams_that_take_turns_with_one_model_do_not_mix():
+def test_interleaved_streams_of_one_model_do_not_mix():
     policy, args = tiny_policy("gpt2"), GenerationArgs(max_new_tokens=20)
     prompts, noise = rows_of(4, 11, 7), torch.rand(3, 20)
     streams = [generate_steps(policy, p, args, [1], noise[i : i + 1]) for i, p in enumerate(prompts)]
     last = [None] * 3
     while any(stream is not None for stream in streams):
         for i, stream in enumerate(streams):
-            said = stream and next(stream, None)
-            last[i], streams[i] = said or last[i], stream if said else None
+            step = stream and next(stream, None)
+            last[i], streams[i] = step or last[i], stream if step else None
     alone = [generate(policy, [p], args, [1], noise[i : i + 1]) for i, p in enumerate(prompts)]
     assert last == alone
 
 
-# ------------------------------------------------------------------------------------------------------------- shelf
+# ------------------------------------------------------------------------------------------------------------- cache
 @pytest.fixture(scope="module")
 def lora_dir(cafe_data, sft_dir, logs):
     """A LoRA stage on top of the supervised one."""
@@ -77,41 +88,41 @@ def lora_dir(cafe_data, sft_dir, logs):
     return main(["--data_dir", str(cafe_data), "--model_name", sft_dir, "--log_dir", str(logs), *CPU, *flags])
 
 
-def answer_of(speaker: chat.LoadedModel, prompt, seed: int = 3, **settings) -> chat.Answer:
-    *_, answer = chat.answers(speaker, prompt, GenerationArgs(**({"max_new_tokens": 12} | settings)), seed)
+def answer_of(model: LoadedModel, prompt, seed: int = 3, **settings) -> Answer:
+    *_, answer = stream_answer(model, prompt, GenerationArgs(**({"max_new_tokens": 12} | settings)), seed)
     return answer
 
 
-def test_every_checkpoint_and_what_it_started_from_can_be_talked_to(sft_dir, lora_dir, base_model):
-    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
-    first, supervised, lora = shelf.labels()
+def test_every_checkpoint_and_its_start_model_generate_as_loaded_by_themselves(sft_dir, lora_dir, base_model):
+    cache = ModelCache([sft_dir, lora_dir], DEVICE)
+    first, supervised, lora = cache.labels()
     assert (first, supervised, lora) == ("pretrained llama", "rlhf-supervised-finetuning step 2", "lora step 2")
-    assert shelf.newest() == shelf.labels()
-    said = {label: answer_of(shelf.speaker(label), TALK) for label in shelf.labels()}
-    assert len({tuple(answer.ids) for answer in said.values()}) > 1
+    assert cache.newest() == cache.labels()
+    answers = {label: answer_of(cache.model(label), TALK) for label in cache.labels()}
+    assert len({tuple(answer.ids) for answer in answers.values()}) > 1
     for label, source in (
         (first, base_model),
         (supervised, last_checkpoint(sft_dir)),
         (lora, last_checkpoint(lora_dir)),
     ):
-        tokenizer = shelf.speaker(label).tokenizer
+        tokenizer = cache.model(label).tokenizer
         policy = load_policy(str(source), ModelArgs(), tokenizer)
         noise = torch.rand(1, 12, generator=torch.Generator().manual_seed(3))
         alone = generate(policy, [encode_prompt(tokenizer, TALK)], GenerationArgs(max_new_tokens=12), [0], noise)
-        assert said[label].ids == alone.responses[0]
+        assert answers[label].ids == alone.responses[0]
 
 
-def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_model):
-    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE)
-    first, supervised, lora = shelf.labels()
-    assert shelf.reference(first) is None
-    assert shelf.reference(lora) is shelf.speaker(supervised)
-    assert shelf.reference(supervised) is shelf.speaker(first)
-    speaker, reference = shelf.speaker(lora), shelf.reference(lora)
-    answer = answer_of(speaker, TALK, temperature=0.7)
-    measures = chat.measure(speaker, reference, answer, 0.7)
+def test_the_reference_is_the_model_that_training_started_from(sft_dir, lora_dir, base_model):
+    cache = ModelCache([sft_dir, lora_dir], DEVICE)
+    first, supervised, lora = cache.labels()
+    assert cache.reference(first) is None
+    assert cache.reference(lora) is cache.model(supervised)
+    assert cache.reference(supervised) is cache.model(first)
+    model, reference = cache.model(lora), cache.reference(lora)
+    answer = answer_of(model, TALK, temperature=0.7)
+    measures = measure(model, reference, answer, 0.7)
     expected = 0.0
-    for one, sign in ((speaker, 1), (reference, -1)):
+    for one, sign in ((model, 1), (reference, -1)):
         ids = torch.tensor([answer.prompt_ids + answer.ids])
         with torch.no_grad(), one.policy.active():
             logits = one.policy.model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].double()
@@ -119,7 +130,7 @@ def test_the_kl_is_taken_to_what_training_started_from(sft_dir, lora_dir, base_m
         expected += sign * float(chosen.sum())
     assert measures.kl == pytest.approx(expected, abs=1e-4)
     assert len(measures.log_ratios) == len(answer.ids)
-    assert chat.measure(speaker, speaker, answer, 0.7).kl == 0
+    assert measure(model, model, answer, 0.7).kl == 0
 
 
 @pytest.mark.slow
@@ -127,67 +138,72 @@ def test_twenty_swaps_leave_one_model_in_memory(tmp_path, tokenizer, cafe_data):
     wide = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 3}
     folders = [str(save_model("llama", tmp_path / name, tokenizer, **wide)) for name in "ab"]
     size = sum(file.stat().st_size for file in Path(folders[0]).iterdir()) / 2**20  # MiB
-    shelf = chat.ModelCache(folders, DEVICE, capacity=1, data_dir=str(cafe_data))
+    cache = ModelCache(folders, DEVICE, capacity=1, data_dir=str(cafe_data))
     seen, used = [], []
     for swap in range(20):
-        seen.append(weakref.ref(shelf.speaker("ab"[swap % 2]).policy))
-        answer_of(shelf.speaker("ab"[swap % 2]), "Guest: A tea.\nBarista:", max_new_tokens=3)
+        seen.append(weakref.ref(cache.model("ab"[swap % 2]).policy))
+        answer_of(cache.model("ab"[swap % 2]), "Guest: A tea.\nBarista:", max_new_tokens=3)
         used.append(resident())
     assert [policy() is not None for policy in seen] == [False] * 19 + [True]
     assert size > 12 and used[-1] - used[3] < size, used
 
 
 def resident() -> float:
-    """Memory of this process in MiB; 0 where the system does not tell."""
+    """Resident memory of this process in MiB; 0 on systems without /proc."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def test_a_model_that_is_used_most_is_the_last_to_go(sft_dir, lora_dir):
-    shelf = chat.ModelCache([sft_dir, lora_dir], DEVICE, capacity=2)
-    first, supervised, lora = shelf.labels()
-    kept = shelf.speaker(first)
-    shelf.speaker(supervised), shelf.speaker(first), shelf.speaker(lora)
-    assert shelf.speaker(first) is kept
-    assert len(shelf.held) == 2
+def test_the_least_recently_used_model_is_unloaded_first(sft_dir, lora_dir):
+    cache = ModelCache([sft_dir, lora_dir], DEVICE, capacity=2)
+    first, supervised, lora = cache.labels()
+    kept = cache.model(first)
+    cache.model(supervised), cache.model(first), cache.model(lora)
+    assert cache.model(first) is kept
+    assert len(cache.loaded) == 2
 
 
-def test_a_reward_model_does_not_talk(rm_dir):
-    with pytest.raises(UsageError, match="holds a reward model, which scores and does not talk; give it as --rm_exp"):
-        chat.ModelCache([rm_dir], DEVICE)
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=f"--experiment_dir {tmp_path} .*config.json.*args.json"):
+        ModelCache([str(tmp_path)], DEVICE)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_others_go_on(sft_dir, tmp_path):
+def test_a_reward_model_is_refused(rm_dir):
+    with pytest.raises(UsageError, match="--rm_experiment_dir"):
+        ModelCache([rm_dir], DEVICE)
+
+
+def test_a_damaged_checkpoint_is_named_and_others_still_load(sft_dir, tmp_path):
     folder = shutil.copytree(sft_dir, tmp_path / "sft")
-    shelf = chat.ModelCache([str(folder)], DEVICE)
-    first, supervised = shelf.labels()
+    cache = ModelCache([str(folder)], DEVICE)
+    first, supervised = cache.labels()
     weights = last_checkpoint(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(UsageError, match="model.safetensors is not what was written"):
-        shelf.speaker(supervised)
-    assert answer_of(shelf.speaker(first), TALK).ids
+    with pytest.raises(UsageError, match="model.safetensors"):
+        cache.model(supervised)
+    assert answer_of(cache.model(first), TALK).ids
     shutil.rmtree(last_checkpoint(folder))
-    with pytest.raises(UsageError, match="is not there any more"):
-        shelf.speaker(supervised)
+    with pytest.raises(UsageError, match=supervised):
+        cache.model(supervised)
 
 
-def test_weights_in_four_bits_talk_with_their_adapters_beside_them(lora_dir, cafe_data):
+def test_adapters_on_weights_in_four_bits_generate(lora_dir, cafe_data):
     pytest.importorskip("bitsandbytes", reason="needs pip install -e '.[quantisation]'")
-    models = ModelArgs(load_in_4bit=True)
-    shelf = chat.ModelCache([lora_dir], DEVICE, models=models)
-    label = shelf.labels()[-1]
-    answer = answer_of(shelf.speaker(label), TALK)
+    args = ModelArgs(load_in_4bit=True)
+    cache = ModelCache([lora_dir], DEVICE, model_args=args)
+    label = cache.labels()[-1]
+    answer = answer_of(cache.model(label), TALK)
     assert len(answer.ids) > 0
-    assert abs(chat.measure(shelf.speaker(label), shelf.reference(label), answer, 1.0).kl) > 0
+    assert abs(measure(cache.model(label), cache.reference(label), answer, 1.0).kl) > 0
 
 
-def test_a_prompt_without_words_or_room_is_refused(sft_dir):
-    speaker = chat.ModelCache([sft_dir], DEVICE).speaker("rlhf-supervised-finetuning step 2")
-    with pytest.raises(UsageError, match="the prompt is empty"):
-        answer_of(speaker, "")
-    with pytest.raises(UsageError, match="does not fit into the model's 256 positions"):
-        answer_of(speaker, "tea " * 200, max_new_tokens=100)
+def test_an_empty_and_a_too_long_prompt_are_refused(sft_dir):
+    model = ModelCache([sft_dir], DEVICE).model("rlhf-supervised-finetuning step 2")
+    with pytest.raises(UsageError, match="prompt"):
+        answer_of(model, "")
+    with pytest.raises(UsageError, match="256 positions"):
+        answer_of(model, "tea " * 200, max_new_tokens=100)
 
 
 def test_paths_of_an_experiment_are_found_from_elsewhere(tmp_path, monkeypatch):
@@ -204,38 +220,40 @@ def test_paths_of_an_experiment_are_found_from_elsewhere(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
-def test_the_pieces_of_an_answer_make_its_text_and_are_escaped(tokenizer):
+def test_token_texts_concatenate_to_the_answer_and_are_escaped(tokenizer):
     ids = tokenizer(" A <b>latté</b> & a\nmuffin.", add_special_tokens=False)["input_ids"]
-    texts = chat.pieces(tokenizer, [*ids, tokenizer.eos_token_id])
+    texts = token_texts(tokenizer, [*ids, tokenizer.eos_token_id])
     assert "".join(texts) == " A <b>latté</b> & a\nmuffin." and texts[-1] == ""
-    shown = chat.tokens_as_html(texts, [1.0, -9.0] + [0.0] * (len(texts) - 2), [0, 0] + [1] * (len(texts) - 2))
+    shown = tokens_as_html(texts, [1.0, -9.0] + [0.0] * (len(texts) - 2), [0, 0] + [1] * (len(texts) - 2))
     assert "<b>" not in shown and "&amp;" in shown and shown.count('class="token"') == len(texts)
     assert shown.count("border-left") == 1 and "46, 160, 67, 0.25" in shown and "218, 54, 51, 0.75" in shown
     assert "<i> end</i>" in shown
 
 
 def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path):
-    shelf = chat.ModelCache([lora_dir], DEVICE)
-    label = shelf.labels()[-1]
-    speaker = shelf.speaker(label)
-    answer = answer_of(speaker, TALK, max_new_tokens=11)
-    measures = chat.measure(speaker, shelf.reference(label), answer, 1.0)
+    cache = ModelCache([lora_dir], DEVICE)
+    label = cache.labels()[-1]
+    model = cache.model(label)
+    answer = answer_of(model, TALK, max_new_tokens=11)
+    measures = measure(model, cache.reference(label), answer, 1.0)
     number = range(len(answer.ids))
 
-    def cut(**said) -> list[int]:
-        (tmp_path / "args.json").write_text(json.dumps(said))
-        return chat.macro_segments(str(tmp_path), measures, speaker.tokenizer)
+    def segments(**stored) -> list[int]:
+        (tmp_path / "args.json").write_text(json.dumps(stored))
+        return macro_segments(str(tmp_path), measures, model.tokenizer)
 
-    assert chat.macro_segments(lora_dir, measures, speaker.tokenizer, 3) == [i // 3 for i in number]
-    assert cut() == list(number)
-    assert cut(termination_condition="fixed", ngram=4) == [i // 4 for i in number]
-    assert cut(termination_condition="fixed", ngram=0) == [0 for _ in number]
-    for said in (
+    assert macro_segments(lora_dir, measures, model.tokenizer, 3) == [i // 3 for i in number]
+    assert segments() == list(number)
+    assert segments(termination_condition="fixed", ngram=4) == [i // 4 for i in number]
+    assert segments(termination_condition="fixed", ngram=0) == [0 for _ in number]
+    for stored in (
         {"termination_condition": "ppl"},
         {"termination_condition": "randomized", "repeat_times": 3},
+        {"termination_condition": "randomized"},
         {"termination_condition": "parsing", "parser": "python", "parser_model": None, "parsing_cutoff": 5},
+        {"termination_condition": "parsing", "parser": "python"},
     ):
-        found = cut(**said)
+        found = segments(**stored)
         assert len(found) == len(answer.ids) and found[0] == 0
         assert all(later - earlier in (0, 1) for earlier, later in zip(found, found[1:]))
 
@@ -250,18 +268,18 @@ def test_a_dialogue_is_read_back_from_its_ids(kind, tokenizer, tmp_path):
         ids = encode_prompt(made, talk)
         assert messages_of(made, ids) == talk
         assert messages_of(made, ids[:-1]) is None
-        assert encode_prompt(made, chat.as_prompt(made, ids[:-1])) == ids[:-1] or kind == "sentencepiece"
+        assert encode_prompt(made, as_prompt(made, ids[:-1])) == ids[:-1] or kind == "sentencepiece"
 
 
-def test_a_text_that_the_template_would_write_otherwise_is_no_dialogue():
-    made = complete(llama3_like(), None)  # its template trims what a message says
+def test_a_text_that_the_template_would_not_reproduce_is_no_dialogue():
+    made = complete(llama3_like(), None)  # its template trims the content of messages
     text = made.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     ids = made(text.replace("Hi there", " Hi there "), add_special_tokens=False)["input_ids"]
     assert messages_of(made, ids) is None
-    assert encode_prompt(made, chat.as_prompt(made, ids)) == ids
+    assert encode_prompt(made, as_prompt(made, ids)) == ids
 
 
-def test_the_summary_form_writes_what_the_training_data_says():
+def test_the_summary_form_matches_the_training_data():
     info = {"subreddit": "cooking", "title": "My bread", "post": "It never rises.\nWhy?"}
     summaries = [{"text": "Flat bread."}, {"text": "Bread."}]
     row = from_feedback({"info": info, "summaries": summaries, "choice": 0})
@@ -270,23 +288,23 @@ def test_the_summary_form_writes_what_the_training_data_says():
     assert summary_fields("Guest: A tea.") is None
 
 
-def test_the_test_split_and_the_example_come_as_dialogues(cafe_data, tokenizer):
-    prompts = [chat.as_prompt(tokenizer, row["input_ids"].tolist()) for row in load_prompts(cafe_data, "test")]
+def test_the_test_split_and_the_example_are_dialogues(cafe_data, tokenizer):
+    prompts = [as_prompt(tokenizer, row["input_ids"].tolist()) for row in load_prompts(cafe_data, "test")]
     assert len(prompts) == 12 and all(prompt[0]["role"] == "user" for prompt in prompts)
-    example = chat.as_prompt(tokenizer, chat.example_prompt(str(cafe_data)))
+    example = as_prompt(tokenizer, example_prompt(str(cafe_data)))
     assert example == [{"role": "user", "content": "Could I get a large oat latte and two muffins, please?"}]
 
 
-def test_a_missing_or_damaged_example_is_one_line(tmp_path):
+def test_a_missing_or_damaged_example_prompt_is_named(tmp_path):
     with pytest.raises(UsageError, match="example_prompt.pt does not exist"):
-        chat.example_prompt(str(tmp_path))
+        example_prompt(str(tmp_path))
     (tmp_path / "example_prompt.pt").write_bytes(b"no")
     with pytest.raises(UsageError, match="example_prompt.pt is damaged"):
-        chat.example_prompt(str(tmp_path))
+        example_prompt(str(tmp_path))
 
 
-def test_the_tokenizer_is_the_one_of_the_data(sft_dir, cafe_data):
-    shelf = chat.ModelCache([sft_dir], DEVICE)
+def test_the_tokenizer_is_that_of_the_data(sft_dir, cafe_data):
+    cache = ModelCache([sft_dir], DEVICE)
     own = load_tokenizer(cafe_data)
-    assert shelf.speaker("pretrained llama").tokenizer.get_vocab() == own.get_vocab()
-    assert shelf.speaker("pretrained llama").tokenizer.chat_template == own.chat_template
+    assert cache.model("pretrained llama").tokenizer.get_vocab() == own.get_vocab()
+    assert cache.model("pretrained llama").tokenizer.chat_template == own.chat_template

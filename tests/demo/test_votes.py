@@ -1,4 +1,4 @@
-"""Votes: written once however often and from wherever they come, counted as they should be, never lost by a kill."""
+"""Votes: stored once per rater and pair, by several writers and across kills; tally and agreement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightrlhf.maths.ops import wilson_interval
 
 
 # ---------------------------------------------------------------------------------------------------------- the file
-def test_a_double_click_is_one_vote_and_the_first_one_stays(tmp_path):
+def test_a_second_vote_on_a_pair_is_ignored(tmp_path):
     file = tmp_path / "new" / "votes.jsonl"
     assert append_vote(file, vote(verdict="A"))
     assert not append_vote(file, vote(verdict="B"))
@@ -28,7 +28,7 @@ def test_a_double_click_is_one_vote_and_the_first_one_stays(tmp_path):
     assert [row["verdict"] for row in read_votes(file)] == ["A", "B"]
 
 
-def test_threads_and_another_process_write_whole_rows_once_each(tmp_path):
+def test_threads_and_processes_append_complete_rows_once_each(tmp_path):
     file = tmp_path / "votes.jsonl"
     code = f"""
 import sys
@@ -42,7 +42,7 @@ for number in range(30):
     with started([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         with ThreadPoolExecutor(8) as pool:
-            votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # each eight times at once
+            votes = [vote(n // 8, rater=("both", "here")[n // 8 % 2]) for n in range(240)]  # eight at once of each
             written = list(pool.map(lambda row: append_vote(file, row), votes))
         assert child.wait(PATIENCE) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -50,7 +50,7 @@ for number in range(30):
     assert 15 <= sum(written) <= 30 and {row["rater"] for row in rows} == {"both", "here"}
 
 
-def test_a_vote_cut_by_a_kill_is_left_out_and_overwritten(tmp_path):
+def test_an_incomplete_last_row_is_ignored_and_overwritten(tmp_path):
     file = tmp_path / "votes.jsonl"
     append_vote(file, vote(0))
     whole = file.read_bytes()
@@ -62,30 +62,30 @@ def test_a_vote_cut_by_a_kill_is_left_out_and_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "pins"),
     [
-        ("{}", "row 1 is no vote: it has no 'pair'"),
-        ("[]", "row 1 is no vote"),
-        (json.dumps(vote(verdict="C")), "row 1 is no vote of A, B, tie or skip"),
-        ("no\n{}", "line 1 is not JSON"),
+        ("{}", "row 1 .*'pair'"),
+        ("[]", "row 1 "),
+        (json.dumps(vote(verdict="C")), "row 1 .*A, B, tie or skip"),
+        ("no\n{}", "line 1 "),
     ],
 )
-def test_what_is_no_vote_is_named(tmp_path, line, says):
+def test_a_row_that_is_not_a_vote_is_named(tmp_path, line, pins):
     file = tmp_path / "votes.jsonl"
     file.write_text(line + "\n")
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=pins):
         read_votes(file)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="votes.jsonl"):
         append_vote(tmp_path / "file" / "votes.jsonl", vote())
     assert read_votes(tmp_path / "none.jsonl") == []
 
 
 # ---------------------------------------------------------------------------------------------------------- counting
-def test_the_tally_counts_models_not_places(tmp_path):
+def test_the_tally_counts_models_whatever_their_order(tmp_path):
     votes = [vote(0, "A"), vote(1, "A", swapped=True), vote(2, "B"), vote(3, "tie"), vote(4, "skip")]
     (row,) = tally(votes)
     assert (row["model"], row["against"]) == ("ppo", "sft")
@@ -94,7 +94,7 @@ def test_the_tally_counts_models_not_places(tmp_path):
     assert row["prefers_shown_first"] == 2 / 3
 
 
-def test_a_pair_that_many_have_seen_counts_once():
+def test_a_pair_counts_once_whatever_its_number_of_raters():
     votes = [vote(0, "B", rater=name) for name in "abc"] + [vote(1, "A", rater="a")]
     (row,) = tally(votes)
     assert row["pairs"] == 2 and row["votes"] == 4 and row["win_rate"] == 0.5
@@ -105,28 +105,28 @@ def test_a_pair_that_many_have_seen_counts_once():
 
 
 def test_agreement_is_krippendorffs_alpha():
-    """Two raters, binary values, 10 units: Krippendorff (2011, section A) finds 0.095."""
-    said = {"a": "0100000000", "b": "1110010010"}
-    votes = [vote(n, "AB"[int(value)], rater=rater) for rater, row in said.items() for n, value in enumerate(row)]
+    """Two raters, binary values, 10 units: alpha is 0.095 in Krippendorff (2011, section A)."""
+    verdicts = {"a": "0100000000", "b": "1110010010"}
+    votes = [vote(n, "AB"[int(value)], rater=rater) for rater, row in verdicts.items() for n, value in enumerate(row)]
     found = agreement([*votes, vote(99, "A", rater="a"), vote(98, "skip"), vote(98, "skip", rater="b")])
     assert found["pairs"] == 10 and found["equal"] == pytest.approx(0.6)
     assert found["alpha"] == pytest.approx(0.095, abs=5e-4)
 
 
-def test_agreement_is_one_when_all_agree_and_nothing_without_a_choice():
+def test_alpha_is_one_if_all_agree_and_none_if_all_verdicts_are_equal():
     votes = [vote(n, verdict, rater=rater) for n, verdict in enumerate(["A", "B", "tie"]) for rater in "abc"]
     assert agreement(votes)["alpha"] == 1
     assert agreement([vote(0, "A", rater=rater) for rater in "ab"])["alpha"] is None
     assert agreement([vote(0)]) == {"pairs": 0, "equal": None, "alpha": None}
 
 
-def test_raters_who_guess_agree_by_chance_only():
+def test_alpha_of_random_verdicts_is_near_zero():
     rng = random.Random(0)
     votes = [vote(n, rng.choice(["A", "B", "tie"]), rater=rater) for n in range(400) for rater in "abc"]
     assert abs(agreement(votes)["alpha"]) < 0.06
 
 
-def test_raters_share_some_pairs_and_part_the_others():
+def test_raters_share_the_overlap_and_divide_the_other_pairs():
     models, votes = ["ppo", "sft"], []
     seen: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(40):
