@@ -24,6 +24,7 @@ from lightrlhf.cli.args import DataArgs, EvalArgs, GenerationArgs, ModelArgs, Tr
 from lightrlhf.plot import read_metrics
 
 ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
+TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
 ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_responses", "4"]
 ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
@@ -46,6 +47,17 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.evaluate_dialogues": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.reflect_rl": ACT,
     "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
+    "lightrlhf.iterative_refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
+    "lightrlhf.online_refuel": [
+        *LEARN[:6],
+        *CPU,
+        "--rollout_size",
+        "4",
+        "--eval_dialogues",
+        "4",
+        "--max_new_tokens",
+        "6",
+    ],
     "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
     "rloo": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
 }
@@ -73,7 +85,7 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
         program = importlib.import_module(f"lightrlhf.{name}")
         program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
     reflect_rl = importlib.import_module("lightrlhf.reflect_rl")
-    reflect_rl.main([*data, "--sft_experiment_dir", sft_dir, *ACT, *EVERYTHING])
+    reflect_rl.main([*data[2:], "--sft_experiment_dir", sft_dir, *ACT, *EVERYTHING])
     return folder
 
 
@@ -215,7 +227,7 @@ def test_completion_is_printed_for_the_console_script(monkeypatch, capsys):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     name = args_class(f"lightrlhf.{algorithm}").experiment_name
-    (experiment,) = (furnished / "logs" / name / "cafe" / "tiny").iterdir()
+    (experiment,) = (furnished / "logs" / name).glob("*/*/*")
     logged = {name for row in read_metrics(str(experiment)) for name in row} - {"step"}
     page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
     table = page.split("## Metrics")[1].split("\n## ")[0]
@@ -223,14 +235,15 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     assert explained == logged
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "refuel"])
+@pytest.mark.parametrize("algorithm", TRAINERS)
 def test_every_flag_of_its_own_is_explained(algorithm):
     mixins = (TrainArgs, DataArgs, EvalArgs, ModelArgs, GenerationArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     if algorithm == "online_dpo":
         shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
     own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
-    page = (ROOT / "howto" / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
+    name = "refuel" if algorithm.endswith("_refuel") else algorithm
+    page = (ROOT / "howto" / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
     assert not {name for name in own if f"`--{name}`" not in page}
 
 
