@@ -190,3 +190,23 @@ def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[f
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def group_advantages(returns: Tensor, group_size: int) -> Tensor:
+    """(R - mean) / standard deviation within each group of adjacent returns, 0 where they are equal: (N,) -> (N,).
+
+    Shao et al. 2024, section 4.1.2.
+    """
+    groups = returns.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (centred.pow(2).mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
+
+
+def episode_gae(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """GAE along the decisions of each episode: rewards, values and episode indices (B,) -> advantages, returns (B,)."""
+    lengths = episode.bincount()  # (E,)
+    mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]  # (E, S), in the rows' order
+    empty = torch.zeros(mask.shape, device=mask.device)
+    padded = (empty.masked_scatter(mask, rewards), empty.masked_scatter(mask, values))  # (E, S) each
+    advantages, returns = gae(*padded, mask, gamma, lambd)
+    return advantages[mask], returns[mask]
