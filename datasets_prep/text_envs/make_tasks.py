@@ -1,12 +1,12 @@
 """Questions about the files of any source tree, for the environment `auto_explore`.
 
-Every file that passes the filter of names, kinds and content may be asked about. Templates take their words from what
-the file says of itself: the docstrings and definitions of code, the headings of documents, the columns of data; or a
-model behind an OpenAI-compatible server reads each file and writes the questions (`--base_url`, `--task_model`). A
-question is kept only if it answers to one file (or to several with the same content) and does not give the name away.
+Questions are about files that pass filters of name, type and content. Templates use the file's own words: docstrings
+and definitions of code, headings of documents, columns of data; or a model at an OpenAI-compatible server reads each
+file and writes the questions (`--base_url`, `--task_model`). A question is kept only if exactly one file answers it (or
+several with the same content) and it does not contain the file's name.
 
-Files are split 7:2:1 into training, validation and test, level by level, so no file has questions in two splits; nor
-has a file and its copy. `tree.json` lists the files that an agent may see, `tasks_{split}.jsonl` the questions.
+Files are split 7:2:1 into training, validation and test, level by level, so no file has questions in two splits, and
+neither do two copies of a file. `tree.json` lists the files visible to an agent, `tasks_{split}.jsonl` the questions.
 
     python -m datasets_prep.text_envs.make_tasks --repo_dir=my/project --destination_dir=data/auto_explore
 
@@ -39,11 +39,11 @@ from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
 
 MAX_DEPTH = 2  # folders between the root and a file
-MAX_BYTES = 500_000  # larger files are no reading matter
+MAX_BYTES = 500_000  # of a file
 SHARES = {"validation": 0.2, "test": 0.1}  # of the files; the rest is for training
 CODE = {"c", "cc", "cpp", "go", "h", "hpp", "java", "js", "py", "rs", "ts"}
 PROSE, DATA = {"md", "rst", "txt"}, {"csv", "json", "jsonl", "tsv"}
-# Names, without suffix, of what is not the project's own matter, or looks the same in all projects.
+# Names, without suffix, of files and folders that are not specific to the project.
 SKIPPED = {"authors", "benchmark", "benchmarks", "build", "changelog", "contributors", "copying", "dist"}
 SKIPPED |= {"dist-packages", "example", "examples", "licence", "license", "node_modules", "notice", "site-packages"}
 SKIPPED |= {"test", "testing", "tests", "third_party", "vendor", "venv"}
@@ -52,7 +52,7 @@ DEFINITION = re.compile(
     re.MULTILINE,
 )
 HEADING = re.compile(r"^#{1,3} +(\S.*?) *#*$|^(\w.*)\n(?:={4,}|-{4,}|~{4,}|\^{4,}|\*{4,})$", re.MULTILINE)
-READ_CHARACTERS = 4000  # of a file that are shown to a model
+READ_CHARACTERS = 4000  # of a file in a model's prompt
 REQUEST = """Below is the file {path} of a source tree. Write {count} different questions, one a line and without \
 numbers, that a person could ask who needs this file but does not know it exists. Each must be answered by this file \
 and hardly by any other. Speak of what is in it or what it is for; do not mention its name or path.
@@ -66,22 +66,22 @@ Candidate = tuple[str, str]  # kind of a question, and the question
 
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs(RemoteArgs):
-    """Write questions about the files of a source tree, and the list of the files themselves."""
+    """Write questions about the files of a source tree, and a list of these files."""
 
     repo_dir: str
-    """The tree; it is only read."""
+    """Root of the tree, which is only read."""
     destination_dir: str
     """Folder to write."""
     tasks_per_file: int = 2
-    """Most questions about one file."""
+    """Maximum questions about one file."""
     num_samples: int | None = None
-    """Ask about so many files only, drawn at random; the others are there to get lost among."""
+    """Number of files to ask about, drawn at random; the others are distractors. All when not given."""
     task_model: str | None = None
-    """Name of the model at the servers that writes the questions, instead of templates."""
+    """Name of the model at `base_url` that writes the questions, instead of templates."""
     max_new_tokens: int = 256
-    """Longest reply of that model."""
+    """Maximum tokens of that model's reply."""
     seed: int = 42
-    """Seed of the choice of files and questions, and of the splits."""
+    """Seed of the sampled files and questions, and of the splits."""
 
     def __post_init__(self) -> None:
         self.check_remote()
@@ -90,9 +90,9 @@ class TaskArgs(RemoteArgs):
         if self.num_samples is not None:
             check_at_least(self, "num_samples", 3)
         if not Path(self.repo_dir).is_dir():
-            raise ValueError(f"--repo_dir {self.repo_dir} is no folder; name the root of a source tree")
+            raise ValueError(f"--repo_dir {self.repo_dir} is not a folder; give the root of a source tree")
         if bool(self.base_url) != bool(self.task_model):
-            raise ValueError("--base_url and --task_model belong together; give both, or none for templates")
+            raise ValueError("--base_url and --task_model require each other; give both, or neither for templates")
 
 
 class File(NamedTuple):
@@ -104,24 +104,25 @@ class File(NamedTuple):
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> Row:
-    """Run the program; returns what it reports."""
+    """Run the program; returns its report."""
     args = parse(TaskArgs, argv)
     dropped: Counter[str] = Counter()
     tree = Tree(args.repo_dir)
     texts = dict(readable_files(tree, dropped))
     copies = same_content(texts)
     files = [File(path, texts[path]) for path in sorted(copies)]
-    asked = files
+    targets = files
     if args.num_samples is not None and args.num_samples < len(files):
-        asked = sorted(random.Random(args.seed).sample(files, args.num_samples))
+        targets = sorted(random.Random(args.seed).sample(files, args.num_samples))
     if args.base_url:
-        found = from_model(args, asked)
-    else:  # of all files, to see which questions several of them answer
-        found = {file.path: list(templates(file)) for file in files}
-    kept = filtered(found, copies, dropped)
-    tasks = [row for path, _ in asked for row in chosen(args, copies[path], kept[path])]
+        candidates = from_model(args, targets)
+    else:  # of all files, to find questions that several of them answer
+        candidates = {file.path: list(templates(file)) for file in files}
+    valid = filtered(candidates, copies, dropped)
+    tasks = [row for path, _ in targets for row in sample_tasks(args, copies[path], valid[path])]
     if not tasks:
-        raise RunFailure(f"--repo_dir {args.repo_dir}: no question came of its {len(texts)} files; {told(dropped)}")
+        reasons = summarize_counts(dropped)
+        raise RunFailure(f"--repo_dir {args.repo_dir}: no valid question about its {len(texts)} files; {reasons}")
     report = write(args, tree, split_by_file(tasks, args.seed), sorted(texts), dropped)
     show(args, report, dropped)
     return report
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> Row:
 
 # ------------------------------------------------------------------------------------------------------------- files
 def readable_files(tree: Tree, dropped: Counter[str], folder: str = "") -> Iterator[File]:
-    """The files at most `MAX_DEPTH` folders down that pass the filter; the others are counted by reason."""
+    """The files at most `MAX_DEPTH` folders deep that pass the filter; the others are counted by reason."""
     try:
         entries = tree.entries(folder)
     except Refused as problem:
@@ -151,7 +152,7 @@ def readable_files(tree: Tree, dropped: Counter[str], folder: str = "") -> Itera
 
 
 def unwanted_name(name: str) -> str:
-    """Why a file or folder of this name is left out; "" when it is not."""
+    """Why a file or folder of this name is dropped; "" if it is kept."""
     if not is_plain_name(name):
         return "name: characters that cannot be shown"
     if name[0] in "._":
@@ -160,7 +161,7 @@ def unwanted_name(name: str) -> str:
 
 
 def read(tree: Tree, path: str, entry: Entry) -> tuple[File | None, str]:
-    """A file, or why it is left out."""
+    """A file, or the reason why it is dropped."""
     if entry.kind != "file":
         return None, "file: a link, device, pipe or socket"
     if suffix_of(path) not in CODE | PROSE | DATA:
@@ -183,7 +184,7 @@ def suffix_of(path: str) -> str:
 
 
 def same_content(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Paths of equal content, by the first and least deep of them."""
+    """Groups of paths with equal content, by the least deep path of each."""
     copies: dict[str, list[str]] = defaultdict(list)
     for path in sorted(texts, key=lambda path: (path.count("/"), path)):
         copies[texts[path]].append(path)
@@ -210,9 +211,9 @@ def of_python(text: str) -> Iterator[Candidate]:
     """Questions from the docstrings and the names of a module's classes and functions."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of doubtful escapes in other people's code
+            warnings.simplefilter("ignore")  # invalid escape sequences in the tree's code
             module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deep for the parser
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply for the parser
         return
     if summary := summary_of(module):
         yield "docstring", f"Which file is described so: {summary}?"
@@ -234,7 +235,7 @@ def summary_of(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunc
 
 
 def columns_of(suffix: str, text: str) -> list[str]:
-    """Names of a table's columns, or the keys of a JSON object or of the first one in a list; at most six."""
+    """Column names of a table, or keys of a JSON object or of the first object in a list; at most six."""
     names: list[str] = []
     if suffix in ("csv", "tsv"):
         try:
@@ -255,17 +256,17 @@ def columns_of(suffix: str, text: str) -> list[str]:
 
 
 def from_model(args: TaskArgs, files: Sequence[File]) -> dict[str, list[Candidate]]:
-    """Questions that the model at the servers writes, by path; those of an earlier start are not asked for again."""
+    """Questions written by the model at the servers, by path; stored replies are not requested again."""
     shown = [(file.path, file.text[:READ_CHARACTERS]) for file in files]
     settings = {name: getattr(args, name) for name in ("task_model", "tasks_per_file", "max_new_tokens")}
     settings["files_sha256"] = hashlib.sha256(json.dumps(shown).encode()).hexdigest()
     with JsonlWriter(Path(args.destination_dir) / "replies.jsonl", settings) as writer:
-        left = shown[len(writer.rows) :]
-        if left:
-            with Servers(args, args.task_model) as servers:
+        remaining = shown[len(writer.rows) :]
+        if remaining:
+            with Servers(args, args.task_model or "") as servers:
                 servers.wait_until_healthy()
-                replies = servers.replies(request(args, *file) for file in left)
-                for (path, _), reply in zip(left, replies):
+                replies = servers.replies(request(args, *file) for file in remaining)
+                for (path, _), reply in zip(remaining, replies):
                     writer.append({"path": path, "reply": reply.text, "error": reply.error})
         return {row["path"]: [("model", line) for line in lines_of(row["reply"])] for row in writer.rows}
 
@@ -276,34 +277,34 @@ def request(args: TaskArgs, path: str, text: str) -> Row:
 
 
 def lines_of(reply: str) -> list[str]:
-    """The questions of a reply, one a line, without bullets, numbers and quotes around them."""
+    """The questions of a reply, one a line, stripped of bullets, numbers and quotes."""
     lines = (re.sub(r"^[\s\-*•]*(?:\d+[.)]\s*)?", "", line).strip(" \"'*") for line in reply.splitlines())
     return [line for line in lines if line.endswith("?")]
 
 
 # ------------------------------------------------------------------------------------------------------------ choice
 def filtered(
-    found: dict[str, list[Candidate]], copies: dict[str, list[str]], dropped: Counter[str]
+    by_path: dict[str, list[Candidate]], copies: dict[str, list[str]], dropped: Counter[str]
 ) -> dict[str, list[Candidate]]:
-    """The questions that are clear, short, no give-away, and asked of one file (and its copies) only."""
-    asked_of: dict[str, set[str]] = defaultdict(set)
-    for path, candidates in found.items():
+    """The questions that are clear, short, do not contain the file's name, and are about one file (and its copies)."""
+    answers: dict[str, set[str]] = defaultdict(set)
+    for path, candidates in by_path.items():
         for _, question in candidates:
-            asked_of[normalised(question)].add(path)
-    kept: dict[str, list[Candidate]] = defaultdict(list)
-    for path, candidates in found.items():
+            answers[normalised(question)].add(path)
+    valid: dict[str, list[Candidate]] = defaultdict(list)
+    for path, candidates in by_path.items():
         for kind, question in dict.fromkeys(candidates):
-            several = len(asked_of[normalised(question)]) > 1
+            several = len(answers[normalised(question)]) > 1
             reason = "question: several files answer it" if several else unwanted_question(kind, question, copies[path])
             if reason:
                 dropped[reason] += 1
             else:
-                kept[path].append((kind, question))
-    return kept
+                valid[path].append((kind, question))
+    return valid
 
 
 def unwanted_question(kind: str, question: str, paths: Sequence[str]) -> str:
-    """Why a question is left out; "" when it is not."""
+    """Why a question is dropped; "" if it is kept."""
     if not question.isprintable() or not question.isascii():
         return "question: characters that not every model knows"
     words = re.findall(r"\w+", question)
@@ -322,14 +323,15 @@ def normalised(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
-def chosen(args: TaskArgs, paths: list[str], candidates: Sequence[Candidate]) -> list[Row]:
-    """Tasks of one file and its copies: at most `--tasks_per_file` of its questions, drawn by the seed."""
-    few = random.Random(f"{args.seed} {paths[0]}").sample(candidates, min(args.tasks_per_file, len(candidates)))
-    return [{"task": question, "targets": paths, "level": paths[0].count("/"), "kind": kind} for kind, question in few]
+def sample_tasks(args: TaskArgs, paths: list[str], candidates: Sequence[Candidate]) -> list[Row]:
+    """Tasks of one file and its copies: at most `--tasks_per_file` of its questions, sampled by the seed."""
+    sample = random.Random(f"{args.seed} {paths[0]}").sample(candidates, min(args.tasks_per_file, len(candidates)))
+    level = paths[0].count("/")
+    return [{"task": question, "targets": paths, "level": level, "kind": kind} for kind, question in sample]
 
 
 def split_by_file(tasks: Sequence[Row], seed: int) -> dict[str, list[Row]]:
-    """The tasks of each split: 7:2:1 of the files, level by level; a level of three files has one in each split."""
+    """The tasks of each split: 7:2:1 of the files, level by level; three files of a level give one to each split."""
     by_file: dict[str, list[Row]] = defaultdict(list)
     for row in tasks:
         by_file[row["targets"][0]].append(row)
@@ -347,7 +349,7 @@ def split_by_file(tasks: Sequence[Row], seed: int) -> dict[str, list[Row]]:
 
 # ------------------------------------------------------------------------------------------------------------- write
 def write(args: TaskArgs, tree: Tree, splits: dict[str, list[Row]], files: list[str], dropped: Counter[str]) -> Row:
-    """All files, `tree.json` last: without it the environment takes the folder for unfinished."""
+    """Write all files, `tree.json` last: the environment refuses a folder without it as incomplete."""
     folder = Path(args.destination_dir)
     report = {
         "repo_dir": tree.root,
@@ -370,18 +372,20 @@ def write(args: TaskArgs, tree: Tree, splits: dict[str, list[Row]], files: list[
 
 
 def show(args: TaskArgs, report: Row, dropped: Counter[str]) -> None:
-    """The report, on the terminal."""
-    print(f"{args.destination_dir}: {len(report['files'])} files to see; questions by the depth of their file, 0 to 2:")
+    """Print the report."""
+    print(
+        f"{args.destination_dir}: {len(report['files'])} visible files; questions by the depth of their file, 0 to 2:"
+    )
     for split, counts in report["tasks"].items():
         print(f"  {split:12s}" + "".join(f"{count:6d}" for count in counts))
-    print(f"  of kinds: {', '.join(f'{count} {kind}' for kind, count in report['kinds'].items())}")
-    print(f"  {told(dropped)}")
+    print(f"  by kind: {', '.join(f'{count} {kind}' for kind, count in report['kinds'].items())}")
+    print(f"  {summarize_counts(dropped)}")
 
 
-def told(dropped: Counter[str]) -> str:
-    """What was left out and why, the most frequent reasons first."""
+def summarize_counts(dropped: Counter[str]) -> str:
+    """Dropped files and questions by reason, the most frequent first."""
     reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common(8))
-    return f"left out: {reasons}" if reasons else "nothing was left out"
+    return f"dropped: {reasons}" if reasons else "nothing was dropped"
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Demonstrations and reflections from a text environment: the five sets that Reflect-RL fine-tunes on.
+"""Demonstrations and reflections from a text environment: the five datasets for Reflect-RL's fine-tuning.
 
-    sft                       state -> command                    for fine-tuning alone, and with RL after it
+    sft                       state -> command                    for fine-tuning alone, and before plain RL
     sft_reflection            state -> reflection                 for the reflector
-    sft_policy                state and reflection -> command     for the policy beside it
+    sft_policy                state and reflection -> command     for the policy with a reflector
     sft_reflection_positive   the same two
     sft_policy_positive       without negative examples
 
-each a folder `{destination_dir}/{set}` of `finetune_*.pt`. All have equally many rows, whether some of them are
-negative examples or none. A positive example trains the command that was carried out, mostly noise (`--targets oracle`
-trains the oracle's instead); a negative one trains the correction. Prompts are those of `lightrlhf.envs.prompts`.
+each a folder `{destination_dir}/{dataset}` of `finetune_*.pt`. All have the same number of rows, with or without
+negative examples. The target of a positive example is the executed command, mostly noise (with `--targets oracle` the
+oracle's command); the target of a negative one is the correction. Prompts are those of `lightrlhf.envs.prompts`.
 
 Reflections come from the environment's own template, or from a language model (`--base_url`). With `--comments action`
-a comment only names the command that was carried out, with `--noise 1` a random one: from such rows a base learns to
-read states and to look a command up in a list, and nothing of the tasks.
+a comment only names the executed command, with `--noise 1` a random one: from such rows a base model learns to read
+states and to find a command in a list, and nothing about the tasks.
 
-Where no `--tokenizer_name` is given, a tokenizer is trained on the texts and a small Llama with fresh weights is
-written to `{destination_dir}/base`, for `--model_name`. Walks and replies are kept as JSON lines: the same command
-after a kill goes on, and more rows later begin with those that are there.
+Without `--tokenizer_name` a tokenizer is trained on the texts, and a small Llama with random weights is written to
+`{destination_dir}/base`, for `--model_name`. Walks and replies are stored as JSON lines: after a kill the same command
+resumes, and a larger dataset begins with the rows of a smaller one.
 
-Left out: playing the walks by a language model, whose guesses would then be learnt as if they were right.
+Left out: walks by a language model, whose guesses would be learnt as if they were right.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tqdm import tqdm
 
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
 from datasets_prep.encoding import Dropped, Row
-from datasets_prep.text_envs.reflections import key_of, request, written_by_a_model
+from datasets_prep.text_envs.reflections import generated_comments, key_of, request
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import SPLITS
-from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs import TextEnv, make_env, prompts, read_options
 from lightrlhf.generation.openai_client import RemoteArgs
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.storage.jsonl import JsonlWriter
@@ -50,12 +50,13 @@ from lightrlhf.storage.jsonl import JsonlWriter
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 LINE = r"[^\n]*\n?"
 Examples = dict[tuple[str, Kind], list[Example]]  # by split and kind
+KINDS: tuple[Kind, ...] = ("positive", "negative")
 SETS = ("sft", "sft_reflection", "sft_policy", "sft_reflection_positive", "sft_policy_positive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEnvArgs(RemoteArgs, PrepareArgs):
-    """Write the five sets of a text environment."""
+    """Write the five datasets of a text environment."""
 
     env: str = "dangerous_taxi"
     """Text environment: dangerous_taxi, auto_explore, alfworld, or an import path `package.module:Class`."""
@@ -63,42 +64,42 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Options of the environment, as name=value."""
     dataset_name: str = "text_envs"
     """Name in the report; the data is generated, not read."""
-    tokenizer_name: str | None = None
-    """Tokenizer of the model to be trained; when not given one is trained, and a small base model made."""
+    tokenizer_name: str | None = None  # type: ignore[assignment]  # without one a tokenizer is trained
+    """Tokenizer of the model to train; when not given, one is trained and a small base model is written."""
     num_samples: int = 4000
-    """Rows of each set's training split."""
+    """Rows of each training split."""
     num_held_out: int = 400
-    """Rows of each set's validation and test splits."""
+    """Rows of each validation and test split."""
     noise: float = 0.9
     """Probability that a command of a positive walk is random instead of the oracle's."""
     targets: Literal["executed", "oracle"] = "executed"
-    """Which command positive examples train: the one carried out, noise and all, or the oracle's."""
+    """Targets of positive examples: the executed command, noise included, or the oracle's."""
     comments: Literal["reflection", "action"] = "reflection"
-    """What a comment is: a reflection, or `Next: ` and the command that was carried out."""
+    """Content of a comment: a reflection, or `Next: ` and the executed command."""
     negative_percentage: float = 0.5
-    """Share of negative examples in the three sets that have some."""
+    """Share of negative examples in the datasets that contain them."""
     expert_start: bool = True
-    """Let the oracle walk a random part of its way first, so that late states occur."""
+    """Begin each walk with a random part of the oracle's path, so that late states occur."""
     level: int | None = None
-    """Only starts of this level of the curriculum; all take turns when not given."""
+    """Only starts of this level of the curriculum; all levels alternate when not given."""
     with_history: bool = False
     """Show the commands of an episode so far, with their results, in the prompts."""
     shuffle_action: bool = False
-    """Label the commands of each prompt at random."""
+    """Shuffle the labels of the commands in each prompt."""
     written: bool = False
-    """Train commands written out instead of their labels, for policies that act with `--max_new_tokens` above 1."""
+    """Targets are written commands instead of labels, for policies that act with `--max_new_tokens` above 1."""
     reflection_model: str | None = None
-    """Name of the model at `base_url` that writes the reflections; without an address a template does."""
+    """Name of the model at `base_url` that writes the reflections; without `base_url` a template is used."""
     reflection_words: int = 50
-    """Most words that the model is asked for."""
+    """Maximum words of a reflection, as the model is instructed."""
     reflections_file: str | None = None
-    """Where its replies are kept; `{destination_dir}/reflections.jsonl` when not given. Data sets may share one."""
+    """File of cached replies, default `{destination_dir}/reflections.jsonl`; datasets may share one."""
     temperature: float = 0.0
-    """Temperature at which it writes."""
+    """Sampling temperature of that model."""
     vocab_size: int = 512
-    """Tokens of the tokenizer that is trained."""
+    """Vocabulary size of the tokenizer that is trained."""
     tokens_span: Literal["words", "lines"] = "lines"
-    """The most that one of its tokens may hold; with lines, texts that repeat themselves take few tokens."""
+    """Longest unit of a token; with lines, repetitive texts take few tokens."""
     hidden_size: int = 64
     """Width of the small base model."""
     num_hidden_layers: int = 2
@@ -106,13 +107,13 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     num_attention_heads: int = 4
     """Attention heads of the small base model."""
     max_length: int = 1024
-    """Longest prompt with response in tokens; what is longer is cut and gets no end token."""
+    """Maximum tokens of prompt and response; longer rows are truncated and get no end token."""
     max_prompt_length: int = 960
-    """Longest prompt in tokens; rows with a longer one are dropped."""
+    """Maximum tokens of a prompt; rows with a longer one are dropped."""
     minimum_response_length: int = 1
-    """Shortest response in characters; a label has one."""
+    """Minimum characters of a response; a label has one."""
     remove_same_inputs: bool = False
-    """Keep only the first row of each prompt; a state is met more than once."""
+    """Keep only the first row of each prompt; states recur, so the default keeps all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,10 +126,10 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
                 raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
         check_at_least(self, "temperature", 0)
         if self.written and self.shuffle_action:
-            raise ValueError("--shuffle_action True has no labels to shuffle with --written True")
+            raise ValueError("--shuffle_action True requires labels; leave --written at False")
         if self.comments == "action" and (self.targets == "oracle" or self.negative_percentage or self.base_url):
             raise ValueError(
-                "--comments action names the command that is trained: with --targets executed and "
+                "--comments action names the executed command; it requires --targets executed and "
                 "--negative_percentage 0, without --base_url"
             )
         if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size < 1:
@@ -137,7 +138,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
                 f"{self.num_attention_heads}; try {2 * self.num_attention_heads * 8}"
             )
         if bool(self.base_url) != bool(self.reflection_model):
-            raise ValueError("--base_url and --reflection_model go together: an address and a model's name there")
+            raise ValueError("--base_url and --reflection_model require each other: an address and a model's name")
         read_options(self.env_options)
 
 
@@ -147,81 +148,81 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(TextEnvArgs, argv)
     env = make_env(args.env, **read_options(args.env_options))
     if args.level is not None and not 0 <= args.level < len(env.levels):
-        raise UsageError(f"--level {args.level}: the levels of {args.env} are 0 to {len(env.levels) - 1}")
+        raise UsageError(f"--level {args.level} must be from 0 to {len(env.levels) - 1} for --env {args.env}")
     if not env.starts("train", args.level):
-        raise UsageError(f"--env {args.env} has no start to train on{'' if args.level is None else ' of that --level'}")
+        raise UsageError(f"--env {args.env} has no training start{'' if args.level is None else ' of that --level'}")
     destination = Path(args.destination_dir)
-    examples = {
+    examples: Examples = {
         (split, kind): take(args, env, destination / "walks.jsonl", split, kind)
         for split in SPLITS
         if env.starts(split, args.level)
-        for kind in ("positive", "negative")
+        for kind in KINDS
     }
     if args.comments == "action":
-        examples = {place: [naming_the_action(one) for one in members] for place, members in examples.items()}
+        examples = {place: [with_action_comment(one) for one in members] for place, members in examples.items()}
     if args.base_url:
-        examples = commented(args, env.instructions, examples)
+        examples = with_generated_comments(args, env.instructions, examples)
     sets = {name: list(rows_of(args, name, examples)) for name in SETS}
-    most = max(len(example.mask) for members in examples.values() for example in members)
-    labels = [] if args.written else prompts.choices(most)
+    num_commands = max(len(example.mask) for members in examples.values() for example in members)
+    labels = [] if args.written else prompts.choices(num_commands)
     tokenizer = load_tokenizer(args.tokenizer_name) if args.tokenizer_name else make_base(args, sets, labels)
     prompts.label_ids(tokenizer, labels)
     for name, rows in sets.items():
-        of_the_set = dataclasses.replace(args, destination_dir=str(destination / name), stage="finetune")
+        set_args = dataclasses.replace(args, destination_dir=str(destination / name), stage="finetune")
         example = next((row["prompt"] for row in rows if isinstance(row, dict)), "")
-        prepare(of_the_set, rows, tokenizer=tokenizer, example_prompt=example, stages=("finetune",))
+        prepare(set_args, rows, tokenizer=tokenizer, example_prompt=example, stages=("finetune",))
 
 
 # ----------------------------------------------------------------------------------------------------------- examples
 def count(args: TextEnvArgs, split: str, kind: Kind) -> int:
-    """Examples that the sets need of a split: positive ones for a whole set, negative ones for their share."""
+    """Examples that a split needs: positive ones for all rows of a dataset, negative ones for their share."""
     rows = args.num_samples if split == "train" else args.num_held_out
     return rows if kind == "positive" else round(args.negative_percentage * rows)
 
 
-def take(args: TextEnvArgs, env: Any, path: Path, split: str, kind: Kind) -> list[Example]:
-    """The first examples of a split, from the walks that `path` holds and new ones that are added to it.
+def take(args: TextEnvArgs, env: TextEnv, path: Path, split: str, kind: Kind) -> list[Example]:
+    """The first examples of a split, from the walks stored in `path` and new ones that are appended to it.
 
-    Raises: UsageError when `path` holds walks of other settings, RunFailure when the environment gives no examples.
+    Raises: UsageError when `path` has walks of other settings, RunFailure when the environment yields no examples.
     """
     names = ("env", "env_options", "seed", "noise", "expert_start", "level")
     walker = Walker(env, args.seed, split, args.noise, args.expert_start, args.level)
     needed = count(args, split, kind)
     with JsonlWriter(path, {name: getattr(args, name) for name in names}) as file:
         stored = [row for row in file.rows if (row["split"], row["kind"]) == (split, kind)]
-        found = [read_example(values) for row in stored for values in row["examples"]]
-        new = walker.walks(kind, first=len(stored))
-        with tqdm(total=needed, initial=min(len(found), needed), desc=f"{split} {kind}", disable=None) as bar:
-            while len(found) < needed:
-                number, examples = next(new)
-                file.append({"split": split, "kind": kind, "number": number, "examples": examples})
-                found += examples
-                bar.update(len(examples))
-    return found[:needed]
+        examples = [read_example(values) for row in stored for values in row["examples"]]
+        walks = walker.walks(kind, first=len(stored))
+        with tqdm(total=needed, initial=min(len(examples), needed), desc=f"{split} {kind}", disable=None) as bar:
+            while len(examples) < needed:
+                number, new = next(walks)
+                file.append({"split": split, "kind": kind, "number": number, "examples": new})
+                examples += new
+                bar.update(len(new))
+    return examples[:needed]
 
 
-def commented(args: TextEnvArgs, instructions: str, examples: Examples) -> Examples:
-    """The same examples with comments by a language model; where it gave none, the comment is empty."""
+def with_generated_comments(args: TextEnvArgs, instructions: str, examples: Examples) -> Examples:
+    """The same examples with comments by a language model; empty where it gave none."""
     path = Path(args.reflections_file or Path(args.destination_dir) / "reflections.jsonl")
     bodies = {
         (place, i): request(example, place[1] == "negative", instructions, args.reflection_words, args.temperature)
         for place, members in examples.items()
         for i, example in enumerate(members)
     }
-    written = written_by_a_model(bodies.values(), args, path)
+    comments = generated_comments(bodies.values(), args, args.reflection_model or "", path)
     return {
-        place: [example._replace(comment=written[key_of(bodies[place, i])]) for i, example in enumerate(members)]
+        place: [example._replace(comment=comments[key_of(bodies[place, i])]) for i, example in enumerate(members)]
         for place, members in examples.items()
     }
 
 
-def naming_the_action(example: Example) -> Example:
-    """The same example with the command that was carried out as its comment, in the templates' words."""
+def with_action_comment(example: Example) -> Example:
+    """The same example with a comment that names the executed command, worded like the templates."""
     return example._replace(comment=f"Next: {example.action}.")
 
 
 def rows_of(args: TextEnvArgs, name: str, examples: Examples) -> Iterator[Row | Dropped]:
-    """Rows of a set, with prompt and completion."""
+    """Rows of a dataset, with prompt and completion."""
     for split in SPLITS:
         good, bad = (examples.get((split, kind), []) for kind in ("positive", "negative"))
         mixed = [(example, False) for example in good[: len(good) - len(bad)]] + [(example, True) for example in bad]
@@ -235,7 +236,7 @@ def rows_of(args: TextEnvArgs, name: str, examples: Examples) -> Iterator[Row | 
 
 
 def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> tuple[str, str]:
-    """Prompt and completion of an example in a set."""
+    """Prompt and completion of an example in a dataset."""
     info = example.info()
     if "reflection" in name:
         return prompts.reflection_prompt(example.text, info, args.with_history), example.comment
@@ -249,9 +250,9 @@ def texts_of(args: TextEnvArgs, name: str, example: Example, negative: bool) -> 
 
 # --------------------------------------------------------------------------------------------------------- base model
 def make_base(args: TextEnvArgs, sets: dict[str, list[Row | Dropped]], labels: list[str]) -> Any:
-    """Train a tokenizer on the training texts, write it to `base/` beside a Llama with fresh weights; returns it.
+    """Train a tokenizer on the training texts, with a token for each label, and write it to `base/` with a small Llama.
 
-    Each of `labels` becomes a token.
+    Returns the tokenizer.
     """
     quiet_libraries()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

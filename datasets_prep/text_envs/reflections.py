@@ -1,10 +1,10 @@
-"""Comments on states by a language model behind an OpenAI-compatible server, which is told what the oracle knows.
+"""Comments on states by a language model at an OpenAI-compatible server, given the oracle's knowledge.
 
-The model plays an analyst: it gets the rules, the state, and as a spoiler the right command, and writes the thought of
-a player who found it alone. For a negative example it is also given the wrong command and says what is wrong with it.
+The prompt contains the rules, the state, and as a hint the right command; the model writes the thought of a player who
+found it without help. For a negative example the prompt also contains the wrong command, and the model explains what
+is wrong with it.
 
-What a request cost is never paid again: replies are kept under the request's own hash, in a file that several data
-sets may share, and states that were met twice are asked about once.
+No request is paid for twice: replies are cached by a hash of the request, in a file that several datasets may share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from datasets_prep.text_envs.walks import Example
 from lightrlhf.envs import prompts
-from lightrlhf.generation.openai_client import Servers
+from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.jsonl import JsonlWriter
 
 ANALYST = """\
@@ -45,22 +45,21 @@ def request(example: Example, negative: bool, instructions: str, words: int, tem
 
 
 def key_of(body: dict[str, Any]) -> str:
-    """What a request is filed under."""
+    """Cache key of a request."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def written_by_a_model(bodies: Iterable[dict[str, Any]], args: Any, path: Path) -> dict[str, str]:
-    """Comment by key of request; what a server refused, or answered with nothing, is "".
+def generated_comments(bodies: Iterable[dict[str, Any]], args: RemoteArgs, model: str, path: Path) -> dict[str, str]:
+    """Comments by key of their request; "" if a server refused it or the reply was empty.
 
-    `args` has the flags of servers, and `reflection_model`. Raises: RunFailure when the servers fail; what was
-    answered until then is kept.
+    args: the flags of servers. Raises: RunFailure when the servers fail; earlier replies are kept.
     """
-    with JsonlWriter(path, {"reflection_model": args.reflection_model}) as file:
+    with JsonlWriter(path, {"reflection_model": model}) as file:
         known = {row["key"]: row["reflection"] for row in file.rows}
         missing = {key_of(body): body for body in bodies}
         missing = {key: body for key, body in missing.items() if key not in known}
         if missing:
-            with Servers(args, args.reflection_model) as servers:
+            with Servers(args, model) as servers:
                 servers.wait_until_healthy()
                 replies = servers.replies(missing.values())
                 for key, reply in zip(missing, tqdm(replies, total=len(missing), desc="reflections", disable=None)):

@@ -1,12 +1,12 @@
-"""Walks through a text environment: what a player saw, did and should have done, each step with a comment.
+"""Walks through a text environment: trajectories with the oracle's command and a comment at each step.
 
-A *positive* walk is an oracle mixed with noise: each command is random with probability `noise`, else the oracle's.
-A *negative* walk leaves the oracle's way on purpose: in every second state a command is considered that is wrong
-there, the comment says why and what to do instead, and the walk then goes astray by it, so that the next comment sets
-out from where a mistake has led.
+A *positive* walk is an oracle mixed with noise: each command is random with probability `noise`, otherwise the
+oracle's. A *negative* walk deviates from the oracle on purpose: in every second state a wrong command is drawn, the
+comment explains why it is wrong and what to do instead, and the walk executes it, so that later comments are about
+states that follow a mistake.
 
-Both begin with the oracle for a random part of its way (`expert_start`), since a noisy player seldom gets far. A walk
-follows from seed, split, kind and number alone, so walks can be added later without changing any.
+Both begin with the oracle for a random part of its path (`expert_start`), since a noisy walk seldom gets far. A walk
+depends on seed, split, kind and number alone, so walks can be added later without changing the others.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.envs import Info, Start
+from lightrlhf.envs import Info, Start, TextEnv
 
 Kind = Literal["positive", "negative"]
-IN_VAIN = 200  # so many walks in a row without an example mean that none will come
+MAX_EMPTY = 200  # consecutive walks without an example, after which no more are expected
 
 
 class Example(NamedTuple):
@@ -30,13 +30,13 @@ class Example(NamedTuple):
     history: list[tuple[str, str]]
     admissible: list[str]
     mask: list[bool]
-    action: str  # what was done; in a negative example the wrong command
+    action: str  # the command that was executed; in a negative example the wrong one
     expert: str
     comment: str  # the environment's own, from a template
     source: str  # such as "negative walk 12, step 3", for messages
 
     def info(self) -> Info:
-        """What the prompts read of the state's `info`."""
+        """The part of the state's `info` that prompts use."""
         return {
             "task": self.task,
             "history": self.history,
@@ -46,39 +46,39 @@ class Example(NamedTuple):
 
 
 def read_example(values: list[Any]) -> Example:
-    """An example as JSON keeps it: a list."""
+    """An example from a JSON list."""
     example = Example(*values)
-    return example._replace(history=[tuple(step) for step in example.history])
+    return example._replace(history=[(command, result) for command, result in example.history])
 
 
 class Walker:
-    """Makes walks on the starts of one split."""
+    """Generates walks from the starts of one split."""
 
     def __init__(
-        self, env: Any, seed: int, split: str, noise: float, expert_start: bool, level: int | None = None
+        self, env: TextEnv, seed: int, split: str, noise: float, expert_start: bool, level: int | None = None
     ) -> None:
         self.env, self.split, self.seed, self.noise, self.expert_start = env, split, seed, noise, expert_start
         levels = range(len(env.levels)) if level is None else [level]
         by_level = [env.starts(split, each) for each in levels]
         self.starts: list[list[Start]] = [starts for starts in by_level if starts]
-        self.lengths: dict[str, int] = {}  # of the oracle's way, by start
+        self.lengths: dict[str, int] = {}  # of the oracle's path, by start
 
     def walk(self, kind: Kind, number: int) -> list[Example]:
-        """The examples of a walk; levels take turns."""
+        """The examples of a walk; levels alternate."""
         rng = random.Random(f"{self.seed} {self.split} {kind} {number}")
         start = rng.choice(self.starts[number % len(self.starts)])
         lead = rng.randrange(self._length(start)) if self.expert_start else 0
-        text, info = self.env.reset(seed=number, options=start)  # for what an environment draws besides its start
+        text, info = self.env.reset(seed=number, options=start)  # an environment may draw more than its start
         for _ in range(lead):
-            text, *_, info = self.env.step(self.env.expert())
+            text, *_, info = self.env.step(self.env.expert() or "")
         step = self._noisy if kind == "positive" else self._astray
         examples, over = [], False
         while not over:
             expert = self.env.expert()
-            if expert is None:  # no way is left, or the oracle knows none
+            if expert is None:  # the goal is out of reach, or the oracle finds no path
                 break
             if expert not in info["admissible"]:
-                raise RunFailure(f"the environment's oracle says {expert!r}, which is not among the commands it offers")
+                raise RunFailure(f"the environment's oracle returned {expert!r}, which is not an admissible command")
             action, comment = step(rng, info, expert)
             if comment:
                 where = f"{self.split}, {kind} walk {number}, step {len(info['history'])}"
@@ -90,17 +90,17 @@ class Walker:
         return examples
 
     def walks(self, kind: Kind, first: int = 0) -> Iterator[tuple[int, list[Example]]]:
-        """Numbered walks without end. Raises: RunFailure when no more examples come."""
+        """Endless numbered walks. Raises: RunFailure after `MAX_EMPTY` consecutive walks without examples."""
         empty = 0
         number = first
-        while empty < IN_VAIN:
+        while empty < MAX_EMPTY:
             examples = self.walk(kind, number)
             empty = 0 if examples else empty + 1
             yield number, examples
             number += 1
-        reason = "its oracle knows no way" if kind == "positive" else "it calls no command wrong"
+        reason = "its oracle finds no path" if kind == "positive" else "its `reflection` objects to no command"
         remedy = "another --env" if kind == "positive" else "--negative_percentage 0"
-        raise RunFailure(f"{IN_VAIN} {kind} walks of the {self.split} split gave no example: {reason}; try {remedy}")
+        raise RunFailure(f"{MAX_EMPTY} {kind} walks of the {self.split} split gave no example: {reason}; try {remedy}")
 
     def _noisy(self, rng: random.Random, info: Info, expert: str) -> tuple[str, str]:
         action = rng.choice(info["admissible"]) if rng.random() < self.noise else expert
@@ -115,7 +115,7 @@ class Walker:
         return expert, ""
 
     def _length(self, start: Start) -> int:
-        """Steps of the oracle's way, at least 1."""
+        """Steps of the oracle's path, at least 1."""
         key = repr(sorted(start.items()))
         if key not in self.lengths:
             self.env.reset(options=start)

@@ -1,4 +1,4 @@
-"""Demonstrations and reflections from text environments: what the five sets hold, a kill, a model that comments."""
+"""Demonstrations and reflections from text environments: the five datasets, resuming, a model that comments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightrlhf.envs import information
 
 
 class Corridor(gymnasium.Env):
-    """Find the door with a number; the commands depend on where one stands."""
+    """Find the door with a number; the commands depend on the position."""
 
     actions, levels, instructions = None, ["near", "far"], "Doors have numbers."
 
@@ -46,9 +46,9 @@ class Corridor(gymnasium.Env):
         super().reset(seed=seed)
         self.door, self.at, self.history = options["door"], 0, []
         self.weather = self.np_random.integers(100)
-        return self.told()
+        return self.state()
 
-    def told(self):
+    def state(self):
         commands = [f"wing {n}" for n in range(self.wings)] + ["forward"]
         commands += ["back"] * (self.at > 0) + [f"open {self.at}"]
         info = information(None, commands, task=f"Open door {self.door}.", history=self.history)
@@ -57,7 +57,7 @@ class Corridor(gymnasium.Env):
     def step(self, action):
         self.at += {"forward": 1, "back": -1}.get(action, 0)
         self.history.append((action, "A door." if action == "forward" else ""))
-        text, info = self.told()
+        text, info = self.state()
         return text, -1.0, action.startswith("open"), len(self.history) > 12, info
 
     def expert(self):
@@ -100,23 +100,23 @@ def taxi_args(folder="unused", **changes) -> TextEnvArgs:
     return TextEnvArgs(destination_dir=str(folder), **({"num_samples": 60, "num_held_out": 20} | changes))
 
 
-def taken(args, path):
+def all_examples(args, path):
     env = make_env(args.env)
     return {(s, k): take(args, env, path, s, k) for s in SPLITS for k in ("positive", "negative")}
 
 
-# --------------------------------------------------------------------------------------------------------------- sets
+# ----------------------------------------------------------------------------------------------------------- datasets
 def decoded(folder, split="train"):
-    """(prompt, completion, does the completion end) of each row of a set."""
+    """(prompt, completion, whether it has an end token) of each row of a dataset."""
     tokenizer = load_tokenizer(folder)
     for row in load_split(folder, "finetune", split):
         assert row["targets"][: row["prompt_len"]].eq(-100).all()
         ids = row["input_ids"].tolist()
-        whole = tokenizer.decode(ids[row["prompt_len"] : -1], clean_up_tokenization_spaces=False)
-        yield tokenizer.decode(ids[: row["prompt_len"]]), whole, ids[-1] == tokenizer.eos_token_id
+        completion = tokenizer.decode(ids[row["prompt_len"] : -1], clean_up_tokenization_spaces=False)
+        yield tokenizer.decode(ids[: row["prompt_len"]]), completion, ids[-1] == tokenizer.eos_token_id
 
 
-def test_the_five_sets_have_matched_sizes_and_the_prompts_of_one_template(taxi_data):
+def test_the_five_datasets_have_equal_sizes_and_one_prompt_format(taxi_data):
     assert {p.name for p in taxi_data.iterdir()} == {*SETS, "base", "walks.jsonl", "walks.args.json"}
     for name in SETS:
         for split, size in (("train", 60), ("validation", 20), ("test", 20)):
@@ -130,7 +130,7 @@ def test_the_five_sets_have_matched_sizes_and_the_prompts_of_one_template(taxi_d
             assert len(negatives) == (0 if name in ("sft", *SETS[3:]) else size // 2)
 
 
-def test_negative_examples_train_the_correction_and_positive_ones_what_was_done(taxi_data):
+def test_targets_are_the_correction_or_the_executed_command(taxi_data):
     env = make_env("dangerous_taxi")
     followed = []
     for prompt, label, _ in decoded(taxi_data / "sft_policy"):
@@ -139,13 +139,13 @@ def test_negative_examples_train_the_correction_and_positive_ones_what_was_done(
             assert f"Instead: {action}." in prompt
         else:
             followed.append(f"Next: {action}." in prompt)
-    assert 0 < sum(followed) < len(followed)  # nine in ten commands were random
+    assert 0 < sum(followed) < len(followed)  # nine of ten commands are random
 
 
 @pytest.mark.parametrize("change", [{"targets": "oracle"}, {"noise": 0.0}])
 def test_positive_examples_of_the_oracle_alone(change, tmp_path):
     args = taxi_args(**change)
-    for row in rows_of(args, "sft_policy_positive", taken(args, tmp_path / "walks.jsonl")):
+    for row in rows_of(args, "sft_policy_positive", all_examples(args, tmp_path / "walks.jsonl")):
         action = make_env("dangerous_taxi").actions[int(row["completion"])]
         assert f"Next: {action}." in row["prompt"]
 
@@ -163,7 +163,7 @@ def test_noise_and_negative_percentage_are_shares(tmp_path):
     assert len(rows) == 2000 and sum("Instead" in row["prompt"] for row in rows) == 500
 
 
-def test_walks_set_out_from_starts_of_their_own_split_and_level(taxi_data):
+def test_walks_begin_at_starts_of_their_own_split_and_level(taxi_data):
     env = make_env("dangerous_taxi")
     for split in SPLITS:
         walker = Walker(env, 1, split, 0.9, expert_start=False)
@@ -172,7 +172,7 @@ def test_walks_set_out_from_starts_of_their_own_split_and_level(taxi_data):
             assert {walker.walk("positive", 3 * n + level)[0].text for n in range(20)} <= grids
 
 
-def test_late_states_occur_only_behind_an_oracle_at_the_start():
+def test_late_states_occur_only_after_a_start_by_the_oracle():
     env = make_env("dangerous_taxi")
     steps = {}
     for lead in (True, False):
@@ -181,7 +181,7 @@ def test_late_states_occur_only_behind_an_oracle_at_the_start():
     assert max(steps[False]) < max(steps[True]) and sum(s > 8 for s in steps[True]) > 50
 
 
-def test_the_base_is_small_fresh_and_the_same_each_time(taxi_data, tmp_path):
+def test_the_base_model_is_small_and_reproducible(taxi_data, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(taxi_data / "base")
@@ -205,39 +205,39 @@ def test_tokens_of_whole_lines_make_prompts_short(taxi_data, tmp_path):
         assert list(decoded(taxi_data / name)) == list(decoded(tmp_path / name))
 
 
-def test_a_tokenizer_of_ones_own_is_used_and_no_base_made(taxi_data, tokenizer, tmp_path):
+def test_with_a_tokenizer_of_your_own_no_base_is_written(taxi_data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     prepare_data.main(["--destination_dir", str(tmp_path), "--tokenizer_name", str(tmp_path / "tokenizer"), *SIZES])
     assert not (tmp_path / "base").exists()
     assert load_tokenizer(tmp_path / "sft").get_vocab() == tokenizer.get_vocab()
 
 
-# --------------------------------------------------------------------------------------------------------------- kill
-def test_walks_go_on_after_a_kill_and_grow_without_changing(tmp_path):
+# ----------------------------------------------------------------------------------------------------------- resuming
+def test_walks_resume_after_a_kill_and_grow_without_changing(tmp_path):
     args = taxi_args()
-    whole = taken(args, tmp_path / "whole.jsonl")
-    for kept in (0.3, 0.7):
-        torn = tmp_path / f"{kept}.jsonl"
-        content = (tmp_path / "whole.jsonl").read_bytes()
-        torn.write_bytes(content[: int(kept * len(content))])  # ends within a line
-        shutil.copy(tmp_path / "whole.args.json", torn.with_suffix(".args.json"))
-        assert taken(args, torn) == whole
+    complete = all_examples(args, tmp_path / "complete.jsonl")
+    for share in (0.3, 0.7):
+        torn = tmp_path / f"{share}.jsonl"
+        content = (tmp_path / "complete.jsonl").read_bytes()
+        torn.write_bytes(content[: int(share * len(content))])  # ends within a line
+        shutil.copy(tmp_path / "complete.args.json", torn.with_suffix(".args.json"))
+        assert all_examples(args, torn) == complete
         assert torn.read_bytes() == content
-    more = taken(dataclasses.replace(args, num_samples=90), tmp_path / "whole.jsonl")
-    assert more["train", "positive"][:60] == whole["train", "positive"] and len(more["train", "positive"]) == 90
-    with pytest.raises(UsageError, match="other settings: noise was 0.9, now 0.5"):
-        taken(dataclasses.replace(args, noise=0.5), tmp_path / "whole.jsonl")
+    more = all_examples(dataclasses.replace(args, num_samples=90), tmp_path / "complete.jsonl")
+    assert more["train", "positive"][:60] == complete["train", "positive"] and len(more["train", "positive"]) == 90
+    with pytest.raises(UsageError, match="noise was 0.9, now 0.5"):
+        all_examples(dataclasses.replace(args, noise=0.5), tmp_path / "complete.jsonl")
 
 
 # -------------------------------------------------------------------------------------------------------------- model
-def test_a_model_writes_the_reflections_and_no_state_is_paid_for_twice(server, tmp_path):
+def test_a_model_writes_the_reflections_and_no_state_is_requested_twice(server, tmp_path):
     folder, shared = tmp_path / "data", tmp_path / "shared.jsonl"
     model = ["--base_url", server.url, "--reflection_model", "m", "--reflections_file", str(shared)]
     flags = ["--destination_dir", str(folder), *model, *SIZES]
     prepare_data.main(flags)
-    asked = {prompt: times for prompt, times in server.asked.items() if prompt != "/health"}
-    assert set(asked.values()) == {1} and 50 < len(asked) < 150  # of 150 examples, some are the same state
-    assert all("right move is: " in prompt for prompt in asked)
+    requests = {prompt: times for prompt, times in server.asked.items() if prompt != "/health"}
+    assert set(requests.values()) == {1} and 50 < len(requests) < 150  # of 150 examples, some are the same state
+    assert all("right move is: " in prompt for prompt in requests)
     answers = [answer for _, answer, _ in decoded(folder / "sft_reflection")]
     assert all(answer.endswith("!") and "Possible moves" in answer for answer in answers)
 
@@ -245,12 +245,12 @@ def test_a_model_writes_the_reflections_and_no_state_is_paid_for_twice(server, t
     shared.write_bytes(b"".join(lines[:-5]) + lines[-5][:30])  # killed while the fifth last reply was written
     prepare_data.main(["--destination_dir", str(tmp_path / "other"), *model, *SIZES, "--targets", "oracle"])
     now = {prompt: times for prompt, times in server.asked.items() if prompt != "/health"}
-    assert now.keys() == asked.keys() and sum(now.values()) == sum(asked.values()) + 5
+    assert now.keys() == requests.keys() and sum(now.values()) == sum(requests.values()) + 5
 
 
-def test_what_the_model_refuses_is_left_out_and_counted(server, tmp_path, capsys):
+def test_examples_that_the_model_refuses_are_dropped_and_counted(server, tmp_path, capsys):
     args = taxi_args()
-    example = next(iter(taken(args, tmp_path / "walks.jsonl")["train", "positive"]))
+    example = next(iter(all_examples(args, tmp_path / "walks.jsonl")["train", "positive"]))
     body = request(example, False, make_env("dangerous_taxi").instructions, 50, 0.0)
     server.script[body["messages"][-1]["content"]] = [lambda h: h.send(400, {"error": {"message": "no"}})]
     flags = ["--base_url", server.url, "--reflection_model", "m"]
@@ -268,9 +268,9 @@ def test_an_environment_of_your_own_with_history_and_shuffled_labels(corridor, t
     for prompt, label, _ in decoded(tmp_path / "data" / "sft_policy"):
         assert prompt.startswith("Open door ")
         assert prompt.count("> ") == int(prompt.count("> forward") + prompt.count("> back"))
-        offered = dict(line.split(". ") for line in prompt.partition("# Choose:\n")[2].splitlines()[:-1])
+        commands = dict(line.split(". ") for line in prompt.partition("# Choose:\n")[2].splitlines()[:-1])
         correction = prompt.partition(", but ")[2].partition(".\n")[0]
-        assert not correction or offered[label] == correction
+        assert not correction or commands[label] == correction
         positions.add(label)
     assert len(positions) > 20
     doors = {
@@ -283,8 +283,8 @@ def test_commands_written_out_are_targets_and_no_labels_are_shown(corridor, tmp_
     flags = ["--env", corridor, "--written", "True", "--targets", "oracle"]
     prepare_data.main(["--destination_dir", str(tmp_path / "data"), *flags, *SIZES])
     for prompt, command, _ in decoded(tmp_path / "data" / "sft"):
-        offered = prompt.partition("# Choose:\n")[2].splitlines()[:-1]
-        assert f"- {command}" in offered and all(line.startswith("- ") for line in offered)
+        lines = prompt.partition("# Choose:\n")[2].splitlines()[:-1]
+        assert f"- {command}" in lines and all(line.startswith("- ") for line in lines)
     experiment = tmp_path / "experiment"
     experiment.mkdir()
     (experiment / "args.json").write_text(json.dumps({"data_dir": str(tmp_path / "data" / "sft")}))
@@ -292,25 +292,25 @@ def test_commands_written_out_are_targets_and_no_labels_are_shown(corridor, tmp_
     assert acting_args(str(experiment), {"max_new_tokens": 5}).max_new_tokens == 5
 
 
-def test_comments_that_name_the_action_teach_to_look_it_up(corridor, tmp_path):
+def test_action_comments_name_the_executed_command(corridor, tmp_path):
     flags = ["--env", corridor, "--comments", "action", "--noise", "1", "--negative_percentage", "0"]
     prepare_data.main(["--destination_dir", str(tmp_path), *SIZES, *flags])
     commands = set()
     for prompt, label, _ in decoded(tmp_path / "sft_policy"):
-        said = prompt.partition(f"{prompts.ANALYZE}\nNext: ")[2].partition(".\n")[0]
-        assert f"\n{label}. {said}\n" in prompt
-        commands.add(said.split()[0])
-    assert commands == {"forward", "back", "open"}  # as chance has it, whatever the oracle says
+        command = prompt.partition(f"{prompts.ANALYZE}\nNext: ")[2].partition(".\n")[0]
+        assert f"\n{label}. {command}\n" in prompt
+        commands.add(command.split()[0])
+    assert commands == {"forward", "back", "open"}  # at random, independent of the oracle
 
 
-def test_what_an_environment_leaves_to_chance_follows_from_the_seed(corridor):
+def test_random_parts_of_an_environment_follow_from_the_seed(corridor):
     walkers = [Walker(make_env(corridor), seed, "train", 0.5, expert_start=True) for seed in (1, 1, 2)]
     walks = [[walker.walk("positive", number) for number in order] for walker, order in zip(walkers, ([0, 1],) * 3)]
     assert walks[0] == walks[1] != walks[2]
-    assert walkers[1].walk("positive", 0) == walks[0][0]  # whatever was walked before
+    assert walkers[1].walk("positive", 0) == walks[0][0]  # independent of earlier walks
 
 
-def test_labels_of_several_characters_are_tokens_of_the_tokenizer_made(corridor, tmp_path):
+def test_labels_of_several_characters_are_tokens_of_the_trained_tokenizer(corridor, tmp_path):
     flags = ["--env", corridor, "--env_options", "wings=70", "--noise", "0", "--negative_percentage", "0"]
     prepare_data.main(["--destination_dir", str(tmp_path / "data"), *flags, *SIZES])
     labels = {label for _, label, _ in decoded(tmp_path / "data" / "sft")}
@@ -323,7 +323,7 @@ def test_labels_of_several_characters_are_tokens_of_the_tokenizer_made(corridor,
 
 
 def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corridor, tmp_path):
-    for option, line in (("is_mute", "it calls no command wrong; try --negative_percentage 0"), ("lies", "says 'fly'")):
+    for option, line in (("is_mute", "--negative_percentage 0"), ("lies", "'fly'")):
         args = taxi_args(tmp_path / option, env=corridor)
         env = make_env(corridor, **{option: True})
         with pytest.raises(RunFailure, match=line):
@@ -335,19 +335,19 @@ def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corrid
     [
         (["--noise", "1.5"], "--noise 1.5 must lie in [0, 1]"),
         (["--negative_percentage", "-1"], "--negative_percentage -1.0 must lie in [0, 1]"),
-        (["--base_url", "http://localhost:1/v1"], "--base_url and --reflection_model go together"),
-        (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True has no labels to shuffle"),
-        (["--comments", "action"], "--comments action names the command that is trained"),
-        (["--hidden_size", "65"], "--hidden_size 65 must be a multiple"),
-        (["--env", "taxi"], "--env taxi is unknown"),
-        (["--env_options", "horizon"], "--env_options horizon must be name=value"),
+        (["--base_url", "http://localhost:1/v1"], "--reflection_model"),
+        (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True"),
+        (["--comments", "action"], "--comments action"),
+        (["--hidden_size", "65"], "--hidden_size 65"),
+        (["--env", "taxi"], "--env taxi"),
+        (["--env_options", "horizon"], "--env_options horizon"),
         (["--env_options", "speed=3"], "its options are: horizon"),
-        (["--level", "3"], "--level 3: the levels of dangerous_taxi are 0 to 2"),
+        (["--level", "3"], "--level 3 must be from 0 to 2"),
     ],
 )
 def test_bad_arguments_are_one_line(flags, line, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         prepare_data.main(["--destination_dir", str(tmp_path / "data"), *flags])
-    told = capsys.readouterr().err.strip()
-    assert stopped.value.code == 2 and line in told and "\n" not in told
+    printed = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and line in printed and "\n" not in printed
     assert not (tmp_path / "data").exists()
