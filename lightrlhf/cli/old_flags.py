@@ -1,6 +1,7 @@
 """Flags of older releases: renamed ones keep their stored values, removed ones are refused by name.
 
-An args class has `RENAMED`, {old: new}, and `REMOVED`, {old: (the only value still meant, what to do instead)}.
+An args class has `RENAMED`, {old: new}, and `REMOVED`, {old: (the only value still meant, what to do instead)}; `...`
+means any value, of a flag without effect on results.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
     for name, value in values.items():
         if name in removed and name not in known:
             meant, successor = removed[name]
-            if value != meant:
+            if meant is not ... and value != meant:
                 raise UsageError(f"{source}: {name} {value} was removed: {successor}")
             continue
         name = renamed.get(name, name)

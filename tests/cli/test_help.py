@@ -125,8 +125,10 @@ def test_a_stored_renamed_flag_keeps_its_value(program, old, kind, unchecked, tm
 def test_a_stored_removed_flag_must_have_the_value_that_is_left(program, old, kind, unchecked, tmp_path, capsys):
     owner = CLASSES[program]
     kept, advice = owner.REMOVED[old]
-    args = parse(owner, stored(kind, owner, {old: kept}, tmp_path))
+    args = parse(owner, stored(kind, owner, {old: "anything" if kept is ... else kept}, tmp_path))
     assert changed(owner, args) <= {"resume_from"}
+    if kept is ...:
+        return
     error = refused(owner, stored(kind, owner, {old: f"not {kept}"}, tmp_path), capsys)
     assert old in error and f"not {kept}" in error and advice in error
 
