@@ -1,11 +1,11 @@
-"""Text environments: what the programs expect of one, and how one is found by its name.
+"""Text environments: their interface, and making one by name.
 
-A text environment is a `gymnasium.Env` whose observations and actions are strings. Beside gymnasium's API it offers
-fixed sets of starts, levels of a curriculum, and an oracle, from which demonstrations and reflections are made:
-`TextEnv` below says what each part does. It keeps no state outside itself, never changes the working directory, and
-two environments that get the same seed, start and actions say the same to the letter.
+A text environment is a `gymnasium.Env` whose observations and actions are strings. In addition to gymnasium's API it
+has fixed splits of starts, levels of a curriculum, and an oracle, from which demonstrations and reflections are
+generated; `TextEnv` below documents each part. It keeps no state outside itself, never changes the working directory,
+and two environments with the same seed, start and actions return identical texts.
 
-Yours is named by its import path, `package.module:Class`, wherever a program takes `--env`.
+Programs that take `--env` accept the import path of your own, `package.module:Class`.
 
 Left out: images, several players, and texts that depend on the clock or the network.
 """
@@ -36,48 +36,53 @@ Start = dict[str, Any]
 
 
 class TextEnv(Protocol):
-    """What an environment offers; inherit from `gymnasium.Env`, this class only describes.
+    """The interface of an environment, for documentation and type checks; inherit from `gymnasium.Env`.
 
-    `info`, from `reset` and `step` alike, has the keys that `information` below takes.
+    `info`, from both `reset` and `step`, has the keys that `information` below takes.
     """
 
     actions: list[str] | None
-    """All commands there are, in a fixed order; None where they depend on the state."""
+    """All commands, in a fixed order; None if they depend on the state."""
     levels: list[str]
-    """Names of the curriculum's levels, easy ones first."""
+    """Names of the curriculum's levels, from easy to hard."""
     instructions: str
-    """The rules in full: for language models that meet the environment for the first time."""
+    """The complete rules, for language models that were not trained on the environment."""
 
     def reset(self, *, seed: int | None = None, options: Start | None = None) -> tuple[str, Info]:
-        """A new episode. `options` is a start, plus whatever else the environment allows for one episode; without it
-        a start is drawn by the environment's own generator, which `seed` sets.
+        """Begin an episode. `options` is a start, plus any settings the environment accepts for one episode; without a
+        start one is drawn by the environment's own generator, which `seed` sets.
 
-        The text is the observation without the list of commands. Raises: ValueError for a start that cannot be.
+        The text is the observation without the list of commands. Raises: ValueError for an invalid start.
         """
+        ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Text, reward, whether the episode is over, whether the horizon cut it, info. Any string may come."""
+        """Returns observation, reward, terminated, truncated by the horizon, info. `action` may be any string."""
+        ...
 
     def starts(self, split: str, level: int | None = None) -> list[Start]:
-        """The fixed starts of `train`, `validation` or `test`, of one level or all: plain dicts that JSON can hold,
-        each with its `level`. No start is in two splits."""
+        """The fixed starts of `train`, `validation` or `test`, of one level or all: dicts of JSON values, each with
+        its `level`. No start is in two splits."""
+        ...
 
     def expert(self) -> str | None:
         """The oracle's next command; None when the episode is over."""
+        ...
 
     def reflection(self, action: str | None = None) -> str:
-        """A short comment from what the oracle knows: where things stand, what is dangerous, what comes next.
+        """A short comment from the oracle's knowledge: the situation, dangers, and the next command.
 
-        With `action`, which has not been taken: why it would be wrong here and what to do instead; "" when nothing is
-        wrong with it.
+        With an `action` that has not been taken: why it would be wrong here and what to do instead; "" if it is not
+        wrong.
         """
+        ...
 
 
 def information(
     actions: Sequence[str] | None,
     admissible: Iterable[str],
     *,
-    most: int = 0,
+    max_commands: int = 0,
     task: str = "",
     history: Sequence[tuple[str, str]] = (),
     success: bool = False,
@@ -87,21 +92,21 @@ def information(
 ) -> Info:
     """The `info` of a state.
 
-    admissible:  the commands offered here, in the order of `actions` where these are fixed
-    most:        commands a state may offer where they are not fixed: `gymnasium.vector` stacks masks of one length only
-    task:        what stays the same during an episode and differs between episodes
-    history:     (command, result in a few words) of each step so far
-    cost:        minus the sum of rewards so far, undiscounted
-    invalid:     whether the last command changed nothing or was not offered
-    Adds `action_mask`, bool: over `actions` where these are fixed, else over `admissible`, all True, and False behind
-    them up to `most`.
+    admissible:    the commands available in this state, in the order of `actions` if these are fixed
+    max_commands:  width of the mask if commands are not fixed: `gymnasium.vector` stacks only masks of equal length
+    task:          constant during an episode, different between episodes
+    history:       (command, result in a few words) of each step so far
+    cost:          minus the sum of rewards so far, undiscounted
+    invalid:       whether the last command changed nothing or was not admissible
+    Adds `action_mask`, bool: over `actions` if these are fixed, otherwise True for each of `admissible`, then False up
+    to `max_commands`.
     """
-    offered = list(admissible)
-    here = set(offered)
-    mask = [action in here for action in actions or offered]
+    commands = list(admissible)
+    available = set(commands)
+    mask = [action in available for action in actions or commands]
     return {
-        "admissible": offered,
-        "action_mask": np.array(mask + [False] * (most - len(mask)), dtype=bool),
+        "admissible": commands,
+        "action_mask": np.array(mask + [False] * (max_commands - len(mask)), dtype=bool),
         "task": task,
         "history": list(history),
         "success": success,
@@ -112,16 +117,16 @@ def information(
 
 
 def text_space(max_length: int, letters: str = string.printable) -> Any:
-    """A gymnasium space of texts over `letters`, the empty one included."""
+    """A gymnasium space of texts over `letters`, the empty text included."""
     from gymnasium.spaces import Text
 
     return Text(max_length, min_length=0, charset=letters)
 
 
-def make_env(name: str, **options: Any) -> Any:
-    """The environment of a name in `ENVIRONMENTS` or an import path; `options` go to its constructor.
+def make_env(name: str, **options: Any) -> TextEnv:
+    """An environment by its name in `ENVIRONMENTS` or its import path; `options` are passed to its constructor.
 
-    Raises: UsageError, one line, when there is none, a package is missing, or an option cannot be used.
+    Raises: UsageError, one line, when it does not exist, a package is missing, or an option is invalid.
     """
     environment = _class_of(name)
     try:
@@ -135,16 +140,16 @@ def make_env(name: str, **options: Any) -> Any:
         raise UsageError(f"--env {name}: {problem}") from None
     missing = [member for member in MEMBERS if not hasattr(made, member)]
     if missing:
-        raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for what one needs")
+        raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for the interface")
     return made
 
 
 def read_options(words: Sequence[str]) -> dict[str, Any]:
-    """`horizon=30 split=train` as options of `make_env`: numbers and True or False as such, else text.
+    """Parse `horizon=30 split=train` into options of `make_env`: Python literals where possible, otherwise text.
 
-    Raises: ValueError when a word has no name and value.
+    Raises: ValueError when a word is not name=value.
     """
-    options = {}
+    options: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():

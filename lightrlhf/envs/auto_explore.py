@@ -1,16 +1,16 @@
 """AutoExplore, after Reflect-RL (Zhou, Du and Li 2024, https://arxiv.org/abs/2402.12621): find the file that answers.
 
-An agent gets a question about a source tree and walks through its folders: `cd d` and `cd ..`, `cat f` to read the
+An agent gets a question about a source tree and navigates its folders: `cd d` and `cd ..`, `cat f` to read the
 beginning of a file, `id f` to name the file that answers, which ends the episode. A step costs 1; naming a right file
 pays `horizon`, naming a wrong one, `exit` and running out of steps cost `horizon`. A command that fails costs
-`error_cost` more, one that does nothing new (reading a file again, leaving the root) `warning_cost` more.
+`error_cost` more, one without effect (reading a file again, leaving the root) `warning_cost` more.
 
-The tree is any folder, seen read-only through `lightrlhf.envs.tree`: no shell, no copy, no change of the working
-directory. Its questions and the list of files that an agent may see come from `datasets_prep.text_envs.make_tasks`; a
-file that is not on the list does not exist here, whatever else lies on the disk. Levels are the depth of the file that
-answers: in the root, one folder down, two folders down.
+The tree is any folder, read through `lightrlhf.envs.tree`: no shell, no copy, no change of the working directory. The
+questions and the list of files that are visible to the agent come from `datasets_prep.text_envs.make_tasks`; files that
+are not on the list do not exist for the agent. Levels are the depth of the file that answers: in the root, one folder
+down, two folders down.
 
-Left out: the authors' price per token, which was 0, and their sandbox, a copy of the tree driven by a shell.
+Left out: the authors' price per token, which was 0, and their sandbox, a copy of the tree with a shell.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightrlhf.envs.tree import UNKNOWN, Refused, Tree, as_text, is_plain_name, 
 from lightrlhf.storage.jsonl import read_jsonl
 
 LEVELS = ["depth 0", "depth 1", "depth 2"]
-MOST_ENTRIES = 100  # a state then has at most 201 commands, and there are 252 labels for them
+MAX_ENTRIES = 100  # a state then has at most 201 commands, for which 252 labels exist
 SHOWN_LINES = 10  # by `head` and `tail`
-READ_LIMIT = 2**20  # bytes that `cat`, `head` and `tail` read of a file, however large
-ECHO_LIMIT = 80  # characters of a command that an error repeats
+READ_LIMIT = 2**20  # bytes that `cat`, `head` and `tail` read of a file
+ECHO_LIMIT = 80  # characters of a command that an error message repeats
 TEXT_LIMIT = 2**16
 INSTRUCTIONS = """\
 You look for the one file of a source tree that answers a question. You stand in a folder and see its folders and \
@@ -59,16 +59,16 @@ EMPTY = Folder([], [])
 class AutoExplore(gymnasium.Env):
     """The search as a text environment; see `lightrlhf.envs.TextEnv`.
 
-    task_dir:           folder that `datasets_prep.text_envs.make_tasks` wrote
-    repo_dir:           the tree, where it is no longer where the tasks were made
-    horizon:            steps until an episode is cut
-    discretize_actions: offer `cd`, `cat` (once a file) and `id` alone; else also `ls`, `head`, `tail` and `exit`, for
+    task_dir:           folder written by `datasets_prep.text_envs.make_tasks`
+    repo_dir:           the tree, if it has moved since the tasks were made
+    horizon:            steps until an episode is truncated
+    discretize_actions: only `cd`, `cat` (once a file) and `id`; otherwise also `ls`, `head`, `tail` and `exit`, for
                         language models that write their commands
-    max_entries:        most names that are shown of a folder; which of the others are hidden depends on the task alone
-    leaveout_prob:      probability that a name off the way is hidden for an episode, for training
-    first_step:         end after one step, a success if it was one of a shortest way
+    max_entries:        maximum names shown of a folder; which other names are hidden depends on the task alone
+    leaveout_prob:      probability that a name off the path is hidden for an episode, for training
+    first_step:         end after one step, a success if a shortest path begins with it
     output_limit:       characters of a file that `cat` shows
-    split, level:       where the starts of a `reset` without options come from; all levels when not given
+    split, level:       pool of starts for a `reset` without options; all levels when no level is given
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -91,8 +91,8 @@ class AutoExplore(gymnasium.Env):
         level: int | None = None,
         render_mode: str | None = None,
     ) -> None:
-        if not 1 <= max_entries <= MOST_ENTRIES:
-            raise ValueError(f"max_entries {max_entries} must be from 1 to {MOST_ENTRIES}")
+        if not 1 <= max_entries <= MAX_ENTRIES:
+            raise ValueError(f"max_entries {max_entries} must be from 1 to {MAX_ENTRIES}")
         if not 0 <= output_limit <= TEXT_LIMIT // 2:
             raise ValueError(f"output_limit {output_limit} must be from 0 to {TEXT_LIMIT // 2}")
         if min(error_cost, warning_cost) < 0:
@@ -108,8 +108,10 @@ class AutoExplore(gymnasium.Env):
         self._drawn_from = self.starts(split, level)
         if not self._drawn_from:
             wanted = "" if level is None else f" of level {level}"
-            raise ValueError(f"task_dir {task_dir} has no task{wanted} in its split {split}; make some of another tree")
-        # Contents are shown in these letters, so that a space of texts can hold every observation.
+            raise ValueError(
+                f"task_dir {task_dir} has no task{wanted} in its split {split}; make tasks of another tree"
+            )
+        # Observations are restricted to these letters, so that a gymnasium space contains all of them.
         words = [stored["files"], [row["task"] for rows in self._tasks.values() for row in rows]]
         self._letters = frozenset(string.printable + UNKNOWN).union(*(set(text) for texts in words for text in texts))
         self.observation_space = text_space(TEXT_LIMIT, "".join(sorted(self._letters)))
@@ -137,8 +139,8 @@ class AutoExplore(gymnasium.Env):
         self._targets = sorted(path for path in targets if path[-1] in self._children.get(path[:-1], EMPTY).files)
         if not self._targets:
             raise ValueError(f"no file of the tree answers the task {self._task!r}; make the tasks again")
-        self._goals = sorted(self._targets, key=len)[: self.max_entries]  # of very many copies some are as good as all
-        self._draw = int(self.np_random.integers(2**62))  # decides what `leaveout_prob` hides in this episode
+        self._goals = sorted(self._targets, key=len)[: self.max_entries]  # a file may have very many copies
+        self._draw = int(self.np_random.integers(2**62))  # seeds what `leaveout_prob` hides in this episode
         self._shown: dict[Place, Folder] = {}
         self._here: Place = ()
         self._read: set[Place] = set()
@@ -148,7 +150,7 @@ class AutoExplore(gymnasium.Env):
         return self._text(), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """One command; what cannot be done costs more, and the next observation says why."""
+        """One command; one that fails costs more, and the next observation contains the reason."""
         if self._over:
             raise RuntimeError("the episode is over; call reset")
         action = action.strip()
@@ -166,15 +168,15 @@ class AutoExplore(gymnasium.Env):
         return self._text(), -cost, terminated, truncated, self._info(invalid=extra > 0)
 
     def expert(self) -> str | None:
-        """The next command of a shortest way: to the folder, `cat`, `id`; without `cat` when steps run short."""
+        """The next command of a shortest path: to the folder, `cat`, `id`; without `cat` if too few steps are left."""
         if self._over:
             return None
-        way = min((self._way(target) for target in self._goals), key=len)
+        path = min((self._path_to(target) for target in self._goals), key=len)
         left = self._horizon - len(self._history)
-        return way[0] if len(way) <= left else next(command for command in way if not command.startswith("cat "))
+        return path[0] if len(path) <= left else next(command for command in path if not command.startswith("cat "))
 
     def reflection(self, action: str | None = None) -> str:
-        """What is known of the place and of the file last read, and the next command."""
+        """Information about the folder and the file read last, and the next command."""
         best = self.expert()
         if best is None:
             return ""
@@ -189,7 +191,7 @@ class AutoExplore(gymnasium.Env):
 
     # ------------------------------------------------------------------------------------------------------- commands
     def _do(self, action: str) -> tuple[float, str, str]:
-        """Carry a command out: its extra cost, the result in a few words, and the text it shows."""
+        """Execute a command: its extra cost, the result in a few words, and the text it shows."""
         command, _, name = action.partition(" ")
         listing = self._listing()
         if action == "cd ..":
@@ -234,26 +236,26 @@ class AutoExplore(gymnasium.Env):
 
     # ---------------------------------------------------------------------------------------------------- observations
     def _listing(self) -> Folder:
-        """What is shown of the present folder: what leads to the answer, and a choice of the rest."""
+        """The visible entries of the current folder: those on the path to the answer, and a sample of the others."""
         if self._here not in self._shown:
             folders, files = self._children.get(self._here, EMPTY)
             depth = len(self._here)
             needed = {target[depth] for target in self._goals if target[:depth] == self._here}
             others = [name for name in (*folders, *files) if name not in needed]
             of_task, of_episode = (random.Random(f"{key}\n{self._place()}") for key in (self._task, self._draw))
-            kept = of_task.sample(others, min(len(others), max(0, self.max_entries - len(needed))))
-            shown = needed.union(name for name in kept if of_episode.random() >= self._leaveout_prob)
+            sample = of_task.sample(others, min(len(others), max(0, self.max_entries - len(needed))))
+            shown = needed.union(name for name in sample if of_episode.random() >= self._leaveout_prob)
             self._shown[self._here] = Folder([n for n in folders if n in shown], [n for n in files if n in shown])
         return self._shown[self._here]
 
     def _admissible(self) -> list[str]:
         folders, files = self._listing()
         unread = [name for name in files if (*self._here, name) not in self._read]
-        offered = ["cd .."] if self._here else []
-        offered += [f"cd {name}" for name in folders] + [f"cat {name}" for name in unread]
+        commands = ["cd .."] if self._here else []
+        commands += [f"cd {name}" for name in folders] + [f"cat {name}" for name in unread]
         if not self.discretize_actions:
-            offered += [f"{command} {name}" for command in ("head", "tail") for name in files] + ["ls", "exit"]
-        return offered + [f"id {name}" for name in files]
+            commands += [f"{command} {name}" for command in ("head", "tail") for name in files] + ["ls", "exit"]
+        return commands + [f"id {name}" for name in files]
 
     def _text(self) -> str:
         folders, files = self._listing()
@@ -269,7 +271,7 @@ class AutoExplore(gymnasium.Env):
         return information(
             None,
             [] if self._over else self._admissible(),
-            most=(2 if self.discretize_actions else 4) * self.max_entries + 3,
+            max_commands=(2 if self.discretize_actions else 4) * self.max_entries + 3,
             task=self._task,
             history=self._history,
             success=self._success,
@@ -285,17 +287,17 @@ class AutoExplore(gymnasium.Env):
         return "".join(letter if letter in self._letters else UNKNOWN for letter in text)
 
     # ---------------------------------------------------------------------------------------------------------- oracle
-    def _way(self, target: Place) -> list[str]:
-        """The commands that lead from here to naming `target`."""
+    def _path_to(self, target: Place) -> list[str]:
+        """The commands from the current folder to naming `target`."""
         *folders, name = target
         shared = 0
         while shared < min(len(folders), len(self._here)) and folders[shared] == self._here[shared]:
             shared += 1
-        way = ["cd .."] * (len(self._here) - shared) + [f"cd {folder}" for folder in folders[shared:]]
-        return way + ([] if target in self._read else [f"cat {name}"]) + [f"id {name}"]
+        path = ["cd .."] * (len(self._here) - shared) + [f"cd {folder}" for folder in folders[shared:]]
+        return path + ([] if target in self._read else [f"cat {name}"]) + [f"id {name}"]
 
     def _situation(self, best: str) -> str:
-        """What the oracle sees, in a sentence or two."""
+        """The oracle's view of the state, in a sentence or two."""
         command, _, name = best.partition(" ")
         last = self._history[-1][0].partition(" ") if self._history else ("", "", "")
         seen = ""
@@ -308,10 +310,10 @@ class AutoExplore(gymnasium.Env):
         return seen + (f"{name} fits the question." if command == "cat" else f"{name} answers the question.")
 
     def _objection(self, action: str) -> str:
-        """What is wrong with a command here; "" when nothing is."""
-        ways = [self._way(target) for target in self._goals]
-        shortest = min(map(len, ways))
-        if any(action == way[0] and len(way) == shortest for way in ways) or action == self.expert():
+        """Why a command is wrong in this state; "" if it is not."""
+        paths = [self._path_to(target) for target in self._goals]
+        shortest = min(map(len, paths))
+        if any(action == path[0] and len(path) == shortest for path in paths) or action == self.expert():
             return ""
         command, _, name = action.partition(" ")
         listing = self._listing()
@@ -337,16 +339,16 @@ def check_episode(settings: dict[str, Any]) -> None:
 
 
 def read_tasks(task_dir: str) -> tuple[dict[str, Any], dict[str, list[Start]]]:
-    """What `make_tasks` stored: `tree.json`, and the tasks of each split. Raises: ValueError, UsageError."""
+    """The contents of `tree.json`, and the tasks of each split. Raises: ValueError, UsageError."""
     path = Path(task_dir) / "tree.json"
-    make = f"make it by python -m datasets_prep.text_envs.make_tasks --repo_dir TREE --destination_dir {task_dir}"
+    make = f"write it by python -m datasets_prep.text_envs.make_tasks --repo_dir TREE --destination_dir {task_dir}"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         for file in stored["files"]:
             if not all(map(is_plain_name, parts_of(file))):
                 raise ValueError(f"{path} lists a file that cannot be shown, {file!r}; {make}")
     except FileNotFoundError:
-        raise ValueError(f"task_dir {task_dir} holds no tree.json; {make}") from None
+        raise ValueError(f"task_dir {task_dir} has no tree.json; {make}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, Refused) as problem:
         raise ValueError(f"{path} cannot be used ({type(problem).__name__}: {problem}); {make}") from None
     needs = ("task", "targets", "level")
@@ -354,7 +356,7 @@ def read_tasks(task_dir: str) -> tuple[dict[str, Any], dict[str, list[Start]]]:
 
 
 def children_of(files: list[str]) -> dict[Place, Folder]:
-    """Names of folders and files by the folder that holds them, sorted; no folder is empty."""
+    """Sorted names of folders and files by the folder that contains them; no folder is empty."""
     folders: dict[Place, set[str]] = defaultdict(set)
     plain: dict[Place, set[str]] = defaultdict(set)
     for file in files:

@@ -1,15 +1,15 @@
-"""DangerousTaxi, after Reflect-RL (Zhou, Du and Li 2024, https://arxiv.org/abs/2402.12621): a taxi that must not err.
+"""DangerousTaxi, after Reflect-RL (Zhou, Du and Li 2024, https://arxiv.org/abs/2402.12621): mistakes end the episode.
 
 Gymnasium's Taxi (v4) as text. The taxi drives to the passenger, picks them up, drives to the destination and drops
 them off; an action that changes nothing (a wall, nobody to pick up, no place to get out) ends the episode at once.
 Rewards are Taxi's divided by 20: -0.05 a step, +1 when the passenger is delivered, -0.5 for the fatal action. The
-optimum takes 13.1 steps on average over all starts and 18 at most, so the horizon is 20 steps: within the 15 of the
-authors' code only 80.7% of the starts can be solved.
+optimal policy takes 13.1 steps on average over all starts and at most 18, so the horizon is 20 steps: within the 15
+steps of the authors' code only 80.7% of the starts can be solved.
 
-Levels: `pickup` ends with the passenger aboard, `dropoff` begins there, `full` is the whole task. The oracle reads its
-way off a table of distances, made once from gymnasium's table of transitions.
+Levels: `pickup` ends with the passenger aboard, `dropoff` begins there, `full` is the whole task. The oracle uses a
+table of distances, computed once from gymnasium's transitions.
 
-Left out: Taxi's rain and changes of mind, and its pictures.
+Left out: Taxi's rain, changing destinations, and rendered images.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ picking up where no passenger waits, dropping off anywhere but at R, G, Y or B o
 
 
 class Tables(NamedTuple):
-    """All that is known of the 500 states."""
+    """Precomputed properties of the 500 states."""
 
     following: np.ndarray  # (500, 6) the next state, int64
     rewards: np.ndarray  # (500, 6) Taxi's own
     delivers: np.ndarray  # (500, 6) bool, the passenger arrives
-    to_aboard: np.ndarray  # (500,) steps of the shortest way until the passenger is aboard
-    to_delivery: np.ndarray  # (500,) steps of the shortest way until they arrive
+    to_aboard: np.ndarray  # (500,) steps of a shortest path until the passenger is aboard
+    to_delivery: np.ndarray  # (500,) steps of a shortest path until they arrive
     texts: list[str]
     places: list[tuple[int, int, int, int]]  # row, column, passenger, destination
     stands: list[tuple[int, int]]  # of R, G, Y, B
@@ -56,7 +56,7 @@ class Tables(NamedTuple):
 
 @functools.cache
 def tables() -> Tables:
-    """Made once in a process, from gymnasium's transitions."""
+    """Computed once per process, from gymnasium's transitions."""
     taxi: Any = gymnasium.make("Taxi-v4").unwrapped
     outcome = [[taxi.P[state][action][0] for action in range(len(ACTIONS))] for state in range(500)]
     following = np.array([[next_state for _, next_state, _, _ in row] for row in outcome])
@@ -78,7 +78,7 @@ def tables() -> Tables:
 
 
 def _distances(following: np.ndarray, arrives: np.ndarray) -> np.ndarray:
-    """(500,) steps of the shortest way to one that `arrives`: breadth first, backwards from the goal."""
+    """(500,) steps of a shortest path to a transition that `arrives`: breadth-first search backwards from the goal."""
     distance = np.full(len(following), np.inf)
     distance[arrives.any(1)] = 1
     for steps in range(2, len(following)):
@@ -103,7 +103,7 @@ def _drawn(taxi: Any, row: int, column: int, passenger: int, destination: int) -
 
 
 def _divided(places: list[tuple[int, int, int, int]], stands: list[tuple[int, int]]) -> dict[str, list[list[int]]]:
-    """Starts by split and level. `pickup` and `full` share theirs: a start of one is in the same split of the other."""
+    """Starts by split and level. `pickup` and `full` have the same states in each split."""
     waiting = [s for s, (_, _, passenger, destination) in enumerate(places) if passenger not in (ABOARD, destination)]
     riding = [
         s
@@ -124,10 +124,10 @@ def _divided(places: list[tuple[int, int, int, int]], stands: list[tuple[int, in
 class DangerousTaxi(gymnasium.Env):
     """The taxi as a text environment; see `lightrlhf.envs.TextEnv`.
 
-    horizon:      steps until an episode is cut
+    horizon:      steps until an episode is truncated
     pickup_bonus: extra reward when the passenger is picked up for the first time
-    first_step:   end after one step, with reward 1 and a success if a shortest way begins with it
-    split, level: where the starts of a `reset` without options come from; all states of the level when not given
+    first_step:   end after one step, with reward 1 and success if a shortest path begins with it
+    split, level: pool of starts for a `reset` without options; all states of the level when no split is given
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -155,10 +155,11 @@ class DangerousTaxi(gymnasium.Env):
         self._drawn_from = [start for name in splits for start in self.starts(name, level)]
         self.observation_space = text_space(max_length=128)
         self.action_space = text_space(max_length=128)
-        self._state: int | None = None
+        self._state, self._level = 0, level
+        self._over = True
 
     def starts(self, split: str, level: int | None = None) -> list[Start]:
-        """Fixed starts of a split: plain dicts of state and level. Raises: ValueError for an unknown split."""
+        """Fixed starts of a split: dicts of state and level. Raises: ValueError for an unknown split."""
         if split not in self._tables.starts:
             raise ValueError(f"split {split} must be one of {', '.join(self._tables.starts)}")
         levels = range(len(LEVELS)) if level is None else [level]
@@ -181,8 +182,8 @@ class DangerousTaxi(gymnasium.Env):
         return self._tables.texts[self._state], self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """One action; what is none of `actions` changes nothing, and so is fatal."""
-        if self._state is None or self._over:
+        """One action; a text that is not one of `actions` changes nothing, so it is fatal."""
+        if self._over:
             raise RuntimeError("the episode is over; call reset")
         before = self._state
         index = ACTIONS.index(action) if action in ACTIONS else None
@@ -211,13 +212,13 @@ class DangerousTaxi(gymnasium.Env):
         return self._tables.texts[self._state], reward, terminated, truncated, self._info(invalid)
 
     def expert(self) -> str | None:
-        """The next action of a shortest way, by the order of `actions` among equals."""
+        """The next action of a shortest path; the first in the order of `actions` if there are several."""
         if self._over:
             return None
         return next(action for action in ACTIONS if self._steps_after(action) < self._steps_left())
 
     def reflection(self, action: str | None = None) -> str:
-        """Where the taxi is, what would be fatal or wrong, and the next action."""
+        """The taxi's position, what would be fatal or wrong, and the next action."""
         best = self.expert()
         if best is None:
             return ""
@@ -249,10 +250,10 @@ class DangerousTaxi(gymnasium.Env):
 
     def _steps_left(self) -> float:
         distances = self._tables.to_aboard if self._level == PICKUP else self._tables.to_delivery
-        return distances[self._state]
+        return float(distances[self._state])
 
     def _steps_after(self, action: str) -> float:
-        """Steps that remain after an action that may be fatal."""
+        """Steps that remain after an action, infinite after a fatal one."""
         index = ACTIONS.index(action)
         after = self._tables.following[self._state, index]
         if after == self._state:

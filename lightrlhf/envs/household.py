@@ -1,13 +1,13 @@
-"""Small household games for ALFWorld's engine, made from nothing: they are not the ALFWorld benchmark.
+"""Small generated household games for ALFWorld's engine; they are not the ALFWorld benchmark.
 
-A game is one room with eight or nine places and six or seven things, and one of ALFRED's six kinds of tasks: put a
-thing somewhere, two of them, a clean, hot or cool one, or look at it under a lamp. Goals and their wordings, and which
-thing fits where or can be heated, are those of the `alfworld` package; what is left out of its world is size: the
-published games have some twenty-five places, several copies of most things, and layouts taken from rendered rooms.
+A game is one room with eight or nine places and six or seven things, and one of ALFRED's six task types: put a thing
+somewhere, two of them, a clean, hot or cool one, or look at it under a lamp. Goals, their wordings, where a thing fits
+and what can be heated come from the `alfworld` package. The published games are larger: about twenty-five places,
+several copies of most things, and layouts from rendered rooms.
 
-A game is named by a plain dict, its *start*: kind, object, target and room number say everything about it, with
-`places` and `things` where the room has other sizes. Pairs of object and target are divided among the splits, so a test
-game asks for what no training game asked for.
+A game is identified by a dict, its *start*: kind, object, target and room number determine it, with `places` and
+`things` if the room has other sizes. Pairs of object and target are divided among the splits, so no pair of a test
+game occurs in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARES = {"test": 0.2, "validation": 0.1}  # of the pairs of object and target
 ALWAYS = ["CounterTop", "Desk", "Fridge", "Microwave", "SinkBasin"]
 SOMETIMES = ["Cabinet", "DiningTable", "Drawer", "Dresser", "GarbageCan", "Safe", "Shelf", "SideTable"]
 LAMP = "DeskLamp"
-MOST_PLACES, MOST_THINGS = len(ALWAYS + SOMETIMES), 20
+MAX_PLACES, MAX_THINGS = len(ALWAYS + SOMETIMES), 20
 FOOD = ["Apple", "Bread", "Egg", "Lettuce", "Potato", "Tomato"]
 DISHES = ["Bowl", "ButterKnife", "Cup", "Fork", "Kettle", "Ladle", "Mug", "Pan", "Plate", "Pot", "Spatula", "Spoon"]
 LITTLE = ["Book", "CD", "CellPhone", "CreditCard", "KeyChain", "Newspaper", "Pen", "Pencil", "RemoteControl", "Watch"]
@@ -39,8 +39,8 @@ Start = dict[str, Any]
 
 
 def starts(split: str, **sizes: int) -> list[Start]:
-    """The games of a split, kind by kind; the same in every process. `sizes`: `places` and `things`, where given."""
-    found = []
+    """The games of a split, kind by kind; the same in every process. `sizes`: `places` and `things`, if given."""
+    games: list[Start] = []
     for level, kind in enumerate(KINDS):
         pairs = pairs_of(kind)
         random.Random(f"household {kind}").shuffle(pairs)
@@ -49,12 +49,13 @@ def starts(split: str, **sizes: int) -> list[Start]:
         part = (parts | {"train": pairs[test + validation :]})[split]
         for number in range(GAMES[split]):
             thing, target = part[number % len(part)]
-            found.append({"kind": kind, "object": thing, "target": target, "room": number, "level": level} | sizes)
-    return found
+            game = {"kind": kind, "object": thing, "target": target, "room": number, "level": level}
+            games.append(game | sizes)
+    return games
 
 
 def pairs_of(kind: str) -> list[tuple[str, str]]:
-    """What a task of this kind may ask for: a thing and where to put it, or the lamp to look at it under."""
+    """Possible pairs of a task of this kind: a thing and where to put it, or the lamp to look at it under."""
     if kind == "look_at_obj_in_light":
         return [(thing, LAMP) for thing in LITTLE + DISHES]
     able = VAL_ACTION_OBJECTS[NEEDED[kind]] if kind in NEEDED else THINGS
@@ -67,17 +68,14 @@ def fits(thing: str, place: str) -> bool:
 
 
 def task_of(start: Start) -> str:
-    """The task in the words of the package, such as `put a hot potato in fridge`."""
+    """The task in the package's wording, such as `put a hot potato in fridge`."""
     words = gdict[start["kind"]]["templates"]
     names = {"obj": start["object"], "recep": start["target"], "toggle": start["target"]}
     return words[start["room"] % len(words)].format(**{role: name.lower() for role, name in names.items()})
 
 
 def problem_of(start: Start) -> str:
-    """The game's PDDL problem, for the domain that the package brings.
-
-    Raises: ValueError when there is no such game.
-    """
+    """The game's PDDL problem, for the package's domain. Raises: ValueError when there is no such game."""
     kind, thing, target = start["kind"], start["object"], start["target"]
     if kind not in KINDS or (thing, target) not in pairs_of(kind):
         raise ValueError(f"there is no household game of {kind} with {thing} and {target}")
@@ -102,7 +100,7 @@ def problem_of(start: Start) -> str:
     ]
     objects = ["agent1 - agent", "loc_0 - location", *types, *declared]
     first = ["(= (total-cost) 0)", "(atLocation agent1 loc_0)", *contains, *facts]
-    # The goal of the package also brings the bracket that closes the definition.
+    # The package's goal includes the bracket that closes the definition.
     return "\n".join(
         ["(define (problem household) (:domain alfred) (:objects", *objects, ") (:init", *first, ")", goal]
     )
@@ -115,7 +113,7 @@ def _room(rng: random.Random, target: str) -> list[str]:
 
 
 def _small_room(rng: random.Random, kind: str, thing: str, target: str, size: int) -> list[str]:
-    """So many places, three or more: where the thing goes to, what is needed on the way, where it may lie, others."""
+    """`size` places, three or more: the target, a required appliance, a place where the thing may lie, and others."""
     needed = ["Desk"] if target == LAMP else [target]
     needed += [TOOLS[NEEDED[kind]]] if kind in NEEDED and TOOLS[NEEDED[kind]] != target else []
     others = [place for place in ALWAYS + SOMETIMES if place not in needed]
@@ -146,5 +144,5 @@ def _things(placed: list[tuple[str, int]], places: list[str]) -> Iterator[tuple[
 
 
 def _place(place: str) -> str:
-    """A name as the published games write theirs, which the package turns into `fridge 1` or `sinkbasin 1`."""
+    """A name in the format of the published games, which the package displays as `fridge 1` or `sinkbasin 1`."""
     return "sink_bar_1_bar_sinkbasin" if place == "SinkBasin" else f"{place.lower()}_bar_1"

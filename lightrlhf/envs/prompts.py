@@ -1,19 +1,19 @@
-"""How a state becomes a prompt: the one place for fine-tuning, reinforcement learning and evaluation.
+"""Prompts of a state: one format for fine-tuning, reinforcement learning and evaluation.
 
-    task                                  what stays the same comes first, so that prompts of one episode
-    > command                             share their beginning
+    task                                  constant parts come first, so that prompts of an episode share a prefix
+    > command
     result
     observation
-    # Analyze:                            a reflector goes on from here; it never sees the commands
+    # Analyze:                            the reflector continues from here; its prompt has no commands
     reflection
     # Choose:
     0. first command
     1. second command
     # Action:
-    0                                     a policy answers with one label
+    0                                     the policy answers with one label
 
-A label is a single token, which `label_ids` checks, so that a policy chooses among commands by one row of logits.
-Without a reflection the part under `# Analyze:` is left out.
+A label is a single token (`label_ids` checks it), so that a policy chooses among commands by one row of logits.
+Without a reflection the section `# Analyze:` is omitted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.tokens import encode_response
 from lightrlhf.envs import Info
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ANALYZE, CHOOSE, ACTION = "# Analyze:", "# Choose:", "# Action:"
-# Single characters first: they are one token for nearly every tokenizer, "10" to "199" only for some.
+# Single characters first: they are one token in nearly every tokenizer, "10" to "199" only in some.
 SINGLE = [*string.digits, *string.ascii_lowercase, *string.ascii_uppercase]
 CHOICES = [*SINGLE, *map(str, range(10, 200))]
 
 
 def choices(n: int) -> list[str]:
-    """The first `n` labels. Raises: RunFailure when there are not so many."""
+    """The first `n` labels. Raises: RunFailure when there are fewer."""
     if n > len(CHOICES):
         raise RunFailure(f"the environment has {n} commands in one state, but there are only {len(CHOICES)} labels")
     return CHOICES[:n]
@@ -43,42 +46,42 @@ def choices(n: int) -> list[str]:
 def labels_for(info: Info, shuffle: random.Random | None = None, pool: int = len(SINGLE)) -> list[str]:
     """A label for each of `info["admissible"]`, in that order.
 
-    Where an environment's commands are fixed, a command has the same label in every state. With `shuffle` the labels
-    are drawn at random from the first `pool`. Raises: RunFailure when a state offers more commands than labels.
+    If an environment's commands are fixed, a command has the same label in every state. With `shuffle` the labels are
+    drawn at random from the first `pool`. Raises: RunFailure when a state has more commands than there are labels.
     """
     mask = info["action_mask"]
     labels = choices(len(mask)) if shuffle is None else shuffle.sample(choices(max(pool, len(mask))), len(mask))
-    return [label for label, offered in zip(labels, mask) if offered]
+    return [label for label, available in zip(labels, mask) if available]
 
 
 def label_of(action: str, info: Info, labels: Sequence[str]) -> str:
-    """The label of a command that is offered. Raises: ValueError when it is not."""
+    """The label of an admissible command. Raises: ValueError for any other."""
     return labels[info["admissible"].index(action)]
 
 
 def action_of(label: str, info: Info, labels: Sequence[str]) -> str | None:
-    """The command of a label, None for any other text."""
+    """The command of a label; None for any other text."""
     label = label.strip()
     return info["admissible"][labels.index(label)] if label in labels else None
 
 
-def label_ids(tokenizer: Any, labels: Sequence[str]) -> list[int]:
-    """The token of each label, as a response begins with it.
+def label_ids(tokenizer: PreTrainedTokenizerBase, labels: Sequence[str]) -> list[int]:
+    """The token id of each label at the beginning of a response.
 
-    Raises: UsageError when a label is not one token, or two labels are the same one.
+    Raises: UsageError when a label is not a single token, or two labels are the same token.
     """
-    ids = []
+    ids: list[int] = []
     for label in labels:
         tokens = encode_response(tokenizer, label)[:-1]
         if len(tokens) != 1 or tokens[0] in ids:
-            usable = f"{len(ids)} commands in a state are the most this tokenizer can tell apart"
+            usable = f"this tokenizer supports at most {len(ids)} commands in a state"
             raise UsageError(f"the label {label!r} is not a token of its own but {tokens}; {usable}")
         ids += tokens
     return ids
 
 
 def state_prompt(text: str, info: Info, with_history: bool = False) -> str:
-    """Task, history and observation, one below the other; ends in a line break."""
+    """Task, history and observation, each on lines of its own; ends in a line break."""
     parts = [info["task"]] if info["task"] else []
     if with_history:
         parts += [f"> {action}\n{result}" if result else f"> {action}" for action, result in info["history"]]
@@ -86,24 +89,27 @@ def state_prompt(text: str, info: Info, with_history: bool = False) -> str:
 
 
 def reflection_prompt(text: str, info: Info, with_history: bool = False) -> str:
-    """What a reflector goes on from."""
+    """The prompt of the reflector."""
     return state_prompt(text, info, with_history) + ANALYZE + "\n"
 
 
 def policy_prompt(
     text: str, info: Info, reflection: str | None, labels: Sequence[str] | None, with_history: bool = False
 ) -> str:
-    """What a policy answers with a label, without `labels` with a command; `reflection` None leaves that part out."""
+    """The prompt of the policy, which answers with a label, or if `labels` is None with a command.
+
+    `reflection` None omits that section.
+    """
     prompt = state_prompt(text, info, with_history)
     if reflection is not None:
         prompt += f"{ANALYZE}\n{tidy(reflection)}\n"
     marks = ["-"] * len(info["admissible"]) if labels is None else [f"{label}." for label in labels]
-    offered = "".join(f"{mark} {action}\n" for mark, action in zip(marks, info["admissible"], strict=True))
-    return f"{prompt}{CHOOSE}\n{offered}{ACTION}\n"
+    commands = "".join(f"{mark} {action}\n" for mark, action in zip(marks, info["admissible"], strict=True))
+    return f"{prompt}{CHOOSE}\n{commands}{ACTION}\n"
 
 
 def tidy(reflection: str) -> str:
-    """A reflection as it stands in a prompt: what a model wrote past the end of its part is cut off."""
+    """A reflection as it is inserted into a prompt: cut at the first heading that the model generated."""
     for heading in (ANALYZE, CHOOSE, ACTION):
         reflection = reflection.partition(heading)[0]
     return reflection.strip()

@@ -1,4 +1,4 @@
-"""ALFWorld: the real engine plays generated games and published ones, the planner wins, nothing leaks out."""
+"""ALFWorld: the engine plays generated and published games, the planner wins, no global state is changed."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def play(env, start) -> dict:
 def test_the_games_are_fixed_and_no_pair_of_thing_and_target_crosses_splits():
     games = {split: household.starts(split) for split in SPLITS}
     assert json.loads(json.dumps(games)) == games
-    assert {split: len(found) for split, found in games.items()} == {"train": 6000, "validation": 120, "test": 240}
+    assert {split: len(part) for split, part in games.items()} == {"train": 6000, "validation": 120, "test": 240}
     pairs = [{(g["kind"], g["object"], g["target"]) for g in games[split]} for split in SPLITS]
     assert not pairs[0] & pairs[1] | pairs[0] & pairs[2] | pairs[1] & pairs[2]
     assert len({json.dumps(game) for split in SPLITS for game in games[split]}) == 6 * (1000 + 20 + 40)
 
 
-def test_each_game_has_what_its_task_asks_for_somewhere_else():
+def test_each_game_has_the_tasks_things_away_from_the_target():
     for game in (game for split in SPLITS for game in household.starts(split)):
         problem = household.problem_of(game)
         things = problem.count(f"(objectType {game['object'].lower()}_bar_")
@@ -70,7 +70,7 @@ def test_each_game_has_what_its_task_asks_for_somewhere_else():
         )
 
 
-def test_a_small_room_has_what_its_task_needs_and_not_much_else():
+def test_a_small_room_has_the_things_and_places_of_its_task():
     for places, things in ((3, 0), (4, 2), (13, 20)):
         for game in (game for split in SPLITS for game in household.starts(split, places=places, things=things)):
             assert (game["places"], game["things"]) == (places, things)
@@ -99,7 +99,7 @@ def test_the_planner_wins_a_game_of_each_kind(level, env):
     assert info["task"].startswith("Your task is to: ") and info["admissible"] == [] and env.reflection() == ""
 
 
-def test_the_planner_finds_its_way_from_wherever_a_wanderer_left_off(env):
+def test_the_planner_wins_after_random_steps(env):
     rng = random.Random(3)
     _, info = env.reset(options=GAME | {"horizon": 60})
     for _ in range(12):
@@ -110,7 +110,7 @@ def test_the_planner_finds_its_way_from_wherever_a_wanderer_left_off(env):
     assert info["success"]
 
 
-def test_commands_and_words_are_those_of_the_engine_as_it_comes(env):
+def test_commands_and_texts_are_those_of_the_unmodified_engine(env):
     infos = textworld.EnvInfos(admissible_commands=True, won=True, policy_commands=True)
     plain = AlfredDemangler(PddlEnv(infos))
     arguments = list(sys.argv)
@@ -120,15 +120,15 @@ def test_commands_and_words_are_those_of_the_engine_as_it_comes(env):
     _, info = env.reset(options=GAME)
     rng = random.Random(1)
     for step in range(10):
-        offered = [command for command in state.admissible_commands if command != "help"]
-        assert info["admissible"] == offered and (step or env.expert() == state.policy_commands[0])
-        command = rng.choice(offered)
+        commands = [command for command in state.admissible_commands if command != "help"]
+        assert info["admissible"] == commands and (step or env.expert() == state.policy_commands[0])
+        command = rng.choice(commands)
         state, *_ = plain.step(command)
         *_, info = env.step(command)
         assert info["history"][-1] == (command, " ".join(state.feedback.split()))
 
 
-def test_what_is_seen_and_held_is_remembered(env):
+def test_observations_contain_the_things_seen_and_held(env):
     text, info = env.reset(options=GAME)
     assert text == "At: -. Holding: -.\nSeen: -."
     assert info["task"].startswith(
@@ -150,7 +150,7 @@ def test_what_is_seen_and_held_is_remembered(env):
 
 
 @pytest.mark.parametrize("command", ["fly", "", "go to moon 1", "help me", "go to fridge 1; rm -rf", "é\0🌍" * 300])
-def test_a_command_that_is_not_offered_changes_nothing(command, env):
+def test_a_command_that_is_not_admissible_changes_nothing(command, env):
     _, before = env.reset(options=GAME | {"horizon": 2})
     text, reward, terminated, truncated, info = env.step(command)
     assert info["invalid"] and reward == 0 and not terminated and not truncated
@@ -163,7 +163,7 @@ def test_a_command_that_is_not_offered_changes_nothing(command, env):
 
 def test_reflections_say_what_is_wrong_and_what_to_do(env):
     env.reset(options=GAME)
-    plan = list(env._way())
+    plan = list(env._current_plan())
     take = next(command for command in plan if command.startswith("take"))
     assert env.reflection() == f"To do: {take}. Next: {plan[0]}."
     for command, reason in (
@@ -198,8 +198,8 @@ def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(capsys):
     assert capsys.readouterr().out == other and len(other) > 1000
 
 
-def test_several_at_once_do_not_meet_and_leave_everything_else_alone(env):
-    outside = list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule
+def test_several_environments_are_independent_and_change_no_global_state(env):
+    originals = list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule
     many = gymnasium.vector.SyncVectorEnv([lambda: make_env("alfworld")] * 2)
     texts, infos = many.reset(seed=5)
     tasks = [env.reset(seed=seed)[1]["task"] for seed in (5, 6)]
@@ -210,13 +210,13 @@ def test_several_at_once_do_not_meet_and_leave_everything_else_alone(env):
         text, *_ = env.step(command)
         texts, *_ = many.step([command, "look"])
         assert texts[0] == text
-    assert outside == (list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule)
+    assert originals == (list(sys.argv), fast_downward.pddl2sas, pddl_logic.GameLogic, textgen.Rule)
     many.close()
 
 
 # ------------------------------------------------------------------------------------------------------ published games
 def publish(folder, game, name: str, kind: str | None = None, **changes) -> None:
-    """Write a game as the benchmark's files are laid out."""
+    """Write a game in the layout of the benchmark's files."""
     folder = folder / name / "trial_T20190907_174127_043461"
     folder.mkdir(parents=True)
     content = alfworld.game_of(game, None) | {"solvable": True} | changes
@@ -226,7 +226,7 @@ def publish(folder, game, name: str, kind: str | None = None, **changes) -> None
 
 @pytest.fixture
 def benchmark(tmp_path):
-    """A folder as `alfworld-download` leaves it, with games of ours: the published ones are not to be had offline."""
+    """A folder in the layout of `alfworld-download`, with generated games: the published ones need a download."""
     for folder in ("train", "valid_seen", "valid_unseen"):
         publish(tmp_path / folder, GAME, "pick_heat_then_place_in_recep-Potato-None-DiningTable-7")
     look = next(start for start in household.starts("train") if start["level"] == 1)
@@ -239,10 +239,7 @@ def benchmark(tmp_path):
 
 def test_games_of_the_benchmark_are_found_and_played(benchmark):
     env = make_env("alfworld", data_dir=str(benchmark), horizon=50)
-    assert [start["level"] for start in env.starts("train")] == [
-        1,
-        3,
-    ]  # by path; slices and the unsolvable are left out
+    assert [start["level"] for start in env.starts("train")] == [1, 3]  # by path, without sliced and unsolvable ones
     (start,) = env.starts("test")
     assert start["game"].startswith("valid_unseen/pick_heat") and env.starts("validation", 0) == []
     info = play(env, start)
@@ -256,8 +253,8 @@ def test_bad_options_and_games_are_refused_in_one_line(benchmark, env, tmp_path)
         ({"horizon": 0}, "horizon 0 must be at least 1"),
         ({"places": 2}, "places 2 must be from 3 to 13"),
         ({"things": 21}, "things 21 must be from 0 to 20"),
-        ({"things": 2, "data_dir": str(benchmark)}, "things is for household games; the benchmark's are as they are"),
-        ({"data_dir": "nowhere"}, "data_dir nowhere is no folder; get the games by alfworld-download"),
+        ({"things": 2, "data_dir": str(benchmark)}, "things is for household games"),
+        ({"data_dir": "nowhere"}, "data_dir nowhere.*alfworld-download"),
     ):
         with pytest.raises(UsageError, match=line):
             make_env("alfworld", **options)
@@ -267,9 +264,9 @@ def test_bad_options_and_games_are_refused_in_one_line(benchmark, env, tmp_path)
         env.starts("dev")
     with pytest.raises(ValueError, match="there is no household game"):
         env.reset(options=GAME | {"object": "Bed"})
-    with pytest.raises(ValueError, match="is no game"):
+    with pytest.raises(ValueError, match="gone.tw-pddl"):
         env.reset(options={"game": "gone.tw-pddl", "level": 0})
     broken = make_env("alfworld", data_dir=str(benchmark))
     next((benchmark / "valid_seen").rglob("traj_data.json")).write_text("{}")
-    with pytest.raises(ValueError, match="is no game of the benchmark"):
+    with pytest.raises(ValueError, match="of the benchmark"):
         broken.starts("validation")

@@ -28,13 +28,13 @@ def taxi():
 
 
 def play(env, start, choose, seed=None):
-    """Everything an episode says, with numbers as they are."""
+    """All outputs of an episode."""
     text, info = env.reset(seed=seed, options=start)
-    said = [(text, 0.0, False, False, plain(info))]
-    while not (said[-1][2] or said[-1][3]):
+    steps = [(text, 0.0, False, False, plain(info))]
+    while not (steps[-1][2] or steps[-1][3]):
         text, reward, terminated, truncated, info = env.step(choose(env))
-        said.append((text, reward, terminated, truncated, plain(info)))
-    return said
+        steps.append((text, reward, terminated, truncated, plain(info)))
+    return steps
 
 
 def plain(info):
@@ -61,30 +61,30 @@ for seed in range(3):
         over = terminated or truncated
         print(text, reward, info, taxi.reflection(), taxi.reflection("west"))
 """
-    said = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code], env=environment() | {"PYTHONHASHSEED": hashed}, cwd=ROOT,
             capture_output=True, text=True, check=True, timeout=PATIENCE,
         ).stdout
         for hashed in ("1", "2")
     ]  # fmt: skip
-    assert said[0] == said[1] and len(said[0]) > 1000
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 1000
 
 
-def test_two_environments_do_not_share_anything(taxi):
+def test_two_environments_share_no_state(taxi):
     other = make_env("dangerous_taxi")
     start, another = taxi.starts("train", FULL)[:2]
     alone = play(taxi, start, lambda env: env.expert())
     text, _ = other.reset(options=another)
     seen = []
 
-    def meddling(env):
+    def interfering(env):
         if other.expert():
             other.step(other.expert())
         seen.append(text)
         return env.expert()
 
-    assert play(taxi, start, meddling) == alone and seen
+    assert play(taxi, start, interfering) == alone and seen
 
 
 def test_starts_are_fixed_plain_and_in_one_split_only(taxi):
@@ -137,14 +137,14 @@ def test_an_environment_of_your_own_by_import_path(monkeypatch, tmp_path):
         ("mine:Mute", {}, "has no reflection"),
         ("mine:Fast", {}, "cannot be imported"),
         ("yours:Slow", {}, "cannot be imported"),
-        ("taxi", {}, "or an import path such as package.module:Class"),
+        ("taxi", {}, "package.module:Class"),
         ("mine:Slow", {"speed": 3}, "its options are: horizon"),
         ("dangerous_taxi", {"horizon": 0}, "horizon 0 must be at least 1"),
         ("dangerous_taxi", {"split": "dev"}, "split dev must be one of train"),
     ):
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as problem:
             make_env(name, **options)
-        assert line in str(told.value) and name in str(told.value)
+        assert line in str(problem.value) and name in str(problem.value)
 
 
 def test_options_from_the_command_line():
@@ -162,7 +162,7 @@ def test_options_from_the_command_line():
             read_options([word])
 
 
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gymnasium", None)
         patch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi")
@@ -176,7 +176,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 # --------------------------------------------------------------------------------------------------------------- taxi
 def test_the_oracle_is_optimal_on_every_start(taxi):
-    """Against a plain search through gymnasium's transitions, one per start."""
+    """Compared with a search through gymnasium's transitions, one per start."""
     table = gymnasium.make("Taxi-v4").unwrapped.P
     lengths = []
     for start in [start for split in SPLITS for start in taxi.starts(split)]:
@@ -201,26 +201,26 @@ def shortest(table, start) -> int:
             if after not in seen:
                 seen.add(after)
                 waiting.append((after, steps + 1))
-    raise AssertionError("no way")
+    raise AssertionError("no path")
 
 
-def test_the_oracle_also_finds_the_way_back(taxi):
-    """From wherever harmless random steps lead, within the steps that its own table promises."""
+def test_the_oracle_recovers_from_harmless_random_steps(taxi):
+    """Within the number of steps in its own table."""
     rng = random.Random(0)
     for start in rng.choices(taxi.starts("train"), k=100):
         taxi.reset(options=start | {"horizon": 100})
         for _ in range(rng.randrange(12)):
             harmless = [a for a in taxi.actions if not taxi._is_fatal(a) and taxi._steps_after(a) > 0]
             taxi.step(rng.choice(harmless))
-        promised, steps, over = taxi._steps_left(), 0, False
+        expected, steps, over = taxi._steps_left(), 0, False
         while not over:
             *_, over, _, info = taxi.step(taxi.expert())
             steps += 1
-        assert info["success"] and steps == promised
+        assert info["success"] and steps == expected
 
 
-def test_whatever_changes_nothing_ends_the_episode_also_on_the_first_step(taxi):
-    grid = {}
+def test_an_action_that_changes_nothing_ends_the_episode_also_on_the_first_step(taxi):
+    fatal = {}
     for start in taxi.starts("train", FULL):
         for action in [*taxi.actions, "fly", ""]:
             before, _ = taxi.reset(options=start)
@@ -228,8 +228,8 @@ def test_whatever_changes_nothing_ends_the_episode_also_on_the_first_step(taxi):
             assert terminated == (text == before) == info["invalid"] and not truncated
             assert reward == (-0.5 if terminated else -0.05 if action != "pickup" else pytest.approx(-0.05))
             assert info["cost"] == -reward and len(info["history"]) == 1
-            grid[action] = grid.get(action, 0) + terminated
-    assert grid["fly"] == grid[""] == grid["dropoff"] == 210 and 0 < grid["west"] < grid["pickup"] < 210
+            fatal[action] = fatal.get(action, 0) + terminated
+    assert fatal["fly"] == fatal[""] == fatal["dropoff"] == 210 and 0 < fatal["west"] < fatal["pickup"] < 210
 
 
 def test_an_ended_episode_takes_no_more_steps(taxi):
@@ -267,7 +267,7 @@ def test_a_second_pickup_earns_no_second_bonus(taxi):
     assert rewards == pytest.approx([0.95, -0.05, -0.05])
 
 
-def test_the_horizon_cuts_and_does_not_end(taxi):
+def test_the_horizon_truncates_and_does_not_terminate(taxi):
     start = next(s for s in taxi.starts("train", FULL) if taxi.reset(options=s) and taxi._steps_left() > 4)
     episode = play(taxi, start | {"horizon": 3}, lambda env: env.expert())
     assert len(episode) == 4 and [step[2:4] for step in episode] == [(False, False)] * 3 + [(False, True)]
@@ -288,8 +288,8 @@ def test_with_first_step_one_step_is_the_episode_and_a_right_one_a_success(taxi)
     assert len(seen) == 3 and make_env("dangerous_taxi", first_step=True).first_step
 
 
-def test_the_grid_tells_every_state_apart(taxi):
-    """All that can be met: 300 with the passenger waiting, 100 with them aboard."""
+def test_the_grid_is_different_for_every_state(taxi):
+    """Reachable states: 300 with the passenger waiting, 100 with them aboard."""
     table = taxi._tables
     states = [s for s, (*_, passenger, destination) in enumerate(table.places) if passenger != destination]
     assert len(states) == len({table.texts[s] for s in states}) == 400
@@ -301,7 +301,7 @@ def test_the_grid_tells_every_state_apart(taxi):
         assert ("P" in table.texts[state]) == (mark == "T")
 
 
-def test_reflections_say_what_is_true(taxi):
+def test_reflections_are_correct(taxi):
     for start in taxi.starts("validation"):
         taxi.reset(options=start)
         best = taxi.expert()
@@ -329,7 +329,7 @@ def a_state(mask=(True, True, True), actions=("left", "right", "wait")):
 def test_prompts_of_one_state():
     info = a_state((True, False, True))
     labels = prompts.labels_for(info)
-    assert labels == ["0", "2"]  # a command keeps its label when another one is not offered
+    assert labels == ["0", "2"]  # a command keeps its label when another one is not admissible
     assert prompts.reflection_prompt("A hall.", info) == "Find the door.\nA hall.\n# Analyze:\n"
     assert prompts.policy_prompt("A hall.", info, "Go left.", labels, with_history=True) == (
         "Find the door.\n> wait\nNothing.\nA hall.\n# Analyze:\nGo left.\n# Choose:\n0. left\n2. wait\n# Action:\n"
@@ -339,7 +339,7 @@ def test_prompts_of_one_state():
     assert prompts.tidy(" Go left. \n# Action:\n1 # Analyze:") == "Go left."
 
 
-def test_labels_and_actions_are_each_others_inverse_also_shuffled():
+def test_labels_and_actions_are_inverse_to_each_other_also_shuffled():
     info = information(None, [f"cat {n}" for n in range(30)])
     for shuffle in (None, random.Random(3)):
         labels = prompts.labels_for(info, shuffle, pool=40)
@@ -358,7 +358,7 @@ def test_labels_are_single_tokens_or_refused(tokenizer):
         prompts.label_ids(tokenizer, prompts.choices(63))
 
 
-def test_the_protocol_names_what_is_checked():
+def test_the_protocol_contains_all_checked_members():
     from lightrlhf.envs import TextEnv
 
     described = set(TextEnv.__annotations__) | {name for name in vars(TextEnv) if not name.startswith("_")}
