@@ -30,7 +30,8 @@ from lightrlhf.cli.lists import PAIRS, TEXTS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.envs import make_env, prompts, read_options
-from lightrlhf.envs.agents import ActingArgs, Decision, ModelAgent, Reflector, Seat, num_choices, play
+from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, num_choices
+from lightrlhf.envs.episodes import Decision, Seat, play
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -117,13 +118,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         acting = ActingArgs(**WAYS[way])
         labels = num_choices(envs[0], acting)
         speeds: dict[str, list[float]] = {"here": [], "generate": []}
-        comments = Reflector(reflector, tokenizer, prompts, acting, args.num_envs)
+        comments = Reflector(reflector, tokenizer, acting, args.num_envs)
         for turn in range(args.turns + 1):  # the first warms up
             for name in speeds:
                 if name == "here":
                     if way != "greedy, kept":
-                        comments.kept.clear()
-                    agent: Any = ModelAgent(policy, tokenizer, prompts, acting, labels, args.num_envs, comments)
+                        comments.comments.clear()
+                    agent: Any = ModelAgent(policy, tokenizer, acting, labels, args.num_envs, comments)
                 else:
                     agent = PlainAgent(policy.model, reflector.model, tokenizer, acting, labels)
                 started = time.perf_counter()

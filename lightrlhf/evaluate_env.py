@@ -22,21 +22,8 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS, PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.envs import make_env, prompts, read_options
-from lightrlhf.envs.agents import (
-    ActingArgs,
-    Agent,
-    Decision,
-    Episode,
-    ModelAgent,
-    Reflector,
-    Seat,
-    count,
-    num_choices,
-    oracle_agent,
-    play,
-    random_agent,
-    rates,
-)
+from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflector, num_choices
+from lightrlhf.envs.episodes import Agent, Decision, Episode, Seat, count, oracle_agent, play, random_agent, rates
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.models.loading import find_device, load_policy
@@ -177,24 +164,18 @@ def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: 
 # ----------------------------------------------------------------------------------------------------------- agents
 def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.device) -> tuple[ModelAgent, ModelAgent]:
     """An experiment's sampling and greedy agents, with the reflector of its training or of the flag."""
-    name, flag = args.experiment_dir[number], "--reflect_experiment_dir"
-    given = args.reflect_experiment_dir
+    name, given, slots = args.experiment_dir[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
     reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
     tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
     policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
-    reflection = None
-    if reflector_dir not in (None, "none"):
-        own_tokenizer = load_tokenizer(None, resolve(reflector_dir, flag))
-        frozen = load_policy(reflector_dir, ModelArgs(), own_tokenizer, flag)
-        reflection = frozen.requires_grad_(False).eval().to(device), own_tokenizer
+    sampled = acting_args(name, read_options(args.acting))
+    loaded = None if reflector_dir in (None, "none") else load_reflector(reflector_dir, sampled, slots, device)
 
     def agent(acting: ActingArgs) -> ModelAgent:
-        slots = args.rollout_mini_batch_size
-        reflector = Reflector(*reflection, prompts, acting, slots) if reflection else None
-        return ModelAgent(policy, tokenizer, prompts, acting, num_choices(env, acting), slots, reflector)
+        reflector = loaded and Reflector(loaded.policy, loaded.tokenizer, acting, slots)
+        return ModelAgent(policy, tokenizer, acting, num_choices(env, acting), slots, reflector)
 
-    sampled = acting_args(name, read_options(args.acting))
-    return agent(sampled), agent(dataclasses.replace(sampled, do_sample=False, reflect_do_sample=False))
+    return agent(sampled), agent(sampled.greedy())
 
 
 def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import epoch_order
-from lightrlhf.envs.agents import MOST_STEPS
+from lightrlhf.envs import Start
+from lightrlhf.envs.episodes import MAX_STEPS
 
 
 @dataclass(frozen=True)
@@ -16,39 +16,61 @@ class Stage:
     """A part of the curriculum."""
 
     levels: tuple[int, ...]
-    most_decisions: int = MOST_STEPS
+    max_decisions: int = MAX_STEPS
 
 
-def curriculum(args: Any, names: Sequence[str]) -> list[Stage]:
-    """The stages, each for an equal share of the iterations. Raises: UsageError when a level is unknown."""
-    unknown = [name for name in args.levels if name not in names]
-    if unknown:
-        raise UsageError(f"--levels {unknown[0]} is none of the environment's: {', '.join(names)}")
-    chosen = [number for number, name in enumerate(names) if not args.levels or name in args.levels]
-    if not args.depth_curriculum:
-        groups = [chosen]
-    else:
-        groups = [[level] for level in chosen]
-        if args.merge_first_two:
-            groups = [sum(groups[:2], []), *groups[2:]]
-        if args.merge_after_first_k:
-            first, rest = groups[: args.merge_after_first_k], groups[args.merge_after_first_k :]
-            groups = [*first, *([sum(rest, [])] if rest else [])]
-    stages = [Stage(tuple(group)) for group in groups]
-    return [Stage(stages[0].levels, most_decisions=1), *stages] if args.first_step else stages
+def curriculum(names: Sequence[str], levels: Sequence[str] = (), stages: str | None = None) -> list[Stage]:
+    """The stages of `--stages`, or one of the chosen `levels`, by default all of `names`, the environment's levels.
+
+    Raises: UsageError when a level is unknown.
+    """
+    chosen = [name for name in names if not levels or name in levels]
+    parts = [(chosen, MAX_STEPS)] if stages is None else split_stages(stages)
+    for flag, wanted in [("--levels", levels), *(("--stages", part) for part, _ in parts)]:
+        unknown = [name for name in wanted if name not in names]
+        if unknown:
+            raise UsageError(f"{flag} {unknown[0]} is no level of the environment; it has {', '.join(names)}")
+    return [Stage(tuple(names.index(name) for name in part), limit) for part, limit in parts]
+
+
+def split_stages(text: str) -> list[tuple[list[str], int]]:
+    """Level names and maximum decisions of each stage of `--stages`: `a; b+c` are two stages, `a/1` is one decision.
+
+    Raises: ValueError when a stage or a level has no name.
+    """
+    stages = []
+    for part in text.split(";"):
+        members, slash, limit = part.strip().rpartition("/1")
+        is_short = bool(slash) and not limit
+        levels = [name.strip() for name in (members if is_short else part).split("+")]
+        if "" in levels:
+            raise ValueError(
+                f'--stages {text!r} has a level without a name; write stages such as "pickup; dropoff+full"'
+            )
+        stages.append((levels, 1 if is_short else MAX_STEPS))
+    return stages
 
 
 def starts_of(
-    stage: Stage, train: dict[int, list[dict[str, Any]]], step: int, number: int, args: Any
-) -> list[dict[str, Any]]:
-    """The starts of an iteration, `number` ones `group_size` times: the stage's in an order that is new each pass."""
-    pool = [start for level in stage.levels for start in train[level]]
-    found = []
-    for place in range(step * number, (step + 1) * number):
-        turn, index = divmod(place, len(pool))
-        found.append(pool[epoch_order(len(pool), args.seed, turn)[index]])
-    if stage.most_decisions == 1:
-        found = [start | {"first_step": True} for start in found]  # for what an environment then takes for success
-    if args.leaveout_prob:
-        found = [start | {"leaveout_prob": args.leaveout_prob} for start in found]
-    return [start for start in found for _ in range(args.group_size)]
+    stage: Stage,
+    pools: Mapping[int, Sequence[Start]],
+    step: int,
+    number: int,
+    seed: int,
+    repeats: int = 1,
+    leaveout_prob: float = 0.0,
+) -> list[Start]:
+    """The starts of an iteration: `number` different ones, each `repeats` times in a row.
+
+    pools: training starts by level. Those of the stage are taken in an order that is shuffled anew in each pass.
+    """
+    pool = [start for level in stage.levels for start in pools[level]]
+    starts = []
+    for position in range(step * number, (step + 1) * number):
+        epoch, index = divmod(position, len(pool))
+        starts.append(pool[epoch_order(len(pool), seed, epoch)[index]])
+    if stage.max_decisions == 1:
+        starts = [start | {"first_step": True} for start in starts]  # an environment may define success differently
+    if leaveout_prob:
+        starts = [start | {"leaveout_prob": leaveout_prob} for start in starts]
+    return [start for start in starts for _ in range(repeats)]

@@ -1,4 +1,4 @@
-"""A text environment of one file, found by its import path: a corridor with a trap, and what its tests need."""
+"""A text environment in one file, a corridor with a trap, with a tokenizer and a small model for its texts."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Corridor(gymnasium.Env):
         return f"walk {self.goal}" if action is None else f"not {action} but {self.goal}"
 
 
-class Noted(Corridor):
-    """A corridor that appends each start to a file of its process in the folder $NOTES."""
+class LoggedCorridor(Corridor):
+    """A corridor that appends each start to a file of its process in the folder $STARTS_DIR."""
 
     def reset(self, *, seed=None, options=None):
-        with (Path(os.environ["NOTES"]) / str(os.getpid())).open("a") as file:
+        with (Path(os.environ["STARTS_DIR"]) / str(os.getpid())).open("a") as file:
             file.write(f"{options['level']} {options['goal']} {options['at']}\n")
         return super().reset(seed=seed, options=options)
 

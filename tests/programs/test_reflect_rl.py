@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import math
 import shutil
 import subprocess
@@ -20,22 +23,22 @@ from helpers.corridor import STARTS, WAYS, Corridor, corridor_tokenizer, save_co
 
 from lightrlhf import reflect_rl
 from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import StopTraining, UsageError
+from lightrlhf.cli.old_flags import update_names
+from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.batch import response_batch
-from lightrlhf.envs import prompts
-from lightrlhf.envs.agents import Decision, Episode, ModelAgent, play
-from lightrlhf.envs.curriculum import Stage, curriculum, starts_of
+from lightrlhf.envs.agents import ModelAgent
+from lightrlhf.envs.episodes import Decision, Episode, decision_batch, play
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import TokenStats
 from lightrlhf.reflect_rl import (
     DecisionBatch,
     ReflectRLArgs,
-    Replay,
-    ValueHead,
     estimate_advantages,
-    group_advantages,
-    make_batch,
     policy_gradient_loss,
     ppo_loss,
+    predict_values,
+    replay_loss,
     score,
     update_minibatch,
 )
@@ -59,48 +62,60 @@ def args_of(**changes) -> ReflectRLArgs:
 
 def agent_of(folder: str, args: ReflectRLArgs) -> ModelAgent:
     tokenizer = corridor_tokenizer()
-    return ModelAgent(load_policy(folder, ModelArgs(), tokenizer).eval(), tokenizer, prompts, args, 3, 16)
+    return ModelAgent(load_policy(folder, ModelArgs(), tokenizer).eval(), tokenizer, args, 3, 16)
 
 
-def float64_batch() -> tuple[DecisionBatch, TokenStats, torch.Tensor]:
-    """Decisions of one to three tokens with made-up numbers, and what a policy might say of them."""
+def float64_batch() -> tuple[DecisionBatch, TokenStats]:
+    """Random decisions of one to three tokens, and the statistics of a policy."""
     batch = response_batch([[5, 6], [7], [8, 9, 4]], [[3], [4, 2, 1], [5, 1]], 0)
     mask = batch.action_mask
     old, new = (torch.randn(2, *mask.shape, dtype=torch.float64) - 3) * mask
     rows = torch.randn(3, 3, dtype=torch.float64)
-    found = DecisionBatch(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        action_mask=mask,
+    decisions = batch.extend(
+        DecisionBatch,
         logprobs=old,
         allowed=torch.zeros(3, 1, 0, dtype=torch.bool),
+        episode=torch.arange(3),
         rewards=rows[0],
         values=rows[1],
         advantages=torch.tensor([-1.0, 1.5, 0.5], dtype=torch.float64),
         returns=rows[2],
     )
     entropy = torch.rand(mask.shape, dtype=torch.float64).requires_grad_()
-    return found, TokenStats(new.detach().requires_grad_(), entropy, None), torch.tensor([0.5, 1.0, 2.0]).double()
+    return decisions, TokenStats(new.detach().requires_grad_(), entropy, None)
 
 
 # ---------------------------------------------------------------------------------------------------------- formulas
 @pytest.mark.parametrize("entropy_coeff", [0.0, 0.3])
-def test_the_policy_gradient_is_that_of_a_float64_reference(entropy_coeff):
-    batch, stats, importance = float64_batch()
-    loss = policy_gradient_loss(stats, batch, importance, entropy_coeff)
-    found = torch.autograd.grad(loss, stats[:2], allow_unused=True, materialize_grads=True)
+@pytest.mark.parametrize("replayed", [None, False, True])
+def test_the_policy_gradient_is_that_of_a_float64_reference(replayed, entropy_coeff):
+    """Replayed without and with importance weights, too: a constant min(pi / pi_old, 2) of each decision."""
+    batch, stats = float64_batch()
+    weights = torch.ones(3).double()
+    if replayed is None:
+        loss, measured = policy_gradient_loss(stats, batch, entropy_coeff)
+        assert measured == {}
+    else:
+        loss, measured = replay_loss(stats, batch, entropy_coeff, importance=replayed)
+        for row in range(3) if replayed else []:
+            ratios = [
+                float((stats.logprobs.detach() - batch.logprobs)[row, t]) for t in batch.action_mask[row].nonzero()
+            ]
+            weights[row] = min(math.exp(sum(ratios)), 2)
+        assert torch.allclose(measured["replay/weight"], weights, atol=1e-12)
+    gradients = torch.autograd.grad(loss, stats[:2], allow_unused=True, materialize_grads=True)
     for row, column in batch.action_mask.nonzero().tolist():
-        gain = float(importance[row] * batch.advantages[row])  # d log pi(a) / d log pi(token) = 1, for each token
-        assert float(found[0][row, column]) == pytest.approx(-gain, abs=1e-12)
-        assert float(found[1][row, column]) == pytest.approx(-entropy_coeff, abs=1e-12)
-    for gradient in found:
+        gain = float(weights[row] * batch.advantages[row])  # d log pi(a) / d log pi(token) = 1, for each token
+        assert float(gradients[0][row, column]) == pytest.approx(-gain, abs=1e-12)
+        assert float(gradients[1][row, column]) == pytest.approx(-entropy_coeff, abs=1e-12)
+    for gradient in gradients:
         assert (gradient[~batch.action_mask] == 0).all()
 
 
 def test_the_ppo_loss_and_its_gradient_equal_a_float64_reference():
-    batch, stats, _ = float64_batch()
-    loss = ppo_loss(stats, batch, 0.1, 0.2)
-    found = torch.autograd.grad(loss, stats.logprobs, retain_graph=True)[0]
+    batch, stats = float64_batch()
+    loss, measured = ppo_loss(stats, batch, 0.1, 0.2)
+    gradient = torch.autograd.grad(loss, stats.logprobs, retain_graph=True)[0]
     total, clipped = torch.zeros((), dtype=torch.float64), 0
     for row, column in batch.action_mask.nonzero().tolist():
         ratio = (stats.logprobs[row, column] - batch.logprobs[row, column]).exp()
@@ -112,41 +127,50 @@ def test_the_ppo_loss_and_its_gradient_equal_a_float64_reference():
         total = total - 0.2 * stats.entropy[row, column]
     assert 0 < clipped < batch.num_actions
     assert float(loss) == pytest.approx(float(total), abs=1e-10)
-    assert torch.allclose(found, torch.autograd.grad(total, stats.logprobs)[0], atol=1e-12)
+    assert torch.allclose(gradient, torch.autograd.grad(total, stats.logprobs)[0], atol=1e-12)
+    ratios = (stats.logprobs - batch.logprobs)[batch.action_mask].exp()
+    assert torch.allclose(measured["policy/ratio"], ratios)
+    assert torch.equal(measured["policy/clipfrac"], ((ratios < 0.9) | (ratios > 1.1)).float())
+    assert torch.allclose(measured["policy/approxkl"], ratios - 1 - ratios.log(), atol=1e-12)
 
 
-def played(*rewards: list[float]) -> list[Episode]:
-    """Episodes with these rewards; prompts and actions do not matter."""
-    said = {"prompt_ids": [5, 6], "response_ids": [20], "logprobs": [-1.0], "allowed": [0, 1, 2]}
-    return [Episode({}, decisions=[Decision("", **said, reward=r) for r in row]) for row in rewards]
+def estimated(*rewards: list[float], values: float = 0.0, **changes) -> DecisionBatch:
+    """Advantages of episodes with these rewards; prompts and actions do not matter."""
+    tokens = {"prompt_ids": [5, 6], "response_ids": [20], "logprobs": [-1.0], "allowed": [0, 1, 2]}
+    episodes = [Episode({}, decisions=[Decision("", **tokens, reward=r) for r in row]) for row in rewards]
+    batch = decision_batch(episodes, 0, 3)
+    return estimate_advantages(args_of(**changes), batch, batch.rewards, torch.full_like(batch.rewards, values))
 
 
-def estimated(policy_dir, episodes, whitened=True, **changes) -> DecisionBatch:
-    args = args_of(**changes)
-    run = RunOfOneStep(args)
-    batch = make_batch(run, episodes, agent_of(policy_dir, args))
-    estimate_advantages(run, batch, episodes, None, whitened)
-    return batch
-
-
-def test_advantages_are_the_rewards_to_come(policy_dir):
-    episodes = played([1.0, -2.0, 4.0], [0.5], [3.0, 1.0])
-    plain = estimated(policy_dir, episodes, normalize_advantages=False)
+def test_advantages_are_the_rewards_to_come():
+    rewards = [[1.0, -2.0, 4.0], [0.5], [3.0, 1.0]]
+    plain = estimated(*rewards, normalize_advantages=False)
     assert plain.advantages.tolist() == [3.0, 2.0, 4.0, 0.5, 4.0, 1.0]
     assert plain.returns.tolist() == plain.advantages.tolist()
-    discounted = estimated(policy_dir, episodes, normalize_advantages=False, gae_gamma=0.5)
+    discounted = estimated(*rewards, normalize_advantages=False, gae_gamma=0.5)
     assert discounted.advantages.tolist() == [1.0, 0.0, 4.0, 0.5, 3.5, 1.0]
-    whitened = estimated(policy_dir, episodes).advantages
+    with_values = estimated(*rewards, normalize_advantages=False, values=0.5, use_critic=True)
+    assert with_values.advantages.tolist() == [2.5, 1.5, 3.5, 0.0, 3.5, 0.5] and plain.values.tolist() == [0.0] * 6
+    assert with_values.returns.tolist() == plain.returns.tolist()
     raw = plain.advantages
-    assert torch.allclose(whitened, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
-    assert estimated(policy_dir, episodes, whitened=False).advantages.tolist() == raw.tolist()
+    assert torch.allclose(estimated(*rewards).advantages, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
 
 
-def test_group_advantages_compare_episodes_of_one_start(policy_dir):
-    episodes = played([1.0, 1.0], [0.0], [7.0], [7.0, 0.0])
-    found = estimated(policy_dir, episodes, rollout_size=4, group_size=2).advantages
-    assert found.tolist() == pytest.approx([1, 1, -1, 0, 0, 0], abs=1e-5)
-    assert group_advantages(torch.tensor([0.3, 0.3, 0.3]), 3).tolist() == [0, 0, 0]
+def test_estimating_advantages_changes_nothing_in_place():
+    decisions = [Decision("", prompt_ids=[5], response_ids=[6], logprobs=[-1.0], reward=r) for r in (2.0, 1.0)]
+    batch = decision_batch([Episode({}, decisions=decisions)], 0, 0)
+    rewards, values = torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.5])
+    estimate_advantages(args_of(), batch, rewards, values)
+    assert batch.rewards.tolist() == [2.0, 1.0] and rewards.tolist() == [1.0, 1.0] and values.tolist() == [0.5, 0.5]
+
+
+def test_group_advantages_compare_the_discounted_returns_of_one_start():
+    """The first decision's return is that of the whole episode; discounts apply, whitening does not."""
+    group = {"rollout_size": 4, "num_generations": 2}
+    advantages = estimated([1.0, 1.0], [0.0], [7.0], [7.0, 0.0], **group).advantages
+    assert advantages.tolist() == pytest.approx([1, 1, -1, 0, 0, 0], abs=1e-5)
+    discounted = estimated([1.0, 1.0], [1.5], [0.0, 2.0], [1.0], gae_gamma=0.5, **group).advantages
+    assert discounted.tolist() == pytest.approx([0] * 6, abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ sampling and scoring
@@ -156,7 +180,7 @@ def test_sampling_and_scoring_give_the_same_logprobs(way, policy_dir):
     agent = agent_of(policy_dir, args)
     episodes = play([Corridor() for _ in range(4)], STARTS, agent, "0")
     run = RunOfOneStep(args)
-    batch = make_batch(run, episodes, agent)
+    batch = agent.batch(episodes)
     assert batch.num_actions == sum(len(d.response_ids) for one in episodes for d in one.decisions)
     assert float((score(run, agent.policy, batch, agent) - batch.logprobs).abs().max()) < 1e-5
     assert (batch.logprobs[batch.action_mask] < 0).all()
@@ -164,102 +188,41 @@ def test_sampling_and_scoring_give_the_same_logprobs(way, policy_dir):
 
 @pytest.mark.parametrize("way", ["labels", "written"])
 def test_gradients_do_not_depend_on_micro_batches_and_are_divided_by_decisions(way, policy_dir):
-    found = []
+    results = []
     for size in (64, 1, 7):
         args = args_of(entropy_coeff=0.1, micro_batch_size=size, mini_batch_size=size, use_critic=True, **WAYS[way])
         agent = agent_of(policy_dir, args)
         critic = load_scalar(policy_dir, ModelArgs(), corridor_tokenizer(), seed=0).eval()
         run = RunOfOneStep(args, policy=agent.policy, critic=critic)
         episodes = play([Corridor()], STARTS[:3], agent, "0")
-        batch = make_batch(run, episodes, agent)
-        estimate_advantages(run, batch, episodes, critic)
-        rows = update_minibatch(run, agent.policy, critic, batch, agent, clip=False)
-        found.append((rows, run.gradients))
-    for rows, gradients in found[1:]:
+        played = agent.batch(episodes)
+        batch = estimate_advantages(args, played, played.rewards, predict_values(run, critic, played))
+        loss = functools.partial(ppo_loss, clip_coeff=0.1, entropy_coeff=0.1)
+        rows = update_minibatch(run, agent.policy, critic, batch, agent, loss)
+        results.append((rows, run.gradients))
+    for rows, gradients in results[1:]:
         for name in ("policy", "critic"):
-            assert_same_gradients(found[0][1][name], gradients[name], atol=2e-6)
-        assert rows == pytest.approx(found[0][0], abs=1e-4)
+            assert_same_gradients(results[0][1][name], gradients[name], atol=2e-6)
+        assert rows == pytest.approx(results[0][0], abs=1e-4)
 
 
 def test_replayed_decisions_are_weighted_by_their_ratio_at_most_two(policy_dir):
-    weighed = {}
+    results = {}
     for importance in (True, False):
-        args = args_of(replay_importance=importance)
+        args = args_of(replay_importance=importance, micro_batch_size=4)
         agent = agent_of(policy_dir, args)
         run = RunOfOneStep(args, policy=agent.policy)
         episodes = play([Corridor()], STARTS[:4], agent, "0")
         for index, decision in enumerate(one for episode in episodes for one in episode.decisions):
             decision.logprobs = [decision.logprobs[0] + (math.log(4) if index % 2 else -math.log(4))]
-        batch = make_batch(run, episodes, agent)
-        batch.advantages = torch.ones_like(batch.advantages)
-        weighed[importance] = update_minibatch(run, agent.policy, None, batch, agent, clip=False, replayed=True)
+        played = agent.batch(episodes)
+        ones = torch.ones_like(played.rewards)
+        batch = played.extend(DecisionBatch, values=ones, advantages=ones, returns=ones)
+        loss = functools.partial(replay_loss, entropy_coeff=0.0, importance=importance)
+        results[importance] = update_minibatch(run, agent.policy, None, batch, agent, loss)
     halves = [0.25 if index % 2 else 2.0 for index in range(len(batch))]  # ratios of 1/4 and 4
-    assert weighed[True]["replay/weight"] == pytest.approx(sum(halves) / len(halves), abs=1e-4)
-    assert weighed[False]["replay/weight"] == 1
-
-
-def test_the_replay_keeps_the_last_successes_of_one_stage():
-    replay = Replay(3)
-    won, lost = Episode({}, success=True), Episode({}, success=False)
-    replay.enter(Stage((0,)))
-    replay.add([won, lost, won, won, won])
-    assert replay.episodes == [won] * 3
-    copy = Replay(3)
-    copy.load(replay.state())
-    assert copy == replay
-    replay.enter(Stage((1,)))
-    assert not replay.episodes
-
-
-def test_a_shared_critic_gives_no_gradient_to_the_policy(policy_dir):
-    args = args_of(use_critic=True, shared_critic=True)
-    agent = agent_of(policy_dir, args)
-    agent.policy.requires_grad_(True)
-    critic = ValueHead(agent.policy, 0)
-    batch = response_batch([[5, 6], [7, 3, 4]], [[20], [21]], 0)
-    critic(batch.input_ids, batch.attention_mask).sum().backward()
-    assert all(p.grad is None for p in agent.policy.parameters())
-    assert [name for name, _ in critic.named_parameters()] == ["score.weight"] and critic.score.weight.grad is not None
-
-
-# ---------------------------------------------------------------------------------------------------------- curriculum
-@pytest.mark.parametrize(
-    "flags, stages",
-    [
-        ({}, [(0, 1, 2, 3)]),
-        ({"levels": ["c", "b"]}, [(1, 2)]),
-        ({"depth_curriculum": True}, [(0,), (1,), (2,), (3,)]),
-        ({"depth_curriculum": True, "merge_first_two": True}, [(0, 1), (2,), (3,)]),
-        ({"depth_curriculum": True, "merge_after_first_k": 2}, [(0,), (1,), (2, 3)]),
-        ({"depth_curriculum": True, "merge_first_two": True, "merge_after_first_k": 1}, [(0, 1), (2, 3)]),
-        ({"depth_curriculum": True, "merge_after_first_k": 9}, [(0,), (1,), (2,), (3,)]),
-    ],
-)
-def test_the_stages_of_a_curriculum(flags, stages):
-    found = curriculum(args_of(**flags), ["a", "b", "c", "d"])
-    assert [stage.levels for stage in found] == stages
-    begun = curriculum(args_of(first_step=True, **flags), ["a", "b", "c", "d"])
-    assert begun[0] == Stage(stages[0], most_decisions=1) and begun[1:] == found
-
-
-def test_every_stage_is_reached_and_lasts_its_share():
-    """The published trigger is 0 where there are fewer iterations than tasks, and never fires."""
-    for num_stages in (1, 2, 3, 5):
-        for num_steps in range(num_stages, 40):
-            order = [step * num_stages // num_steps for step in range(num_steps)]
-            assert order == sorted(order) and set(order) == set(range(num_stages))
-            sizes = [order.count(stage) for stage in range(num_stages)]
-            assert max(sizes) - min(sizes) <= 1
-
-
-def test_starts_come_round_evenly_and_in_groups():
-    train = {0: [{"n": n} for n in range(5)], 1: [{"n": n} for n in range(5, 7)]}
-    args = args_of(group_size=2, leaveout_prob=0.25)
-    drawn = [start for step in range(7) for start in starts_of(Stage((0, 1)), train, step, 3, args)]
-    assert all(start["leaveout_prob"] == 0.25 for start in drawn)
-    assert drawn[::2] == drawn[1::2]
-    numbers = [start["n"] for start in drawn[::2]]
-    assert sorted(numbers[:7]) == list(range(7)) and sorted(numbers) == sorted(list(range(7)) * 3)
+    assert results[True]["replay/weight"] == pytest.approx(sum(halves) / len(halves), abs=1e-4)
+    assert results[False]["replay/weight"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -294,33 +257,32 @@ RUNS = {
     "pg, reflector, replay": "--replay_buffer_size 8 --reflect_prob 0.5 --reflect_max_new_tokens 4",
     "ppo, critic, KL": "--trainer ppo --use_critic True --init_kl_coeff 0.1 --mini_batch_size 32 --micro_batch_size 32",
     "lora, shared critic, curriculum": "--finetune_mode lora --use_critic True --shared_critic True "
-    "--depth_curriculum True",
+    "--stages short;long_way",
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, tmp_path):
     flags = ["--model_name", policy_dir, "--learning_rate", 1e-3, "--save_interval", 2, "--rollout_size", 8]
-    flags += RUNS[name].split()
+    flags += [word.replace("long_way", "long way") for word in RUNS[name].split()]
     if "reflector" in name:
         flags += ["--reflect_experiment_dir", reflector_dir]
     whole = train(tmp_path, *flags, "--max_steps", 4)
-    kept = weights(Path(whole) / "checkpoint-000004")
-    logged = metrics(whole)
+    last, logged = weights(Path(whole) / "checkpoint-000004"), metrics(whole)
     half = train(tmp_path / "half", *flags, "--max_steps", 4)
     shutil.rmtree(Path(half) / "checkpoint-000004")
     assert reflect_rl.main(["--resume_from", half]) == half
-    assert weights(last_checkpoint(half)) == kept
+    assert weights(last_checkpoint(half)) == last
     assert metrics(half) == logged
 
 
 @pytest.mark.slow
 def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path):
-    """`--rollout_size` is of each rank: 4 episodes of 2 starts an iteration, which the other rank does not play."""
+    """`--rollout_size` counts one rank's episodes: 4 from 2 starts an iteration, others than the other rank's."""
     flags = ["--model_name", policy_dir, "--reflect_experiment_dir", reflector_dir, "--reflect_max_new_tokens", "4"]
-    flags += ["--rollout_size", "4", "--group_size", "2", "--max_steps", "2", "--devices", "2"]
-    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--env", "helpers.corridor:Noted", *flags]
-    environment = helpers.environment() | {"NOTES": str(tmp_path)}
+    flags += ["--rollout_size", "4", "--num_generations", "2", "--max_steps", "2", "--devices", "2"]
+    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--env", "helpers.corridor:LoggedCorridor", *flags]
+    environment = helpers.environment() | {"STARTS_DIR": str(tmp_path)}
     command += ["--log_dir", str(tmp_path / "logs")]
     subprocess.run(command, env=environment, timeout=PATIENCE, check=True, stdout=subprocess.DEVNULL)
     one, two = (path.read_text().splitlines() for path in tmp_path.iterdir() if path.is_file())
@@ -338,7 +300,7 @@ def test_ppo_starts_at_ratio_one_and_a_kl_of_zero(policy_dir, tmp_path):
     assert row["policy/approxkl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_the_penalty_enters_what_is_learned_and_no_metric(policy_dir, tmp_path):
+def test_the_penalty_enters_the_loss_and_no_metric(policy_dir, tmp_path):
     rows = {}
     for coefficient in (0, 5):
         flags = ["--model_name", policy_dir, "--max_steps", 3, "--learning_rate", 1e-2, "--init_kl_coeff", coefficient]
@@ -349,45 +311,135 @@ def test_the_penalty_enters_what_is_learned_and_no_metric(policy_dir, tmp_path):
         assert row["objective/score"] == pytest.approx(-row["episodes/cost"])
 
 
+# ------------------------------------------------------------------------------------------------------ from Python
+def test_objects_replace_what_the_flags_would_load(policy_dir, tmp_path):
+    """The same numbers as from flags; args.json records the objects, and resuming requires them."""
+    settings = {"accelerator": "cpu", "rollout_size": 8, "num_envs": 4, "eval_interval": 0, "learning_rate": 1e-3}
+    settings |= {"max_steps": 2, "save_interval": 1, "use_critic": True}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    from_flags = train(tmp_path, "--model_name", policy_dir, *flags)
+    args = ReflectRLArgs(log_dir=str(tmp_path / "given"), **settings)
+
+    def objects():
+        tokenizer = corridor_tokenizer()
+        return {"policy": load_policy(policy_dir, args, tokenizer), "tokenizer": tokenizer}
+
+    logged = []
+    experiment = reflect_rl.train(args, **objects(), envs=Corridor, on_step=lambda *row: logged.append(row))
+    assert experiment.parent == tmp_path / "given" / "reflect-rl" / "Corridor" / "episodes"
+    assert metrics(experiment) == metrics(from_flags)
+    assert weights(last_checkpoint(experiment)) == weights(last_checkpoint(from_flags))
+    assert [step for step, _ in logged] == [1, 2] and "objective/score" in logged[0][1]
+    given = json.loads((experiment / "args.json").read_text())["given"]
+    assert given["envs"].endswith(":Corridor") and given["policy"].startswith("Policy sha256:")
+
+    shutil.rmtree(experiment / "checkpoint-000002")
+    resumed = parse(ReflectRLArgs, ["--resume_from", str(experiment)])
+    with pytest.raises(UsageError, match="policy"):
+        reflect_rl.train(resumed, tokenizer=corridor_tokenizer(), policy=None, envs=Corridor)
+    assert reflect_rl.train(resumed, **objects(), envs=[Corridor() for _ in range(4)]) == experiment
+    assert weights(last_checkpoint(experiment)) == weights(last_checkpoint(from_flags))
+
+
+def test_on_step_ends_training_with_a_checkpoint_and_an_evaluation(policy_dir, tmp_path):
+    def stop(step, row):
+        if step == 2:
+            raise StopTraining
+
+    args = args_of(log_dir=str(tmp_path), accelerator="cpu", rollout_size=4, num_envs=4, max_steps=9)
+    args = dataclasses.replace(args, model_name=policy_dir, eval_interval=50)
+    experiment = reflect_rl.train(args, on_step=stop)
+    assert last_checkpoint(experiment).name == "checkpoint-000002"
+    assert {row["step"] for row in metrics(experiment)} == {1, 2} and "val/success" in metrics(experiment)[-1]
+
+
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    page = (helpers.ROOT / "howto" / "algorithms" / "reflect_rl.md").read_text(encoding="utf-8")
+    save_corridor_model(tmp_path / "data" / "dangerous_taxi" / "base")
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert "\n1 -" in capsys.readouterr().out.replace("\r", "\n")
+    assert list(tmp_path.glob("logs/reflect-rl/DangerousTaxi/episodes/*/checkpoint-000001"))
+
+
+def test_a_policy_without_its_tokenizer_is_refused(policy_dir):
+    policy = load_policy(policy_dir, ModelArgs(), corridor_tokenizer())
+    with pytest.raises(UsageError, match="--model_name"):
+        reflect_rl.train(ReflectRLArgs(), policy=policy, envs=Corridor)
+
+
+# ------------------------------------------------------------------------------------------------------- old flags
+OLD = {
+    "group_size": ("2", "--num_generations"),
+    "depth_curriculum": ("True", '--stages "pickup; dropoff; full"'),
+    "merge_first_two": ("True", '--stages "pickup+dropoff; full"'),
+    "merge_after_first_k": ("1", '--stages "pickup; dropoff+full"'),
+    "first_step": ("True", '--stages "pickup/1; pickup; full"'),
+    "do_sample": ("False", "--temperature"),
+    "repetition_penalty": ("1.2", "penalty"),
+    "data_dir": ("data/x/y", "environment"),
+}
+
+
+@pytest.mark.parametrize("flag", OLD)
+def test_an_old_flag_names_its_successor(flag, capsys):
+    value, successor = OLD[flag]
+    with pytest.raises(SystemExit) as stopped:
+        reflect_rl.main([f"--{flag}", value])
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and f"--{flag}" in lines[0] and successor in lines[0]
+
+
+def test_stored_flags_of_an_older_run_are_renamed_or_refused():
+    today = to_dict(args_of())
+    old = today | {"depth_curriculum": False, "merge_first_two": False, "merge_after_first_k": None}
+    old |= {"first_step": False, "do_sample": True, "repetition_penalty": 1.0, "data_dir": "corridor/episodes"}
+    old["group_size"] = old.pop("num_generations") + 3
+    assert update_names(ReflectRLArgs, old, "args.json") == today | {"num_generations": 4}
+    with pytest.raises(UsageError, match="args.json: merge_first_two True"):
+        update_names(ReflectRLArgs, old | {"merge_first_two": True}, "args.json")
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
-    "flags, line",
+    "flags, named",
     [
-        (["--env", "nowhere"], "--env nowhere is unknown"),
-        (["--env", "helpers.corridor:Nothing"], "--env helpers.corridor:Nothing cannot be imported"),
-        (["--env_options", "horizon"], "must be name=value"),
+        (["--env", "nowhere"], "--env nowhere"),
+        (["--env", "helpers.corridor:Nothing"], "--env helpers.corridor:Nothing"),
+        (["--env_options", "horizon"], "--env_options horizon"),
         (["--env_options", "width=3"], "its options are: horizon"),
-        (["--levels", "deep"], "--levels deep is none of the environment's: short, long way"),
-        (["--depth_curriculum", "True", "--max_steps", "1"], "--max_steps 1 is less than the 2 stages"),
-        (["--merge_first_two", "True"], "need --depth_curriculum True"),
-        (["--group_size", "3"], "--rollout_size 16 must be a multiple of --group_size 3"),
-        (["--group_size", "2", "--use_critic", "True"], "--group_size 2 is a baseline already"),
-        (["--shared_critic", "True"], "--shared_critic True needs --use_critic True"),
-        (["--gae_lambd", "0.9"], "--gae_lambd 0.9 needs values"),
-        (["--trainer", "ppo", "--lr_scheduler_type", "cosine"], "use constant or constant_with_warmup"),
-        (["--do_sample", "False"], "episodes must be sampled"),
-        (["--reflect_prob", "2"], "--reflect_prob 2.0 must lie in [0, 1]"),
-        (["--reflect_experiment_dir", "nowhere"], "--reflect_experiment_dir nowhere does not exist"),
-        (["--horizon", "0"], "--horizon 0 must be at least 1"),
-        (["--strategy", "fsdp"], "--strategy fsdp splits models"),
-        (["--replay_buffer_size", "5", "--devices", "2"], "--replay_buffer_size 5 is for one device"),
-        (["--shuffle_action", "True", "--max_new_tokens", "9"], "has no labels to shuffle"),
+        (["--levels", "deep"], "--levels deep is no level of the environment; it has short, long way"),
+        (["--stages", "short; deep+short"], "--stages deep is no level of the environment; it has short, long way"),
+        (["--stages", "short;"], "--stages 'short;'"),
+        (["--stages", "short", "--levels", "short"], "--levels short contradicts --stages"),
+        (["--stages", "short; long way", "--max_steps", "1"], "--max_steps 1"),
+        (["--num_generations", "3"], "--rollout_size 16 must be a multiple of --num_generations 3"),
+        (["--num_generations", "2", "--use_critic", "True"], "--num_generations 2"),
+        (["--shared_critic", "True"], "--shared_critic True requires --use_critic True"),
+        (["--gae_lambd", "0.9"], "--gae_lambd 0.9 requires --use_critic True"),
+        (["--trainer", "ppo", "--lr_scheduler_type", "cosine"], "--lr_scheduler_type cosine"),
+        (["--reflect_prob", "2"], "--reflect_prob 2.0"),
+        (["--reflect_experiment_dir", "nowhere"], "--reflect_experiment_dir nowhere"),
+        (["--horizon", "0"], "--horizon 0"),
+        (["--strategy", "fsdp"], "--strategy fsdp"),
+        (["--replay_buffer_size", "5", "--devices", "2"], "--replay_buffer_size 5"),
+        (["--shuffle_action", "True", "--max_new_tokens", "9"], "--max_new_tokens 9"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_bad_flag_is_one_line_and_status_two(flags, line, policy_dir, tmp_path, capsys):
+def test_a_bad_flag_is_one_line_and_status_two(flags, named, policy_dir, tmp_path, capsys):
     given = [*ENV, "--log_dir", str(tmp_path / "logs"), "--model_name", policy_dir]
     for flag in flags[::2]:
         if flag in given:
             del given[given.index(flag) : given.index(flag) + 2]
     with pytest.raises(SystemExit) as stopped:
         reflect_rl.main([*given, *flags])
-    said = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
-    assert stopped.value.code == 2 and len(said) == 1 and line in said[0]
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
+    assert stopped.value.code == 2 and len(lines) == 1 and named in lines[0]
     assert not list(tmp_path.rglob("args.json"))
 
 
-def test_a_policy_to_start_from_is_needed(capsys):
-    with pytest.raises(SystemExit):
+def test_a_policy_to_start_from_is_required(capsys):
+    with pytest.raises(SystemExit) as stopped:
         reflect_rl.main([*ENV])
-    assert "the policy to start from" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "--model_name" in capsys.readouterr().err
