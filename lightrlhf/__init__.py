@@ -11,8 +11,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "reflect_rl")
-PROGRAMS += ("generate", "annotate", "evaluate", "judge", "estimate", "plot")
+PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "iterative_refuel", "online_refuel")
+PROGRAMS += ("reflect_rl", "generate", "annotate", "evaluate", "judge", "estimate", "plot")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",
     "RMArgs": "lightrlhf.rm",
@@ -20,6 +20,8 @@ NAMES = {
     "DPOArgs": "lightrlhf.dpo",
     "OnlineDPOArgs": "lightrlhf.online_dpo",
     "RefuelArgs": "lightrlhf.refuel",
+    "IterativeRefuelArgs": "lightrlhf.iterative_refuel",
+    "OnlineRefuelArgs": "lightrlhf.online_refuel",
     "ReflectRLArgs": "lightrlhf.reflect_rl",
     "UsageError": "lightrlhf.cli.errors",
     "RunFailure": "lightrlhf.cli.errors",

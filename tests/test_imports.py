@@ -26,6 +26,8 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 EDGES = {  # of programs to programs; all else goes through the rooms
     "online_dpo": {"dpo", "sft", "generate", "annotate"},
+    "iterative_refuel": {"refuel"},
+    "online_refuel": {"refuel"},
     "evaluate": {"evaluate_env", "evaluate_dialogues"},
 }
 FOR_DATA = {"cli", "data", "envs"}  # rooms that data preparation may use, and these files

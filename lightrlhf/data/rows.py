@@ -43,9 +43,9 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
         raise UsageError(f"{where} is a {type(row).__name__}, but {stage} rows are dicts")
     if COLUMNS[stage] - {"columns"} <= row.keys():
         return {"columns": {}, **row} if stage == "prompts" else dict(row)
-    missing = [name for name in TEXTS[stage] if name not in row]
-    if missing:
-        raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(TEXTS[stage])}")
+    needed = TEXTS.get(stage, tuple(sorted(COLUMNS[stage])))
+    if any(name not in row for name in needed):
+        raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(needed)}")
     columns = {name: value for name, value in row.items() if name not in TEXTS[stage]}
     prompt = encode_prompt(tokenizer, row["prompt"])
     if stage == "prompts":

@@ -1,46 +1,58 @@
-"""Pairs of futures: two dialogues that share all before a turn h, part there, and are rolled on to a later turn l.
+"""Dialogue pairs for REFUEL (Gao et al. 2024, 2410.04612): two roll-outs that share the prefix before turn h and
+continue separately to turn l.
 
-What REFUEL (Gao et al. 2024, 2410.04612) learns from, as data: which dialogue, turn and horizon are sampled, both sides
-rolled out, and what makes two scored sides a row for training. A dialogue's number, which no other of a run has,
-decides all of it together with the seed, so a stage that was cut short gives the same again.
+Here: which dialogue, turn and horizon are sampled, the roll-out of both sides, and how two scored sides become a row to
+train on. All of it depends on the seed and the dialogue's index, which is unique in a run, so a stage that is resumed
+gives the same rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrlhf.data.batch import epoch_order
-from lightrlhf.data.splits import Row
-from lightrlhf.generation.dialogues import Dialogue, as_row, from_row, mix_seed, roll_out
+from lightrlhf.cli.args import RunArgs, SamplingArgs
+from lightrlhf.data.batch import epoch_order, mix_seed
+from lightrlhf.data.splits import Row, split_by_hash
+from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row, from_row, roll_out
+from lightrlhf.generation.users import UserArgs
 from lightrlhf.models.roles import Policy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SIDES = ("first", "second")
-INVALID_REWARD = -99999.0  # of a prefix that the scorer gave no number
+INVALID_REWARD = -99999.0  # in place of a score that the scorer did not give
 
 
-class Sampling(Protocol):
-    """The arguments that say which futures are sampled, beside those of generation."""
+@dataclass(frozen=True, kw_only=True)
+class PairArgs(RunArgs, SamplingArgs, UserArgs, DialogueArgs):
+    """Pairs of dialogues."""
 
-    seed: int
-    num_turns: int
-    horizon: str  # random: uniform over the turns; final: the last one
-    prefix: str  # whose dialogue precedes turn h: the policy's, or the dataset's
-    turn: str  # which turn learns: random, uniform up to the horizon, or the last
-    total_length: int  # longest dialogue to turn h, in tokens
-    validation_percentage: float
-    rollout_mini_batch_size: int
+    horizon: Literal["random", "final"] = "random"
+    """Turn whose score counts: uniform over the turns, or always the last one."""
+    prefix: Literal["policy", "dataset"] = "policy"
+    """Whose dialogue precedes the trained turn: the policy's own, or the data's."""
+    turn: Literal["random", "last"] = "random"
+    """Turn that is trained: uniform up to the horizon, or the last turn alone."""
+    validation_percentage: float = 0.05
+    """Share of dialogues whose pairs go into the validation split; the test split gets the same share."""
+
+    def check_pairs(self) -> None:
+        """Raises: ValueError, one line, when a value is out of range."""
+        if not 0 <= self.validation_percentage < 0.5:
+            raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 0.5), such as 0.05")
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
-    """The dialogue at a place of the endless seeded order; its index is the place, which no other dialogue has."""
+    """Item `place` of an infinite seeded shuffle; its `index` is set to `place`, so it is unique."""
     epoch, within = divmod(place, len(rows))
     return dataclasses.replace(rows[_order(len(rows), seed, epoch)[within]], index=place)
 
@@ -48,8 +60,8 @@ def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
 _order = functools.cache(epoch_order)
 
 
-def sample_turn(args: Sampling, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:
-    """Turn h and horizon l of a dialogue of `num_turns`, counted from 0; the seed and its index tell which.
+def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:
+    """Trained turn h and horizon l of a dialogue of `num_turns`, counted from 0, from the seed and its index.
 
     l is uniform over the turns, or the last; h is uniform up to l among the turns that have a prefix.
     """
@@ -61,44 +73,43 @@ def sample_turn(args: Sampling, index: int, num_turns: int, num_prefixes: int) -
     return rng.randint(0, min(horizon, num_prefixes - 1)), horizon
 
 
-def branch(args: Any, policy: Policy, tokenizer: Any, rows: Sequence[Dialogue], user: Any) -> list[Row]:
-    """Two dialogues from each row that part at a sampled turn h and go on to a sampled horizon l, as JSON lines.
+def branch(
+    args: PairArgs, policy: Policy, tokenizer: PreTrainedTokenizerBase, user: User, rows: Sequence[Dialogue]
+) -> list[Row]:
+    """Two dialogues from each row that differ from a sampled turn h on and end at a sampled horizon l, as JSON rows."""
 
-    args: those of `Sampling` and of generation.
-    """
-
-    def rolled(dialogues: list[Dialogue], num_turns: Any, side: int) -> list[Dialogue]:
+    def continued(dialogues: list[Dialogue], num_turns: int | list[int], side: int) -> list[Dialogue]:
         seed, slots = mix_seed(args.seed, side), args.rollout_mini_batch_size
         return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots)
 
     if args.prefix == "policy":
-        whole = rolled([row.before(0) for row in rows], args.num_turns, 0)
-        places = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in whole]
-        both = [whole]
-    else:  # a dialogue of the data that stops before turn h, gone on with twice
-        whole, both = list(rows), []
-        horizons = [args.num_turns if args.turn == "random" else row.num_turns for row in rows]
-        places = [sample_turn(args, row.index, n, row.num_turns) for row, n in zip(rows, horizons)]
-    starts = [row.before(turn) for row, (turn, _) in zip(whole, places)]
-    ends = [horizon + 1 for _, horizon in places]
-    both += [rolled(starts, ends, side) for side in range(len(both), 2)]
+        prefixes = continued([row.before(0) for row in rows], args.num_turns, 0)
+        turns = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in prefixes]
+        sides = [prefixes]
+    else:  # the data's dialogue up to turn h, continued twice
+        prefixes, sides = list(rows), []
+        lengths = [args.num_turns if args.turn == "random" else row.num_turns for row in rows]
+        turns = [sample_turn(args, row.index, n, row.num_turns) for row, n in zip(rows, lengths)]
+    starts = [row.before(turn) for row, (turn, _) in zip(prefixes, turns)]
+    ends = [horizon + 1 for _, horizon in turns]
+    sides += [continued(starts, ends, side) for side in range(len(sides), 2)]
     lines = []
-    for row, (turn, horizon), sides in zip(rows, places, zip(*both)):
+    for row, (turn, horizon), both in zip(rows, turns, zip(*sides)):
         columns = {name: value for name, value in row.columns.items() if name != "user_turns"}
         line: Row = {"index": row.index, "turn": turn, "horizon": horizon}
         line |= {"columns": columns} if columns else {}
-        lines.append(line | {name: as_row(side) for name, side in zip(SIDES, sides)})
+        lines.append(line | {name: as_row(side) for name, side in zip(SIDES, both)})
     return lines
 
 
 # ------------------------------------------------------------------------------------------------------------- pairs
 def side_of(row: Row, side: str) -> Dialogue:
-    """One of the two dialogues of a line that `branch` gave."""
+    """One of the two dialogues of a row of `branch`."""
     return from_row(row[side], row["index"], row.get("columns", {}))
 
 
-def make_pair(args: Sampling, row: Row, scores: Row) -> Row | str:
-    """A row of `refuel_*.pt`, the side with the higher score as `chosen`; else why there is none.
+def make_pair(args: PairArgs, row: Row, scores: Row) -> Row | str:
+    """A row of `refuel_*.pt` with the higher scored side as `chosen`, or the reason why the dialogue gives none.
 
     scores: of every prefix of each side. A dialogue that its user ended before the horizon counts by its last turn.
     """
@@ -119,7 +130,7 @@ def make_pair(args: Sampling, row: Row, scores: Row) -> Row | str:
 
 
 def turn_row(chosen: Dialogue, rejected: Dialogue, turn: int) -> Row:
-    """The ids of both sides to the turn that learns, and the mask of that turn's tokens."""
+    """The ids of both sides up to the trained turn, and the mask of that turn's tokens."""
     row: Row = {}
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         start, end = side.turn_spans[turn]
@@ -128,9 +139,8 @@ def turn_row(chosen: Dialogue, rejected: Dialogue, turn: int) -> Row:
     return row
 
 
-def split_of(args: Sampling, row: Row) -> str:
-    """The split of a dialogue's pair, by its opening and the seed alone, so that no opening is in two."""
+def split_of(args: PairArgs, row: Row) -> str:
+    """The split of a dialogue's pair, from its opening and the seed alone, so that splits share no opening."""
     opening = row["first"]["input_ids"][: row["first"]["turn_spans"][0][0]]
-    share = int.from_bytes(hashlib.sha256(repr((args.seed, opening)).encode()).digest()[:8], "big") / 2**64
-    held_out = args.validation_percentage
-    return "validation" if share < held_out else "test" if share < 2 * held_out else "train"
+    share = args.validation_percentage
+    return split_by_hash(repr((args.seed, opening)).encode(), {"validation": share, "test": share})

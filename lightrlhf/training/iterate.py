@@ -1,92 +1,188 @@
-"""What programs share that repeat their stages: one experiment dir for all iterations, whose stages leave files.
+"""Iterated programs: one experiment dir for all iterations, whose stages leave files.
 
-What is there is not done again, so the same directory is opened after a kill. A finished iteration's policy is a
-checkpoint of the whole, so that the directory is all the next stage needs.
+Finished stages are skipped, so an interrupted run resumes in its directory. The policy of each finished iteration is
+shown as a checkpoint of the experiment dir, which therefore is all that the next stage of a pipeline needs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+import os
 import shutil
-import time
-from collections.abc import Iterable
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.parser import to_dict
+import torch
+
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import NOT_FLAGS, to_dict, update_names
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.run_dir import make_parent, new_run_dir
+from lightrlhf.training.provenance import check_given
 
-FREE = ("resume_from", "iterations", "stage")  # may be others when a run goes on
+FREE = ("resume_from", "iterations", "stage")  # flags that may change when a run is resumed
+Args = TypeVar("Args")
+Result = TypeVar("Result")
 
 
-def open_directory(args: Any, program: str) -> tuple[Path, str]:
-    """The experiment dir, new or that of `--resume_from`, and the initial policy, which `args.json` keeps.
+# ----------------------------------------------------------------------------------------------- the experiment dir
+def open_directory(
+    args: Any, program: str, data: str, given: dict[str, str] | None = None, old_name: str | None = None
+) -> tuple[Path, str]:
+    """The experiment dir, new or resumed, and the initial policy, which `args.json` records.
 
-    An `output_dir` of `args` that already is one is gone on with, too. Raises: UsageError when it cannot be written,
-    was begun with other arguments, or starts from no folder.
+    Resumed is the directory of `--resume_from`, or an `output_dir` of `args` that already is an experiment dir. data:
+    path whose last two parts name the experiment dir; given: objects that `train` was called with; old_name: of the
+    program in older releases.
+    Raises: UsageError when it cannot be written, was started with other flags or objects, or the policy is no folder.
     """
     output_dir = getattr(args, "output_dir", None)
-    begun = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
-    if begun:
-        flag = "--resume_from" if args.resume_from else "--output_dir"
-        stored = json.loads((Path(begun) / "args.json").read_text(encoding="utf-8"))
-        if stored.get("program") != program:
-            raise UsageError(f"{flag} {begun} is a run of {stored.get('program')}, not of {program}")
-        changed = [k for k, v in to_dict(args).items() if k not in FREE and v != stored.get(k)]
-        if changed:
-            raise UsageError(f"{flag} {begun}: {changed[0]} was {stored.get(changed[0])} there; start a new run")
-        return Path(begun), stored["initial"]
-    source, flag = starting_model(args)
-    initial = resolve(source, flag)  # of an experiment dir its newest checkpoint now, whatever comes later
+    started = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
+    if started:
+        source = f"{'--resume_from' if args.resume_from else '--output_dir'} {started}"
+        return Path(started), _check_resumed(args, (program, old_name or program), given or {}, source, Path(started))
+    name, flag = starting_model(args)
+    initial = resolve(name, flag)  # the newest checkpoint now; later ones do not change the run
     if not Path(initial).is_dir():
-        raise UsageError(f"{flag} {source} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
-    check_stored_quantisation(base_name(initial, flag), flag, args)  # before an iteration is generated
-    data = Path(args.data_dir).resolve()
-    parent = Path(args.log_dir) / args.experiment_name / data.parent.name / data.name
-    directory = Path(output_dir) if output_dir else parent / time.strftime("%Y-%m-%d_%H-%M-%S")
+        raise UsageError(f"{flag} {name} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
+    check_stored_quantisation(base_name(initial, flag) or initial, flag, args)  # before any work is done
+    if output_dir:
+        flag, directory = f"--output_dir {output_dir}", make_parent(Path(output_dir), f"--output_dir {output_dir}")
+    else:
+        parts = Path(data).resolve().parts[-2:]
+        flag = f"--log_dir {args.log_dir}"
+        directory = new_run_dir(Path(args.log_dir, args.experiment_name, *parts), flag)
+    stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        while not output_dir or not directory.is_dir():
-            try:
-                directory.mkdir()
-                break
-            except FileExistsError:  # two runs of one second
-                directory = directory.with_name(f"{directory.name}x")
-        stored = {**to_dict(args), "program": program, "initial": initial}
         write_text(directory / "args.json", json.dumps(stored, indent=1))
     except OSError as problem:
-        where = f"--output_dir {output_dir}" if output_dir else f"--log_dir {args.log_dir}"
-        raise UsageError(f"{where} cannot be written: {problem.strerror}") from None
+        raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
     return directory, initial
 
 
-def run_begun(folder: Path) -> str | None:
-    """The training run of an iteration that has a checkpoint to go on from; one without is taken away."""
-    began = [path.parent for path in (folder / "training").rglob("args.json")]
-    resume = next((str(run) for run in began if checkpoints(run)), None)
-    if resume is None:
+def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], source: str, directory: Path) -> str:
+    """The initial policy of a run that may be resumed with these flags and objects."""
+    stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    if stored.get("program") not in programs:
+        raise UsageError(f"{source} is a run of {stored.get('program')}, not of {programs[0]}")
+    flags = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
+    flags = update_names(type(args), flags, source)
+    changed = [k for k, v in to_dict(args).items() if k not in FREE and v != flags.get(k)]
+    if changed:
+        raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; start a new run")
+    check_given(stored.get("given", {}), given, source)
+    return str(stored["initial"])
+
+
+def find_started_run(folder: Path) -> str | None:
+    """The training run of an iteration that can be resumed; one without a checkpoint is removed."""
+    runs = [path.parent for path in (folder / "training").rglob("args.json")]
+    resumable = next((str(run) for run in runs if checkpoints(run)), None)
+    if resumable is None:
         shutil.rmtree(folder / "training", ignore_errors=True)
-    return resume
+    return resumable
 
 
 def keep_policy(folder: Path) -> None:
-    """The finished training run of an iteration becomes its `policy/`."""
+    """Move the finished training run of an iteration to its `policy/`."""
     (run,) = [path.parent for path in (folder / "training").rglob("args.json")]
     run.rename(folder / "policy")
     shutil.rmtree(folder / "training")
 
 
 def link_checkpoint(directory: Path, number: int, policy: str) -> None:
-    """Show an iteration's policy as a checkpoint of the experiment dir, so that it is all the next stage needs."""
+    """Link an iteration's policy as a checkpoint of the experiment dir."""
     link = directory / f"checkpoint-{number:06d}"
     if not link.is_symlink():
         link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of numbers, 0 of none."""
+    """Mean of numbers; 0 of none."""
     numbers = [float(value) for value in values]
     return sum(numbers) / max(len(numbers), 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- stages
+def shared_flags(args: Any, args_class: type) -> dict[str, Any]:
+    """The flags that `args_class` has too, with their values in `args`."""
+    names = {field.name for field in dataclasses.fields(args_class)}
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.name in names}
+
+
+def check_one_machine(args: Any) -> None:
+    """Raises: ValueError when several machines are requested: all stages but training run on one."""
+    if args.num_nodes > 1:
+        raise ValueError(f"--num_nodes {args.num_nodes}: iterations run on one machine; use --devices")
+
+
+def run_on_devices(program: Callable[[Args], Result], args: Args, devices: int) -> Result:
+    """`program(args)`, in a process per device where there are several; returns rank 0's result.
+
+    Raises: UsageError or RunFailure when a rank fails, which prints its own error.
+    """
+    if devices == 1:
+        return program(args)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own errors
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        run_id=f"lightrlhf-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        start_method="spawn",
+    )
+    try:
+        with _own_signals():
+            results: dict[int, Result] = elastic_launch(config, _run_rank)(program, args, devices)
+    except ChildFailedError as failed:
+        statuses = {failure.exitcode for failure in failed.failures.values()}
+        error = UsageError if UsageError.exit_status in statuses else RunFailure
+        rank = failed.get_first_failure()[0]
+        raise error(f"{program.__module__} stopped on rank {rank}; see its error above") from None
+    return results[0]
+
+
+def _run_rank(program: Callable[[Args], Result], args: Args, devices: int) -> Result:
+    """One rank: prints an error as any program does, and exits with its status."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
+    try:
+        result: Result = one_line_errors(program)(args)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(RunFailure.exit_status) from None
+    return result
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Restore signal handlers that the launcher replaces; its exception for Ctrl-C becomes KeyboardInterrupt."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
+    try:
+        yield
+    except SignalException as problem:
+        if problem.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + problem.sigval) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.saving import hash_weights
 
 VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
@@ -51,6 +52,16 @@ def given_objects(**objects: Any) -> dict[str, str]:
     are named, not hashed.
     """
     return {name: _describe(one) for name, one in objects.items() if one is not None}
+
+
+def check_given(before: Mapping[str, str], now: Mapping[str, str], source: str) -> None:
+    """Raises: UsageError naming `source` and the first object that is not the one that the run began with."""
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise UsageError(
+                f"{source}: {name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')}; "
+                "resume with the objects that the run began with"
+            )
 
 
 def _describe(one: Any) -> str:

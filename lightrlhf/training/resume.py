@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.sharding import full_tensors
 from lightrlhf.storage.checkpoint import newest_checkpoint, write_text
+from lightrlhf.training.provenance import check_given
 
 
 def read_state(directory: Path, program: str, given: Mapping[str, str]) -> dict[str, Any]:
@@ -32,13 +33,7 @@ def read_state(directory: Path, program: str, given: Mapping[str, str]) -> dict[
         raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
     if stored.get("program") != program:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
-    before = stored.get("given", {})
-    for name in sorted(before.keys() | given.keys()):
-        if before.get(name) != given.get(name):
-            raise UsageError(
-                f"--resume_from {directory}: {name} was {before.get(name, 'not given')} and is "
-                f"{given.get(name, 'not given')}; resume with the objects that the run began with"
-            )
+    check_given(stored.get("given", {}), given, f"--resume_from {directory}")
     path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
     return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
 

@@ -77,10 +77,10 @@ def test_a_rolled_dialogue_reads_as_prepared_data_does(tokenizer, tmp_path):
         dialogue = known.before(0)
         assert dialogue.input_ids == encode_prompt(tokenizer, dialogue.messages)
         for turn in range(known.num_turns):
-            dialogue = dialogue.answered(known.turn_ids(turn), known.messages[2 * turn + 1]["content"], False)
+            dialogue = dialogue.with_reply(known.turn_ids(turn), known.messages[2 * turn + 1]["content"], False)
             if turn + 1 < known.num_turns:
                 text = recorded_user([dialogue], 0)[0] if turn else known.messages[2]["content"]
-                dialogue = dialogue.asked(user_turn_ids(tokenizer, text), text)
+                dialogue = dialogue.with_user_message(user_turn_ids(tokenizer, text), text)
         assert dialogue == known
         assert known.columns["order"][0] in ("latte", "cappuccino", "mocha", "flat white", "hot chocolate")
 

@@ -26,7 +26,7 @@ from lightrlhf.plot import read_metrics
 ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
 TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
-ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_responses", "4"]
+ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_generations", "4"]
 ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
 ACT = ["--max_steps", "1", "--rollout_size", "4", "--num_envs", "4", "--eval_interval", "1", "--levels", "full", *CPU]
 EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"]
@@ -47,18 +47,9 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.evaluate_dialogues": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.reflect_rl": ACT,
     "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
+    "lightrlhf.refuel": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
     "lightrlhf.iterative_refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
-    "lightrlhf.online_refuel": [
-        *LEARN[:6],
-        *CPU,
-        "--rollout_size",
-        "4",
-        "--eval_dialogues",
-        "4",
-        "--max_new_tokens",
-        "6",
-    ],
-    "lightrlhf.refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
+    "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
     "rloo": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test

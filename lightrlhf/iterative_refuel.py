@@ -1,0 +1,368 @@
+"""REFUEL in iterations, with any user: setting one of Gao et al. 2024 (2410.04612); the loss is in `lightrlhf.refuel`.
+
+Each iteration rolls dialogues out with the policy of the previous one, scores them, makes pairs and trains on them:
+
+    iteration-01/dialogues.jsonl   generate: roll out, sample horizon and turn, roll out again from that turn
+                 rewards.jsonl     rank: the score of every prefix of both
+                 pairs/            tokenize: filtered refuel_{train,validation,test}.pt, report.json
+                 policy/           train; evaluation.json: scores by turn on held-out dialogues
+
+Finished stages are skipped. The baselines of the paper are two flags: `--prefix` (whose dialogue precedes turn h) and
+`--turn` (which turn is trained). Left out: pairs of earlier iterations, and optimiser states carried over between
+iterations.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from lightrlhf import refuel
+from lightrlhf.cli.args import ModelArgs, check_at_least, check_data_dir
+from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.splits import Row, check_vocabulary, save_split
+from lightrlhf.generation.dialogue_pairs import (
+    INVALID_REWARD,
+    SIDES,
+    PairArgs,
+    branch,
+    make_pair,
+    nth_opening,
+    side_of,
+    split_of,
+)
+from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.generation.users import load_user
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.roles import Policy, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.loading import make_scorer
+from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
+from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.training.iterate import (
+    check_one_machine,
+    find_started_run,
+    keep_policy,
+    link_checkpoint,
+    mean,
+    open_directory,
+    run_on_devices,
+    shared_flags,
+)
+from lightrlhf.training.model_card import model_card
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import Metrics, OnStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 256  # dialogues between two writes
+STAGES = ("generate", "rank", "tokenize", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
+    """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
+
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
+        **refuel.RegressionArgs.REMOVED,
+        "setting": ("simulated", refuel.ONLINE),
+        "rollout_size": (32, refuel.ONLINE),
+        "noptepochs": (4, f"{refuel.ONLINE} --ppo_epochs"),
+        "kl_coef": (0.05, f"{refuel.ONLINE} --init_kl_coeff"),
+        "penalty_reward_value": (-2.0, refuel.ONLINE),
+        "whiten_rewards": (False, refuel.ONLINE),
+    }
+
+    experiment_name: str = "rlhf-iterative-refuel"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
+    """One stage of the first unfinished iteration, or all stages of all iterations."""
+    iterations: int = 1
+    """Number of iterations, each from the policy of the previous one."""
+    output_dir: str | None = None
+    """Experiment dir to write or to resume; below `log_dir` when not given."""
+    num_data: int = 0
+    """Dialogues of an iteration, from an infinite seeded shuffle of the training split; 0 takes as many as it has."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_user()
+        self.check_dialogues()
+        self.check_pairs()
+        check_one_machine(self)
+        check_at_least(self, "iterations", 1)
+        check_at_least(self, "num_data", 0)
+
+
+class PolicyCollapsed(UsageError):
+    """Raised when the policy has collapsed: both replies are identical in every pair."""
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+def train(
+    args: IterativeRefuelArgs,
+    *,
+    dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
+    user: User | None = None,
+    reward: RewardFunction | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train by REFUEL in iterations; returns the experiment dir. Objects given here replace what the flags would load.
+
+    dialogues: by split, `train` and `validation`; user: see `User`; reward: f(prompts, completions, **columns) -> a
+    number or None for each; on_step: called with (iteration, metrics) after each iteration, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    is_given = dialogues is not None
+    given = given_objects(dialogues=dialogues, user=user, reward=reward)
+    args.check_start()
+    args.check_reward(reward)
+    if dialogues is None:
+        check_data_dir(args)
+        splits = ("train", "validation") if args.eval_dialogues else ("train",)
+        dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
+    held_out = [row.before(0) for row in dialogues.get("validation", [])[: args.eval_dialogues]]
+    data = "given/dialogues" if is_given else args.data_dir
+    directory, policy = open_directory(args, "iterative_refuel", data, given, old_name="refuel")
+    tokenizer = load_tokenizer(None if is_given else args.data_dir, policy)
+    evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, held_out, user, reward)
+    for number in range(1, args.iterations + 1):
+        folder = directory / f"iteration-{number:02d}"
+        is_new = not (folder / "policy").is_dir()
+        try:
+            for stage in (STAGES if args.stage == "all" else (args.stage,)) if is_new else ():
+                if stage == "generate":
+                    generate_dialogues(args, folder, number, policy, tokenizer, dialogues["train"], user)
+                elif stage == "rank":
+                    rank(args, folder, reward)
+                elif stage == "tokenize":
+                    tokenize(args, folder, number, tokenizer)
+                else:
+                    train_iteration(args, folder, number, policy)
+        except PolicyCollapsed as problem:
+            print(f"{problem}; iteration {number - 1} is the last", flush=True)
+            break
+        if not (folder / "policy").is_dir():
+            break  # a single stage before training
+        policy = str(checkpoints(folder / "policy")[-1])
+        link_checkpoint(directory, number, policy)
+        evaluate_iteration(args, folder, policy, tokenizer, held_out, user, reward)
+        metrics = report(directory)
+        if is_new and args.stage != "all":
+            break
+        try:
+            if on_step is not None and is_new:
+                on_step(number, metrics)
+        except StopTraining:
+            break
+    print(f"finished: {directory}")
+    return directory
+
+
+def require_stage(path: Path, stage: str) -> None:
+    """Raises: UsageError when the stage that writes `path` has not been run."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; run --stage {stage} first, or --stage all")
+
+
+def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Sequence[Dialogue]) -> Policy:
+    """A policy in eval mode that knows the tokens of these dialogues."""
+    frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
+    policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+    return policy
+
+
+# ----------------------------------------------------------------------------------------------------------- stages
+def generate_dialogues(
+    args: IterativeRefuelArgs,
+    folder: Path,
+    number: int,
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Dialogue],
+    user: User | None,
+) -> None:
+    """Write `dialogues.jsonl`: two dialogues a line that share a prefix, with the trained turn and the horizon."""
+    size = args.num_data or len(rows)
+    openings = [nth_opening(rows, place, args.seed) for place in range((number - 1) * size, number * size)]
+    with JsonlWriter(folder / "dialogues.jsonl", {"iteration": number, "num_rows": size}) as writer:
+        if len(writer.rows) < size:
+            model = load_frozen(args, policy, tokenizer, rows)
+            user = user or load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
+            work = functools.partial(branch, args, model, tokenizer, user)
+            writer.extend(openings, CHUNK, work, f"generate {number}", " dialogues")
+
+
+def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunction | None) -> None:
+    """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
+    require_stage(folder / "dialogues.jsonl", "generate")
+    rows = read_jsonl(folder / "dialogues.jsonl")
+    content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
+    with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
+        if len(writer.rows) < len(rows):
+            scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+            writer.extend(rows, CHUNK, functools.partial(score_pairs, scorer))
+
+
+def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
+    """The scores of every prefix of both dialogues of each row, as JSON rows."""
+    scores = score_turns(scorer, [side_of(row, side) for row in rows for side in SIDES])
+    values = [[INVALID_REWARD if score is None else score for score in turns] for turns in scores]
+    return [
+        {"index": row["index"], "first": first, "second": second}
+        for row, first, second in zip(rows, values[::2], values[1::2])
+    ]
+
+
+def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write `pairs/refuel_{train,validation,test}.pt` and `report.json` with how many dialogues were dropped and why.
+
+    Raises: UsageError when no pair is left to train on; PolicyCollapsed when training has led to that.
+    """
+    if (folder / "pairs" / "report.json").is_file():
+        return
+    require_stage(folder / "rewards.jsonl", "rank")
+    rows, rewards = read_jsonl(folder / "dialogues.jsonl"), read_jsonl(folder / "rewards.jsonl")
+    counts: Counter[str] = Counter()
+    splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
+    for row, scores in zip(rows, rewards, strict=True):
+        pair = make_pair(args, row, scores)
+        counts["pairs" if isinstance(pair, dict) else pair] += 1
+        if isinstance(pair, dict):
+            splits[split_of(args, row)].append(pair)
+    summary = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    if not splits["train"]:
+        has_collapsed = number > 1 and set(counts) == {"the same reply twice"}
+        error = PolicyCollapsed if has_collapsed else UsageError
+        raise error(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {summary}")
+    for split, members in splits.items():
+        if members:
+            save_split(folder / "pairs", "refuel", split, members)
+    tokenizer.save_pretrained(folder / "pairs" / "tokenizer")
+    firsts = [scores["first"] for scores in rewards]
+    results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
+    results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
+    results["score_by_turn"] = [mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
+    write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
+    print(f"{folder / 'pairs'}: {summary}")
+
+
+def train_iteration(args: IterativeRefuelArgs, folder: Path, number: int, policy: str) -> None:
+    """Train from `policy` on the pairs; the run is in `training/` until it is finished, then `policy/`."""
+    require_stage(folder / "pairs" / "report.json", "tokenize")
+    changes = {
+        "data_dir": str(folder / "pairs"),
+        "log_dir": str(folder),
+        "experiment_name": "training",
+        "sft_experiment_dir": policy,
+        "model_name": None,
+        "push_to_hub": None,
+        "resume_from": find_started_run(folder),
+        "seed": mix_seed(args.seed, number) % 2**31,
+    }
+    training = refuel.RefuelArgs(**shared_flags(args, refuel.RefuelArgs) | changes)
+    run_on_devices(refuel.train, training, args.devices)
+    keep_policy(folder)
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+@torch.no_grad()
+def evaluate_iteration(
+    args: IterativeRefuelArgs,
+    folder: Path,
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Dialogue],
+    user: User | None,
+    reward: RewardFunction | None,
+) -> None:
+    """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it exists.
+
+    All policies get the same openings, noise and user; the scorer is that of training.
+    """
+    if not rows or (folder / "evaluation.json").is_file():
+        return
+    device, slots = find_device(args.accelerator), args.rollout_mini_batch_size
+    model = load_frozen(args, policy, tokenizer, rows)
+    user = user or load_user(args, device, slots)
+    dialogues = roll_out(model, tokenizer, rows, args.num_turns, user, args, args.seed, slots)
+    scores = score_turns(make_scorer(args, device, slots, reward), dialogues)
+    lengths = [end - start for row in dialogues for start, end in row.turn_spans]
+    by_turn = [[turns[h] for turns in scores if len(turns) > h] for h in range(args.num_turns)]
+    results = {
+        "score_by_turn": [mean(score for score in turn if score is not None) for turn in by_turn],
+        "mean_length": mean(lengths),
+        "truncated_ratio": mean(flag for row in dialogues for flag in row.truncated),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
+    write_text(folder / "evaluation.json", json.dumps(results, indent=1))
+
+
+def report(directory: Path) -> Metrics:
+    """Write `results.json`, `metrics.jsonl` (its step is the iteration) and the model card, and print the last scores.
+
+    Returns the metrics of the last iteration.
+    """
+    rows, queries = [], 0
+    for folder in sorted(directory.glob("iteration-*")):
+        row: Row = {"iteration": int(folder.name.partition("-")[2])}
+        if (folder / "pairs" / "report.json").is_file():
+            pairs = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
+            queries += pairs["reward_queries"]
+            row |= {"pairs": pairs["counts"]["pairs"], "rollout_score_by_turn": pairs["score_by_turn"]}
+        if (folder / "evaluation.json").is_file():
+            row |= json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        rows.append({**row, "reward_queries": queries})
+    write_text(directory / "results.json", json.dumps(rows, indent=1))
+    logged = [
+        {
+            "step": row["iteration"],
+            **{f"val/score_turn_{h}": score for h, score in enumerate(row.get("score_by_turn", []), start=1)},
+            **{f"completions/{name}": row[name] for name in ("mean_length", "truncated_ratio") if name in row},
+        }
+        for row in rows
+    ]
+    write_jsonl(directory / "metrics.jsonl", logged)
+    write_text(directory / "README.md", card(directory, rows))
+    if "score_by_turn" in rows[-1]:
+        scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
+        print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)
+    return {name: value for name, value in logged[-1].items() if name != "step"}
+
+
+def card(directory: Path, rows: Sequence[Row]) -> str:
+    """The model card, with the scores by turn of each iteration."""
+    stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    turns = max((len(row.get("score_by_turn", [])) for row in rows), default=0)
+    table = ["| iteration | " + " | ".join(f"score at turn {h + 1}" for h in range(turns)) + " | reward queries |"]
+    table += ["|---" * (turns + 2) + "|"]
+    for row in rows:
+        scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
+        table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
+    summary = f"`{stored['initial']}` trained by `lightrlhf.iterative_refuel` on `{stored['data_dir']}`."
+    flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given")}
+    return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(IterativeRefuelArgs, argv)))
+
+
+if __name__ == "__main__":
+    main()

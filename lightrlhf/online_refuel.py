@@ -1,0 +1,294 @@
+"""REFUEL online, with the data's user messages: setting two of Gao et al. 2024 (2410.04612).
+
+Each step rolls dialogues of the data out from a random turn h to their ends, twice, with the recorded user, and learns
+from the pairs by the loss of `lightrlhf.refuel`. R = s - c (S_old - S_ref) at turn h, where s is the score of the whole
+dialogue and c `--init_kl_coeff`; a dialogue whose turn h was cut by its length has the score `--penalty_reward_value`.
+
+Left out: a critic, and an adaptive KL weight.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from lightrlhf import refuel
+from lightrlhf.cli.args import check_at_least, check_data_dir
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.generation.dialogue_pairs import turn_row
+from lightrlhf.generation.dialogues import (
+    Dialogue,
+    DialogueArgs,
+    User,
+    load_dialogues,
+    max_positions,
+    roll_out,
+    sample_of,
+)
+from lightrlhf.generation.users import recorded_user
+from lightrlhf.maths.ops import whiten
+from lightrlhf.models.given import as_policy
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.roles import Policy, count_parameters, vocabulary_size
+from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.refuel import Pairs, log_samples, score_shard, train_step
+from lightrlhf.rewards.loading import make_scorer
+from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import Metrics, OnStep, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs):
+    """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"noptepochs": "ppo_epochs", "kl_coef": "init_kl_coeff"}
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
+        **refuel.RegressionArgs.REMOVED,
+        "setting": ("online", refuel.ITERATIVE),
+        "stage": ("all", refuel.ITERATIVE),
+        "iterations": (1, refuel.ITERATIVE),
+        "output_dir": (None, "use --log_dir"),
+        "num_data": (0, "use --max_steps"),
+        "horizon": ("random", refuel.ITERATIVE),
+        "prefix": ("policy", refuel.ITERATIVE),
+        "turn": ("random", refuel.ITERATIVE),
+        "validation_percentage": (0.05, refuel.ITERATIVE),
+        "eval_iters": (None, "use --eval_dialogues"),
+        "user_function": (None, refuel.ITERATIVE),
+        "user_model": (None, refuel.ITERATIVE),
+        "num_turns": (5, "dialogues have the turns of the data"),
+        "user_temperature": (0.8, refuel.ITERATIVE),
+        "user_max_new_tokens": (256, refuel.ITERATIVE),
+        "base_url": ([], refuel.ITERATIVE),
+        "max_workers": (16, refuel.ITERATIVE),
+        "max_attempts": (8, refuel.ITERATIVE),
+        "request_timeout": (600.0, refuel.ITERATIVE),
+        "health_timeout": (600.0, refuel.ITERATIVE),
+    }
+
+    experiment_name: str = "rlhf-online-refuel"
+    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    rollout_size: int = 32
+    """Dialogues per step and device; each gives a pair."""
+    ppo_epochs: int = 4
+    """Passes over the pairs of a step."""
+    init_kl_coeff: float = 0.05
+    """Weight of the KL penalty in the reward: the log-ratio to the initial policy at the trained turn."""
+    penalty_reward_value: float = -2.0
+    """Score of a dialogue whose trained turn was cut by its length."""
+    whiten_rewards: bool = False
+    """Shift and scale the rewards of a step to mean 0 and variance 1, over both sides and all devices."""
+    eval_interval: int = 100
+    """Steps between evaluations on the validation split; 0 switches them off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_dialogues()
+        for name in ("rollout_size", "ppo_epochs"):
+            check_at_least(self, name, 1)
+        for name in ("init_kl_coeff", "eval_interval"):
+            check_at_least(self, name, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+def train(
+    args: OnlineRefuelArgs,
+    *,
+    policy: Any = None,
+    tokenizer: Any = None,
+    dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
+    user: User | None = None,
+    reward: RewardFunction | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train by online REFUEL; returns the experiment dir. Objects given here replace what the flags would load.
+
+    policy: a causal language model of transformers, which is trained in place, or a `Policy`; dialogues: by split,
+    `train` and `validation`; user: see `User`, by default the data's own messages; reward: f(prompts, completions,
+    **columns) -> a number or None for each; on_step: called with (step, metrics) where metrics are logged, may raise
+    `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    is_given = dialogues is not None
+    given = given_objects(policy=policy, tokenizer=tokenizer, dialogues=dialogues, user=user, reward=reward)
+    args.check_start(policy)
+    args.check_reward(reward)
+    if dialogues is None:
+        check_data_dir(args)
+        splits = ("train", "validation") if args.eval_dialogues else ("train",)
+        dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
+    run = Run(args, "online_refuel", on_step, given, data="given/dialogues" if is_given else None)
+    source, flag = starting_model(args)
+    tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, source)
+    policy = load_policy(source, args, tokenizer, flag) if policy is None else as_policy(policy, args, tokenizer)
+    share_prefixes(policy, args.total_length)
+    rows = with_room(run, policy, dialogues["train"])
+    held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]
+    reference = run.freeze(policy.reference())
+    scorer = make_scorer(args, run.device, args.rollout_mini_batch_size, reward)
+    user = user or recorded_user
+    num_steps = run.num_steps(len(rows), args.rollout_size)
+    results: Metrics = {}
+    parts = math.ceil(args.rollout_size / args.mini_batch_size)
+    model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
+    run.print0("{:,} parameters, {:,} trainable; {:,} dialogues".format(*count_parameters(policy), len(rows)))
+    for step in run.steps(num_steps):
+        started = time.perf_counter()
+        batch = run.global_batch(rows, step, args.rollout_size)
+        with run.phase("rollout"):
+            pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, run.shard(batch), tokenizer)
+        with run.phase("update"):
+            parts = min(parts, len(batch) // run.world_size)  # equally many on each rank
+            for epoch in range(args.ppo_epochs):
+                order = torch.randperm(len(pairs.rows), generator=run.generator(step, epoch, run.rank)).tolist()
+                for part in range(parts):
+                    index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
+                    metrics = train_step(run, model, pairs.select(index), tokenizer.pad_token_id)
+        run.step += 1
+        if run.due(args.log_interval, num_steps):
+            times = {f"time/{name}": run.seconds[name] for name in ("rollout", "update")}
+            rate = {"train/lr": run.learning_rate("policy")}
+            run.log({**rollout_metrics, **metrics, **rate, **run.speed(pairs.rows, started), **times})
+        if held_out and run.due(args.eval_interval, num_steps):
+            with run.phase("evaluation"):
+                results = evaluate(run, model, scorer, user, held_out, tokenizer)
+            run.log(results)
+            log_samples(run, policy, pairs.rows[:2], tokenizer)
+        if run.due(args.save_interval, num_steps):
+            run.save(policy, tokenizer)
+    return run.finish(results)
+
+
+def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:
+    """The dialogues that fit into the model's positions and `--total_length` with turns of maximal length.
+
+    Raises: UsageError when none of them does.
+    """
+    args = run.args
+    if not rows:
+        return []
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+
+    def longest(row: Dialogue) -> int:
+        return len(row.input_ids) + sum(max(args.max_new_tokens - (end - start), 0) for start, end in row.turn_spans)
+
+    fitting = [row for row in rows if longest(row) <= min(max_positions(policy), args.total_length)]
+    if not fitting:
+        raise UsageError(
+            f"--max_new_tokens {args.max_new_tokens} in each turn does not fit into --total_length {args.total_length} "
+            f"or the model's positions for any dialogue of {args.data_dir}; give fewer"
+        )
+    if len(fitting) < len(rows):
+        run.print0(f"{len(rows) - len(fitting):,} of {len(rows):,} dialogues could become too long and are left out")
+    return fitting
+
+
+# --------------------------------------------------------------------------------------------------------- roll-outs
+def make_pairs(
+    run: Run[OnlineRefuelArgs],
+    model: nn.Module,
+    reference: nn.Module,
+    scorer: GroupScorer,
+    user: User,
+    rows: Sequence[Dialogue],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Pairs, Metrics]:
+    """A pair from each dialogue of this rank, and metrics over all ranks.
+
+    R = s - init_kl_coeff (S_old - S_ref) at turn h, whitened over both sides and all ranks if requested. A pair without
+    two valid scores is kept with rewards 0, so that ranks stay in step.
+    """
+    args, device = run.args, run.device
+    turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
+    starts, ends = [row.before(h) for row, h in zip(rows, turns)], [row.num_turns for row in rows]
+    sides = [continue_dialogues(run, model, user, starts, ends, tokenizer, mix_seed(run.step, i)) for i in range(2)]
+    scores = score_dialogues(scorer, [dialogue for side in sides for dialogue in side])
+    truncated = [dialogue.truncated[h] for side in sides for dialogue, h in zip(side, turns)]
+    scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
+    pair_rows = [turn_row(one, two, h) for one, two, h in zip(*sides, turns)]
+    old = score_shard(run, model, pair_rows, tokenizer.pad_token_id)  # (2, B)
+    kl = old - score_shard(run, reference, pair_rows, tokenizer.pad_token_id)  # (2, B)
+    given = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
+    valid = given.isfinite().all(0).expand_as(given)  # (2, B)
+    rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
+    if args.whiten_rewards:
+        rewards = whiten(rewards, valid, sum_over_ranks=run.sum_over_ranks)
+    sums = torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]).double()
+    tokens = sum(int(row[f"{side}_action_mask"].sum()) for row in pair_rows for side in refuel.SIDES)
+    counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=device)
+    num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.sum_over_ranks(
+        torch.cat([sums, counts])
+    ).tolist()
+    return Pairs(pair_rows, rewards, old), {
+        "objective/score": score / max(num_valid, 1.0),
+        "objective/reward": reward / max(num_valid, 1.0),
+        "objective/kl": ratio / num_sides,
+        "objective/valid_ratio": num_valid / num_sides,
+        "completions/truncated_ratio": num_cut / num_sides,
+        "completions/mean_length": num_tokens / num_sides,
+    }
+
+
+def continue_dialogues(
+    run: Run[OnlineRefuelArgs],
+    model: nn.Module,
+    user: User,
+    starts: Sequence[Dialogue],
+    ends: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    key: int,
+) -> list[Dialogue]:
+    """Roll dialogues of this rank out to `ends` assistant turns each."""
+    policy: Any = getattr(model, "module", model)
+    with unsharded(policy):
+        seed, slots = mix_seed(run.args.seed, key), run.args.rollout_mini_batch_size
+        return roll_out(policy, tokenizer, starts, ends, user, run.args, seed, slots)
+
+
+def score_dialogues(scorer: GroupScorer, dialogues: Sequence[Dialogue]) -> list[float | None]:
+    """The score of each whole dialogue."""
+    return [score for (score,) in scorer([[sample_of(row, row.num_turns - 1)] for row in dialogues])]
+
+
+def evaluate(
+    run: Run[OnlineRefuelArgs],
+    model: nn.Module,
+    scorer: GroupScorer,
+    user: User,
+    rows: Sequence[Dialogue],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Metrics:
+    """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation."""
+    shard = run.shard(rows)
+    starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
+    dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1)
+    scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]
+    return {"val/score": run.total(sum(scores)) / max(run.total(len(scores)), 1.0)}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(OnlineRefuelArgs, argv)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""REFUEL in iterations: turns and pairs are what the flags say, stages leave files that a kill does not change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, last_checkpoint, run_killed, weights
+from helpers.rewards import echo, vowels
+from safetensors.torch import load_file
+
+from lightrlhf import iterative_refuel
+from lightrlhf.cli.errors import StopTraining, UsageError
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import load_split
+from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
+from lightrlhf.generation.users import ScriptedUser
+from lightrlhf.iterative_refuel import IterativeRefuelArgs, main
+from lightrlhf.storage.jsonl import read_jsonl
+
+SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
+SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
+SIZES += ["--validation_percentage", "0.2", "--eval_interval", "1"]
+SPEAKERS = ["--user_function", "helpers.rewards:echo", "--reward_function", "helpers.rewards:vowels"]
+
+
+@pytest.fixture(scope="module")
+def flags(talk_data, sft_dir):
+    return ["--data_dir", str(talk_data), "--sft_experiment_dir", sft_dir, *SPEAKERS, *SIZES, *CPU]
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory):
+    return Path(main([*flags, "--output_dir", str(tmp_path_factory.mktemp("refuel") / "run")]))
+
+
+def args_of(talk_data, **given) -> IterativeRefuelArgs:
+    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": "helpers.rewards:vowels"}
+    return IterativeRefuelArgs(**fixed, accelerator="cpu", **given)
+
+
+# ------------------------------------------------------------------------------------------------------------ pairs
+def test_turns_and_horizons_are_what_the_flags_say(talk_data):
+    def places(**given):
+        args = args_of(talk_data, **given)
+        return [sample_turn(args, index, 5, 5) for index in range(3000)]
+
+    drawn = places()
+    assert all(h <= last for h, last in drawn)
+    shares = [sum(last == t for _, last in drawn) / len(drawn) for t in range(5)]
+    assert max(abs(share - 0.2) for share in shares) < 0.03
+    at_end = [h for h, last in drawn if last == 4]
+    assert max(abs(sum(h == t for h in at_end) / len(at_end) - 0.2) for t in range(5)) < 0.06
+    final = places(horizon="final")
+    assert {last for _, last in final} == {4} and {h for h, _ in final} == set(range(5))
+    assert set(places(turn="last")) == {(4, 4)}
+    assert drawn != places(seed=7) and drawn == places()
+    few = args_of(talk_data)
+    assert max(sample_turn(few, index, 5, 2)[0] for index in range(200)) == 1  # the data's dialogue has two turns
+
+
+def line(first: list[int], second: list[int], horizon: int = 1) -> dict:
+    """A line of `dialogues.jsonl`: both share the first turn and part at the second."""
+    sides = {}
+    for name, reply in (("first", first), ("second", second)):
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+        ids = [2, 3, 4, 5, 6, *reply]
+        spans = [[1, 3], [5, len(ids)]]
+        sides[name] = {"messages": messages, "input_ids": ids, "turn_spans": spans}
+        sides[name] |= {"truncated": [False, False], "full": False}
+    return {"index": 0, "turn": 1, "horizon": horizon, **sides}
+
+
+def test_a_pair_has_the_better_side_as_chosen_and_its_turn_as_mask(talk_data):
+    args = args_of(talk_data, total_length=9)
+    row = line([7, 8, 1], [9, 1])
+    pair = make_pair(args, row, {"first": [0.0, 1.0], "second": [0.0, 2.5]})
+    assert pair["chosen_input_ids"] == [2, 3, 4, 5, 6, 9, 1] and pair["chosen_reward"] == 2.5
+    assert pair["rejected_input_ids"] == [2, 3, 4, 5, 6, 7, 8, 1] and pair["rejected_reward"] == 1.0
+    assert pair["chosen_action_mask"].tolist() == [False] * 4 + [True] * 2
+    assert pair["rejected_action_mask"].tolist() == [False] * 4 + [True] * 3
+    early = line([7, 8, 1], [9, 1], horizon=4)  # a user who had nothing more to say: the last turn counts
+    assert make_pair(args, early, {"first": [0.0, 1.0], "second": [0.0, 2.5]})["chosen_reward"] == 2.5
+    for values, why in (
+        ({"first": [0.0, INVALID_REWARD], "second": [0.0, 1.0]}, "without a valid reward"),
+        ({"first": [INVALID_REWARD, 1.0], "second": [0.0, 1.0]}, "without a valid reward"),
+    ):
+        assert make_pair(args, row, values) == why
+    good = {"first": [0.0, 1.0], "second": [0.0, 2.0]}
+    assert make_pair(args, line([7, 1], [7, 1]), good) == "the same reply twice"
+    assert make_pair(args, line([7, 8, 8, 8, 1], [9, 1]), good) == "too long"
+    full = line([7, 1], [9, 1], horizon=2)
+    full["second"]["full"] = True
+    assert make_pair(args, full, good) == "without room for the horizon"
+
+
+# ---------------------------------------------------------------------------------------------------------- program
+def test_every_stage_leaves_its_files(finished, flags):
+    lines = [row for t in (1, 2) for row in read_jsonl(finished / f"iteration-0{t}" / "dialogues.jsonl")]
+    assert [row["index"] for row in lines] == list(range(20))
+    for row in lines:
+        first, second = row["first"], row["second"]
+        start = first["turn_spans"][row["turn"]][0]
+        assert first["input_ids"][:start] == second["input_ids"][:start]
+        assert second["turn_spans"][: row["turn"]] == first["turn_spans"][: row["turn"]]
+        assert len(first["turn_spans"]) == 3 and len(second["turn_spans"]) == row["horizon"] + 1
+    assert len({json.dumps(row["first"]["input_ids"]) for row in lines}) == 20  # no dialogue comes twice
+    rewards = read_jsonl(finished / "iteration-01" / "rewards.jsonl")
+    said = [m["content"] for m in lines[0]["first"]["messages"] if m["role"] == "assistant"]
+    assert rewards[0]["first"] == vowels(None, said)
+    pairs = load_split(finished / "iteration-01" / "pairs", "refuel", "train")
+    assert all(row["chosen_reward"] >= row["rejected_reward"] for row in pairs)
+    told = json.loads((finished / "iteration-01" / "pairs" / "report.json").read_text())
+    assert sum(told["rows"].values()) == told["counts"]["pairs"] and told["reward_queries"] > 30
+    rows = json.loads((finished / "results.json").read_text())
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and len(rows[2]["score_by_turn"]) == 3
+    assert weights(last_checkpoint(finished)) == weights(last_checkpoint(finished / "iteration-02" / "policy"))
+    assert weights(last_checkpoint(finished)) != weights(last_checkpoint(finished / "iteration-01" / "policy"))
+    samples = read_jsonl(finished / "iteration-01" / "policy" / "samples.jsonl")
+    assert {"prefix", "reply", "chosen_reply", "rejected_reply"} <= samples[0].keys()
+    assert "score at turn 3" in (finished / "README.md").read_text()
+
+
+def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, tmp_path):
+    from lightrlhf.evaluate import main as evaluate
+
+    initial = shutil.copytree(sft_dir, tmp_path / "initial")  # it is written to, and other tests use it
+    judged = ["--by_turn", "True", "--num_turns", "2", "--max_new_tokens", "4", "--data_dir", str(talk_data)]
+    judged += ["--user_function", "datasets_prep.cafe_talk.guest:guest", "--accelerator", "cpu"]
+    start, trained = evaluate(["--experiment_dir", str(initial), str(finished), *judged])
+    assert start["win_rate"] == [0.5, 0.5] and len(trained["win_rate_interval"]) == 2
+    turns = read_jsonl(finished / "eval" / "test" / "turn-2.jsonl")
+    assert turns[0]["response"].startswith("assistant: ") and "\n\nuser: " in turns[0]["response"]
+    assert (initial / "eval" / "test_by_turn.png").stat().st_size > 5_000
+
+
+def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path):
+    for stage in ("rank", "train"):
+        with pytest.raises(SystemExit):
+            main([*flags, "--output_dir", str(tmp_path / stage), "--stage", stage])
+    run = tmp_path / "run"
+    flags = [*flags, "--output_dir", str(run)]
+    for stage in ("generate", "rank", "tokenize", "train"):
+        main([*flags, "--stage", stage])
+    assert not (run / "iteration-02").exists()
+    main(["--resume_from", str(run), "--stage", "all"])
+    assert_same_run(run, finished)
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    for t in (1, 2):
+        for name in ("dialogues.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json", "pairs/report.json"):
+            assert (run / f"iteration-0{t}" / name).read_bytes() == (other / f"iteration-0{t}" / name).read_bytes(), (
+                name
+            )
+        ours, theirs = (last_checkpoint(where / f"iteration-0{t}" / "policy") for where in (run, other))
+        assert weights(ours) == weights(theirs)
+    assert (run / "results.json").read_bytes() == (other / "results.json").read_bytes()
+
+
+def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
+    run = tmp_path / "run"
+    flags = [*flags, "--output_dir", str(run), "--save_interval", "1"]
+    run_killed(run, "iteration-01/training/**/checkpoint-000001", -1, "lightrlhf.iterative_refuel", *flags)
+    assert not (run / "iteration-02").exists()
+    main(flags)
+    assert_same_run(run, finished)
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_one_does(flags, tmp_path):
+    """Only training is of several processes; half the batch on each of two is the same batch."""
+    runs = []
+    for devices, size in (("1", "4"), ("2", "2")):
+        given = dict(zip(flags[::2], flags[1::2])) | {"--mini_batch_size": size, "--micro_batch_size": size}
+        given |= {"--devices": devices, "--output_dir": str(tmp_path / devices), "--iterations": "1"}
+        given |= {"--validation_percentage": "0", "--max_steps": "2"}  # 8 of 10 pairs: no batch has an odd row
+        runs.append(Path(main([word for pair in given.items() for word in pair])) / "iteration-01")
+    assert (runs[0] / "rewards.jsonl").read_bytes() == (runs[1] / "rewards.jsonl").read_bytes()
+    one, two = (load_file(last_checkpoint(run / "policy") / "model.safetensors") for run in runs)
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, flags, tmp_path, capsys, monkeypatch):
+    def alike_later(args, row, scores):
+        return "the same reply twice" if row["index"] >= 10 else make_pair(args, row, scores)
+
+    monkeypatch.setattr(iterative_refuel, "make_pair", alike_later)
+    run = tmp_path / "run"
+    for _ in range(2):  # the same command again says the same again
+        main([*flags, "--output_dir", str(run)])
+        told = capsys.readouterr().out
+        assert "no pair to train on: 10 the same reply twice; iteration 1 is the last" in told and "finished: " in told
+    assert weights(last_checkpoint(run)) == weights(last_checkpoint(finished / "iteration-01" / "policy"))
+    monkeypatch.setattr(iterative_refuel, "make_pair", lambda *_: "the same reply twice")  # from the start: a mistake
+    with pytest.raises(SystemExit):
+        main([*flags, "--output_dir", str(tmp_path / "other")])
+
+
+def test_a_half_written_line_is_written_again(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    for name in ("dialogues.jsonl", "rewards.jsonl"):
+        path = run / "iteration-02" / name
+        path.write_bytes(path.read_bytes()[:-40])
+    for name in ("policy", "pairs"):
+        shutil.rmtree(run / "iteration-02" / name)
+    (run / "checkpoint-000002").unlink()
+    (run / "iteration-02" / "evaluation.json").unlink()
+    stored = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run)}))
+    main(["--resume_from", str(run)])
+    assert_same_run(run, finished)
+
+
+def test_old_log_probabilities_of_another_machine_are_stale(finished, tmp_path, capsys):
+    """Kept ones are taken only where the hash of weights, precision and device is the same."""
+    path = finished / "iteration-01" / "pairs" / "old_logprobs.pt"
+    stored = torch.load(path, weights_only=True)
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "iteration-01" / "policy")
+    shutil.rmtree(run / "iteration-02")
+    for link in run.glob("checkpoint-*"):
+        link.unlink()
+    mine = run / "iteration-01" / "pairs" / "old_logprobs.pt"
+    args = json.loads((run / "args.json").read_text()) | {"output_dir": str(run)}
+    (run / "args.json").write_text(json.dumps(args))
+    torch.save({"fingerprint": "of another machine", "logps": stored["logps"] + 1}, mine)
+    main(["--resume_from", str(run), "--stage", "train"])
+    assert str(mine) in capsys.readouterr().out
+    again = torch.load(mine, weights_only=True)
+    assert again["fingerprint"] == stored["fingerprint"] and torch.equal(again["logps"], stored["logps"])
+
+
+@pytest.mark.parametrize("prefix", ["dataset", "policy"])
+def test_the_baselines_are_two_flags(flags, talk_data, tmp_path, prefix):
+    """Last turn only: both sides end with the turn that learns; from the data's dialogue, its tokens come before."""
+    run = Path(main([*flags, "--iterations", "1", "--turn", "last", "--prefix", prefix, "--output_dir", str(tmp_path)]))
+    known = {tuple(row["input_ids"].tolist()) for row in load_split(talk_data, "dialogue", "train")}
+    for row in read_jsonl(run / "iteration-01" / "dialogues.jsonl"):
+        assert row["turn"] == row["horizon"] == 2 and len(row["first"]["turn_spans"]) == 3
+        start = row["first"]["turn_spans"][2][0]
+        of_data = any(ids[:start] == tuple(row["first"]["input_ids"][:start]) for ids in known)
+        assert of_data == (prefix == "dataset")
+
+
+def test_no_valid_reward_is_one_line(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, "--output_dir", str(tmp_path), "--reward_function", "helpers.rewards:always_nan"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "10 without a valid reward" in error
+
+
+def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, flags, talk_data, tmp_path):
+    given = {name[2:]: value for name, value in zip(flags[::2], flags[1::2])}
+    words = [w for n, v in given.items() if n not in ("user_function", "reward_function") for w in (f"--{n}", v)]
+    args = parse(IterativeRefuelArgs, [*words, "--output_dir", str(tmp_path / "run")])
+    objects = {"user": ScriptedUser(echo, "echo"), "reward": vowels}
+    seen = []
+
+    def stop_after_one(iteration, metrics):
+        seen.append((iteration, metrics))
+        raise StopTraining
+
+    run = iterative_refuel.train(args, **objects, on_step=stop_after_one)
+    assert not (run / "iteration-02").exists() and seen[0][0] == 1 and "val/score_turn_3" in seen[0][1]
+    assert "vowels" in json.loads((run / "args.json").read_text())["given"]["reward"]
+    with pytest.raises(UsageError, match="user was .* resume with the objects"):
+        iterative_refuel.train(args, reward=vowels)
+    iterative_refuel.train(args, **objects)
+    assert_same_run(run, finished)
+
+
+def test_a_run_of_the_older_program_is_resumed(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "iteration-02")
+    (run / "checkpoint-000002").unlink()
+    stored = json.loads((run / "args.json").read_text()) | {"output_dir": str(run), "program": "refuel"}
+    stored |= {"setting": "simulated", "noptepochs": 4, "kl_coef": 0.05, "penalty_reward_value": -2.0}
+    stored |= {"whiten_rewards": False, "offload": False, "rollout_size": 32}
+    stored |= {"print_sample_output_freq": 0, "num_layers_unfrozen": 0}
+    (run / "args.json").write_text(json.dumps(stored))
+    main(["--resume_from", str(run)])
+    assert_same_run(run, finished)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--setting", "online"], "lightrlhf.online_refuel"),
+        (["--rollout_size", "8"], "lightrlhf.online_refuel"),
+        (["--kl_coef", "0.1"], "--init_kl_coeff"),
+        (["--print_sample_output_freq", "5"], "--eval_interval"),
+        (["--num_nodes", "2"], "--devices"),
+        (["--base_url", "http://localhost:1/v1"], "--user_model"),
+        (["--validation_percentage", "0.5"], "[0, 0.5)"),
+    ],
+)
+def test_bad_and_old_flags_are_refused_in_one_line(flags, tmp_path, capsys, wrong, message):
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, "--output_dir", str(tmp_path / "run"), *wrong])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and wrong[0] in error and message in error
+    assert not (tmp_path / "run").exists()
