@@ -29,7 +29,7 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import ROW, Encoding, Sample, score_rows
+from lightrlhf.rewards.scorers import ROW, Encoding, RewardFunction, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 from lightrlhf.storage.run_dir import stored
@@ -100,15 +100,15 @@ class AnnotateArgs:
             raise ValueError(f"--output_dir {self.output_dir} is for pairs and requires --choose_type, such as max_min")
 
 
-def run(args: AnnotateArgs) -> str:
-    """Score responses and choose pairs; returns the file with rewards."""
+def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
+    """Score responses and choose pairs; returns the file with rewards. `reward` replaces what the flags would load."""
     rows = read_jsonl(args.responses_file, needs=("prompt", "responses"))
     if not rows:
         raise UsageError(f"--responses_file {args.responses_file} has no rows")
     output = args.responses_file
-    if args.rm_experiment_dir or args.reward_function:
+    if args.rm_experiment_dir or args.reward_function or reward:
         output = args.output_file or str(Path(args.responses_file).with_suffix(".rewards.jsonl"))
-        rows = write_rewards(args, rows, Path(output))
+        rows = write_rewards(args, rows, Path(output), reward)
     elif any("rewards" not in row for row in rows):
         raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")
     print(f"{output}: {describe(rows)}")
@@ -120,11 +120,13 @@ def run(args: AnnotateArgs) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
-def write_rewards(args: AnnotateArgs, rows: Sequence[Row], output: Path) -> list[Row]:
+def write_rewards(
+    args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunction | None = None
+) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
     with JsonlWriter(output, settings_of(args), args.RENAMED) as writer:
         if len(writer.rows) < len(rows):
-            scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size)
+            scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
 
             def work(chunk: Sequence[Row]) -> list[Row]:
                 return [{**row, "rewards": rewards} for row, rewards in zip(chunk, score_rows(scorer, chunk))]

@@ -17,8 +17,8 @@ from helpers import CPU, last_checkpoint, metrics, save_model, weights
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
 import lightrlhf.demo.page
+import lightrlhf.iterative_refuel
 import lightrlhf.ppo
-import lightrlhf.refuel
 import lightrlhf.rm
 import lightrlhf.sft
 from datasets_prep.cafe.tokenizer import train_tokenizer
@@ -27,7 +27,7 @@ PROGRAMS = {
     "sft": lightrlhf.sft.main,
     "rm": lightrlhf.rm.main,
     "ppo": lightrlhf.ppo.main,
-    "refuel": lightrlhf.refuel.main,
+    "iterative_refuel": lightrlhf.iterative_refuel.main,
     "cafe": datasets_prep.cafe.prepare_data.main,
     "hh": datasets_prep.helpful_harmless.prepare_data.main,
     "demo": lightrlhf.demo.page.main,
@@ -165,22 +165,30 @@ ONE_FLAG = [  # program, flags beside good ones, what the line says
     ),
     ("ppo", ["--reward_function", "helpers.rewards:takes_no_columns"], "must accept **columns"),
     ("ppo", ["--rm_experiment_dir", "nowhere"], "give either --rm_experiment_dir or --reward_function"),
-    ("refuel", ["--etta", "1"], "unknown flag --etta; did you mean --eta?"),
-    ("refuel", ["--eta", "0"], "--eta 0.0 must be a finite number above 0"),
-    ("refuel", ["--num_turns", "0"], "--num_turns 0 must be at least 1"),
-    ("refuel", ["--horizon", "far"], "--horizon far is not one of random, final"),
-    ("refuel", ["--base_url", "http://localhost:1/v1"], "needs --user_model, the model's name at that server"),
-    ("refuel", ["--user_model", "a", "--user_function", "b:c"], "both speak as the user; give one of them"),
-    ("refuel", ["--rm_experiment_dir", "nowhere"], "and not both: what scores dialogues"),
-    ("refuel", ["--do_sample", "False"], "pairs need sampling"),
-    ("refuel", ["--validation_percentage", "0.5"], "must lie in [0, 0.5), such as 0.05"),
-    ("refuel", [], "dialogue_train.pt does not exist"),
+    ("iterative_refuel", ["--etta", "1"], "unknown flag --etta; did you mean --eta?"),
+    ("iterative_refuel", ["--eta", "0"], "--eta 0.0 must be a finite number above 0"),
+    ("iterative_refuel", ["--num_turns", "0"], "--num_turns 0 must be at least 1"),
+    ("iterative_refuel", ["--horizon", "far"], "--horizon far is not one of random, final"),
+    (
+        "iterative_refuel",
+        ["--base_url", "http://localhost:1/v1"],
+        "requires --user_model",
+    ),
+    (
+        "iterative_refuel",
+        ["--user_model", "a", "--user_function", "b:c"],
+        "--user_function b:c and --user_model a: give one user",
+    ),
+    ("iterative_refuel", ["--rm_experiment_dir", "nowhere"], "and not both: what scores responses"),
+    ("iterative_refuel", ["--do_sample", "False"], "--do_sample was removed"),
+    ("iterative_refuel", ["--validation_percentage", "0.5"], "must lie in [0, 0.5), such as 0.05"),
+    ("iterative_refuel", [], "dialogue_train.pt does not exist"),
 ]
 
 
 def good_flags(program: str, world) -> list:
     flags = ["--data_dir", world["data"], "--model_name", world["model"], "--max_steps", "1", *world["log"]]
-    if program == "refuel":
+    if program == "iterative_refuel":
         flags += REWARD
     if program == "ppo":
         flags += [*REWARD, "--rollout_size", "8", "--mini_batch_size", "8", "--max_new_tokens", "4"]

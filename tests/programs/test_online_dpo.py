@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from helpers.processes import PATIENCE, die_when
 from helpers.rewards import vowels
 from safetensors.torch import load_file
 
+from lightrlhf import online_dpo
+from lightrlhf.cli.errors import StopTraining, UsageError
+from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_prompts, load_split
-from lightrlhf.online_dpo import main
+from lightrlhf.online_dpo import OnlineDPOArgs, main
 from lightrlhf.storage.jsonl import read_jsonl
 
-SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_responses", "4", "--max_new_tokens", "6"]
+SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_generations", "4", "--max_new_tokens", "6"]
 SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
 SIZES += ["--lr_warmup_steps", "0"]
 
@@ -203,14 +208,17 @@ def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_p
     "wrong, message",
     [
         (["--prompts_per_iteration", "1000"], "need 2000 prompts, but"),
-        (["--responder", "nobody"], "--responder nobody must be last, initial or an existing directory"),
-        (["--reference", "moving", "--ref_model", "."], "is fixed, so --reference must be initial"),
-        (["--num_responses", "1"], "--num_responses 1 must be at least 2"),
-        (["--do_sample", "False"], "pairs need sampling"),
-        (["--rm_experiment_dir", "."], "--rm_experiment_dir or --reward_function is needed, and not both"),
-        (["--length_penalty", "1"], "is read by --choose_type max_min_p only"),
-        (["--eval_interval", "5"], "--eval_interval 5 has no use here"),
-        (["--sft_experiment_dir", "null", "--model_name", "tiny"], "--model_name tiny is loaded in each iteration"),
+        (["--responder", "nobody"], "--responder nobody"),
+        (["--reference", "moving", "--ref_model", "."], "--ref_model . requires --reference initial"),
+        (["--num_generations", "1"], "--num_generations 1 must be at least 2"),
+        (["--rm_experiment_dir", "."], "--rm_experiment_dir or --reward_function"),
+        (["--length_penalty", "1"], "--length_penalty 1.0 requires --choose_type max_min_p"),
+        (["--num_nodes", "2"], "--num_nodes 2"),
+        (["--sft_experiment_dir", "null", "--model_name", "tiny"], "--model_name tiny"),
+        (["--num_responses", "4"], "--num_responses is now --num_generations"),
+        (["--length_unit", "tokens"], "--length_unit was removed: --length_penalty counts tokens"),
+        (["--eval_interval", "5"], "--eval_interval was removed"),
+        (["--do_sample", "False"], "--do_sample was removed"),
     ],
 )
 def test_bad_flags_are_one_line(wrong, message, flags, tmp_path, capsys):
@@ -221,7 +229,50 @@ def test_bad_flags_are_one_line(wrong, message, flags, tmp_path, capsys):
     assert not list(tmp_path.rglob("args.json"))
 
 
-def test_other_settings_do_not_go_on_with_a_run(finished, capsys):
+def test_a_run_with_other_flags_is_not_resumed(finished, capsys):
     with pytest.raises(SystemExit):
         main(["--resume_from", str(finished), "--beta", "0.3"])
-    assert "beta was 0.1 there; start a new run" in capsys.readouterr().err
+    assert "beta was 0.1 there" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_release_is_resumed(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "iteration-02")
+    (run / "checkpoint-000002").unlink()
+    stored = json.loads((run / "args.json").read_text())
+    stored |= {"num_responses": stored.pop("num_generations"), "length_unit": "tokens", "eval_interval": 0}
+    stored |= {"eval_iters": None, "do_sample": True, "repetition_penalty": 1.0, "margin_scale": 1.0}
+    (run / "args.json").write_text(json.dumps(stored))
+    main(["--resume_from", str(run)])
+    assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
+
+
+def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, flags, cafe_data, tmp_path):
+    given = dict(zip(flags[::2], flags[1::2])) | {"--log_dir": str(tmp_path)}
+    del given["--reward_function"]
+    args = parse(OnlineDPOArgs, [word for pair in given.items() for word in pair])
+    seen = []
+
+    def stop_after_one(iteration, metrics):
+        seen.append((iteration, metrics))
+        raise StopTraining
+
+    prompts = {split: load_prompts(cafe_data, split) for split in ("train", "validation")}
+    run = online_dpo.train(args, prompts=prompts, reward=vowels, on_step=stop_after_one)
+    assert seen[0][0] == 1 and "val/win_rate" in seen[0][1] and not (run / "iteration-02").exists()
+    ours, theirs = (folder / "iteration-01" for folder in (run, finished))
+    assert (ours / "rewards.jsonl").read_bytes() == (theirs / "rewards.jsonl").read_bytes()
+    assert weights(last_checkpoint(ours / "policy")) == weights(last_checkpoint(theirs / "policy"))
+    with pytest.raises(UsageError, match="reward was .* resume with the objects"):
+        online_dpo.train(dataclasses.replace(args, resume_from=str(run)), prompts=prompts, reward=max)
+
+
+def test_a_failure_of_a_rank_ends_the_program_with_its_line_and_status(flags, tmp_path, capfd):
+    given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
+    given |= {"--iterations": "1", "--log_dir": str(tmp_path), "--learning_rate": "1e30", "--epochs": "3"}
+    with pytest.raises(SystemExit) as stopped:
+        main([word for pair in given.items() for word in pair])
+    errors = capfd.readouterr().err
+    assert stopped.value.code == 1 and "Traceback" not in errors
+    assert "error: policy gradient norm is nan" in errors or "error: loss is nan" in errors
+    assert "error: lightrlhf.dpo stopped on rank" in errors
