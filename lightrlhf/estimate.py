@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.args import ModelArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
@@ -26,10 +26,12 @@ OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
 MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4}  # models in memory when none shares a backbone
 CHUNK = 4096  # predictions whose logits are in memory at a time
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING |= {"eos_ids": [], "stop_strings": []}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateArgs(ModelArgs, GenerationArgs):
+class EstimateArgs(ModelArgs):
     """Estimate the memory of a training run on one device."""
 
     algorithm: Literal["sft", "rm", "ppo", "dpo"] = "sft"
@@ -46,6 +48,12 @@ class EstimateArgs(ModelArgs, GenerationArgs):
     """PPO: rows of a rollout decoded at a time."""
     sequence_length: int = 512
     """Tokens of an example, prompt and response."""
+    max_new_tokens: int = 128
+    """PPO: longest response."""
+
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
+        name: (default, "it changes no memory; leave it out") for name, default in SAMPLING.items()
+    }
 
     def __post_init__(self) -> None:
         if not self.model_name or self.model_name == "tiny":
@@ -53,7 +61,7 @@ class EstimateArgs(ModelArgs, GenerationArgs):
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
             )
         self.check_model()
-        for name in ("micro_batch_size", "rollout_mini_batch_size", "sequence_length"):
+        for name in ("micro_batch_size", "rollout_mini_batch_size", "sequence_length", "max_new_tokens"):
             check_at_least(self, name, 1)
 
 

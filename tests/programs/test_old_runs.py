@@ -10,13 +10,14 @@ import pytest
 from helpers import ROOT, last_checkpoint, metrics, weights
 from helpers.programs import args_class
 
-from lightrlhf import evaluate, generate, plot, ppo
+from lightrlhf import evaluate, generate, ppo
 from lightrlhf.cli.parser import NOT_FLAGS, parse
 from lightrlhf.evaluate import EvaluateArgs
 from lightrlhf.ppo import PPOArgs
 from lightrlhf.storage.jsonl import read_jsonl
 
-RUNS = ["sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl", "refuel"]
+RUNS = {name: name for name in ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")}  # the program of today
+RUNS |= {"refuel": "iterative_refuel", "refuel_online": "online_refuel"}
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_another_run_starts_from_it(old_runs):
 @pytest.mark.parametrize("run", RUNS)
 def test_stored_arguments_keep_their_values(run, old_runs, capsys):
     """Under new names where they were renamed; a removed flag with a value that is gone is refused by name."""
-    owner = args_class(f"lightrlhf.{run}")
+    owner = args_class(f"lightrlhf.{RUNS[run]}")
     renamed, removed = getattr(owner, "RENAMED", {}), getattr(owner, "REMOVED", {})
     stored = change(f"{run}/args.json")
     for name in [name for name in removed if name in stored and removed[name][0] not in (stored[name], ...)]:
@@ -96,4 +97,3 @@ def test_a_file_of_responses_is_still_of_its_settings(old_runs, capsys):
     with pytest.raises(SystemExit):
         generate.main([*flags, "--num_generations", "3"])
     assert "num_generations was 2, now 3" in capsys.readouterr().err
-    plot.main(["--responses_file", str(file)])
