@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_estimated_is_refused(capsys, tmp_path, tokenizer
     tiny_scalar("llama").model.save_pretrained(tmp_path)
     for flags, line in (
         ([], "--model_name is required"),
-        (["--model_name", "50M", "--load_in_4bit", "True"], "quantised weights cannot learn"),
+        (["--model_name", "50M", "--load_in_4bit", "True"], "--load_in_4bit True"),
         (["--model_name", str(tmp_path)], "is a reward model"),
         (["--model_name", "no-such/model"], "no-such/model"),
     ):
