@@ -162,6 +162,7 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
         label(axis, "step")
     for offset, row, name in zip((-0.27, 0, 0.27), rows, ("base", "SFT", "PPO")):
         axes[5].bar([i + offset for i in range(4)], [row[part] for part in ("gold", *PARTS)], width=0.26, label=name)
+    axes[5].grid(False)
     axes[5].set_xticks(range(4), ("gold", *PARTS))
     axes[5].set_ylim(0, 1.2)
     axes[5].legend(fontsize=8, ncol=3, loc="upper center")
