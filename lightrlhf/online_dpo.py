@@ -402,7 +402,7 @@ def show(args: OnlineDPOArgs, rows: list[Metrics]) -> None:
 
 def draw(rows: list[Metrics], output: Path) -> None:
     """Draw reward, KL and length by iteration, and reward by KL."""
-    scores = [name for name in ("reward", "gold") if name in rows[-1]]
+    scores: list[str] = [name for name in ("reward", "gold") if name in rows[-1]]
     panels: list[list[str]] = [scores, ["kl"], ["mean_length"], scores]
     figure, axes = new_figure(4.2 * len(panels), 3.2, columns=len(panels))
     for axis, names in zip(axes, panels):
