@@ -26,7 +26,14 @@ OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
 MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4}  # models in memory when none shares a backbone
 CHUNK = 4096  # predictions whose logits are in memory at a time
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 SAMPLING |= {"eos_ids": [], "stop_strings": []}
 
 

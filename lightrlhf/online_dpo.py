@@ -409,7 +409,7 @@ def draw(rows: list[Metrics], output: Path) -> None:
         across = "kl" if axis is axes[-1] else "iteration"
         for name in names:
             points = [(row[across], row[name]) for row in rows if name in row]
-            axis.plot([x for x, _ in points], [y for _, y in points], "o-", ms=3, label=name.replace("_", " "))
+            axis.plot(*zip(*points), "o-", ms=3, label=name.replace("_", " "))
         axis.set_xlabel("KL to the initial policy, nats" if across == "kl" else across, fontsize=8)
         axis.legend(fontsize=8)
         axis.grid(alpha=0.25)

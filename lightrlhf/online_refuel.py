@@ -38,8 +38,7 @@ from lightrlhf.generation.dialogues import (
 )
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.maths.ops import whiten
-from lightrlhf.models.given import as_policy
-from lightrlhf.models.loading import load_policy
+from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import Policy, count_parameters, vocabulary_size
@@ -136,9 +135,8 @@ def train(
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
         dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
     run = Run(args, "online_refuel", on_step, given, data="given/dialogues" if is_given else None)
-    source, flag = starting_model(args)
-    tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, source)
-    policy = load_policy(source, args, tokenizer, flag) if policy is None else as_policy(policy, args, tokenizer)
+    tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0])
+    policy = load_start(policy, args, tokenizer)
     share_prefixes(policy, args.total_length)
     rows = with_room(run, policy, dialogues["train"])
     held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]

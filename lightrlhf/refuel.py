@@ -44,8 +44,8 @@ from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
-from lightrlhf.models.given import as_policy
-from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.given import load_start
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import Policy, count_parameters, inference, policy_inputs, vocabulary_size
@@ -190,15 +190,14 @@ def train(
     if rows is None:
         check_data_dir(args)
     args.check_start(policy)
-    source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, source)
+    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0])
     train_rows = load_rows("refuel", "train", args.data_dir, rows, tokenizer)
     validation_rows: list[Row] = []
     if args.eval_interval and (rows is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()):
         validation_rows = load_rows("refuel", "validation", args.data_dir, rows, tokenizer)
     run = Run(args, "refuel", on_step, given, data=None if rows is None else "given/rows")
-    policy = load_policy(source, args, tokenizer, flag) if policy is None else as_policy(policy, args, tokenizer)
+    policy = load_start(policy, args, tokenizer)
     check_vocabulary(train_rows, vocabulary_size(policy), args.data_dir)
     check_positions(train_rows, policy, args.data_dir)
     share_prefixes(policy, longest_text(train_rows))
