@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightrlhf.cli.args import needs_package
-from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.tokens import decode
 from lightrlhf.maths.macro_actions import beginning_at
@@ -61,23 +61,17 @@ class ParseError(ValueError):
 
 
 # ------------------------------------------------------------------------------------------------ segmenting responses
-def parsed_segments(
-    rollout: Rollout, tokenizer: Any, parser: Parser, cutoff: int, fallback: int | None
-) -> tuple[Tensor, int]:
+def parsed_segments(rollout: Rollout, tokenizer: Any, parser: Parser, cutoff: int, fallback: int) -> tuple[Tensor, int]:
     """Segments (B, T-1) of the responses, and the number of responses that could not be parsed.
 
-    Those are segmented every `fallback` tokens. Raises: RunFailure when `fallback` is None and parsing fails.
+    Those are segmented every `fallback` tokens, with 0 not at all.
     """
     starts, failures = [], 0
     for ids, has_actions in zip(rollout.response_ids(), rollout.action_mask.any(1).tolist()):
         text, ends = token_ends(tokenizer, ids)
         try:
             starts.append(segment_starts(checked(parser(text), text), ends, cutoff) if has_actions else [0])
-        except Exception as problem:  # parsers raise any exception
-            if fallback is None:
-                raise RunFailure(
-                    f"--on_parse_error raise: {type(problem).__name__}: {problem}: {text[:80]!r}"
-                ) from None
+        except Exception:  # parsers raise any exception
             starts.append(list(range(0, len(ids), fallback)) if fallback else [0])
             failures += 1
     return beginning_at(rollout.action_mask, starts), failures
