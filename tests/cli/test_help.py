@@ -56,13 +56,16 @@ def required(owner: type) -> list[str]:
     return [f"--{name}={other_value(owner, name)}" for name in names]
 
 
+def stores(program: str) -> list[str]:
+    """Where a program reads stored flags: a `--config` file, and the args.json of a run that it can resume."""
+    return ["config", *(["run"] if "resume_from" in {f.name for f in dataclasses.fields(CLASSES[program])} else [])]
+
+
 def stored(kind: str, owner: type, values: dict, tmp_path) -> list[str]:
     """Flags that read these values from a `--config` file or from the args.json of a run."""
     if kind == "config":
         (tmp_path / "flags.yaml").write_text(yaml.safe_dump(values))
         return ["--config", str(tmp_path / "flags.yaml"), *required(owner)]
-    if "resume_from" not in {field.name for field in dataclasses.fields(owner)}:
-        pytest.skip("nothing to resume")
     (tmp_path / "args.json").write_text(json.dumps({**values, "program": "any", "versions": {}, "git_commit": "0"}))
     return ["--resume_from", str(tmp_path), *required(owner)]
 
@@ -111,8 +114,7 @@ def test_a_removed_flag_is_answered_with_what_to_do_instead(program, old, capsys
     assert f"--{old} " in error and advice in error
 
 
-@pytest.mark.parametrize("kind", ["config", "run"])
-@pytest.mark.parametrize("program, old", RENAMED)
+@pytest.mark.parametrize("program, old, kind", [(*case, kind) for case in RENAMED for kind in stores(case[0])])
 def test_a_stored_renamed_flag_keeps_its_value(program, old, kind, unchecked, tmp_path):
     owner, new = CLASSES[program], CLASSES[program].RENAMED[old]
     value = other_value(owner, new)
@@ -121,8 +123,7 @@ def test_a_stored_renamed_flag_keeps_its_value(program, old, kind, unchecked, tm
     assert changed(owner, args) <= {new, "resume_from"}
 
 
-@pytest.mark.parametrize("kind", ["config", "run"])
-@pytest.mark.parametrize("program, old", REMOVED)
+@pytest.mark.parametrize("program, old, kind", [(*case, kind) for case in REMOVED for kind in stores(case[0])])
 def test_a_stored_removed_flag_must_have_the_value_that_is_left(program, old, kind, unchecked, tmp_path, capsys):
     owner = CLASSES[program]
     kept, advice = owner.REMOVED[old]
@@ -134,8 +135,7 @@ def test_a_stored_removed_flag_must_have_the_value_that_is_left(program, old, ki
     assert old in error and f"not {kept}" in error and advice in error
 
 
-@pytest.mark.parametrize("kind", ["config", "run"])
-@pytest.mark.parametrize("program", CLASSES)
+@pytest.mark.parametrize("program, kind", [(program, kind) for program in CLASSES for kind in stores(program)])
 def test_a_stored_unknown_flag_is_refused_by_name(program, kind, unchecked, tmp_path, capsys):
     assert "no_such_flag" in refused(
         CLASSES[program], stored(kind, CLASSES[program], {"no_such_flag": 1}, tmp_path), capsys
