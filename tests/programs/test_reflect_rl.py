@@ -364,7 +364,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 def test_a_policy_without_its_tokenizer_is_refused(policy_dir):
     policy = load_policy(policy_dir, ModelArgs(), corridor_tokenizer())
-    with pytest.raises(UsageError, match="--model_name"):
+    with pytest.raises(UsageError, match="--sft_experiment_dir or --model_name"):
         reflect_rl.train(ReflectRLArgs(), policy=policy, envs=Corridor)
 
 
