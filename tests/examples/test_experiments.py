@@ -11,7 +11,7 @@ import pytest
 from helpers.pages import args_class
 
 from examples import cafe_settings
-from examples.experiments import hidden_map, macro_actions, online_cafe
+from examples.experiments import hidden_map, macro_actions, online_cafe, refuel
 from examples.experiments.stats import interval, paired, report_claims, shown
 from examples.programs import call, logged
 from lightrlhf.cli.errors import RunFailure
@@ -73,6 +73,11 @@ FLAGS = {
     "lightrlhf.ppo": [macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()],
     "lightrlhf.dpo": [online_cafe.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
+    "lightrlhf.iterative_refuel": [
+        refuel.REFUEL,
+        *refuel.ARMS.values(),
+        *(task["refuel"] for task in refuel.TASKS.values()),
+    ],
     "datasets_prep.cafe.prepare_data": [cafe_settings.FEW_ROWS],
 }
 
