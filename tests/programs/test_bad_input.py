@@ -1,4 +1,7 @@
-"""Bad calls and bad files: one clear line, exit status 2 (1 when found while running), and nothing half-written."""
+"""Bad flags and bad files: one line that names them, exit status 2 (1 for a failure while running), nothing written.
+
+Messages are pinned by the flags, files and values they name, not by their sentences.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -36,27 +40,32 @@ PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "helpers.rewards:constant"]
 
 
-def told(capsys) -> list[str]:
-    """The lines on stderr that are no progress bar."""
+def error_lines(capsys) -> list[str]:
+    """Lines on stderr without progress bars."""
     text = capsys.readouterr().err.replace("\r", "\n")
     return [line for line in text.splitlines() if line.strip() and "it/s" not in line and "?it" not in line]
 
 
 def refused(program: str, flags: list, capsys, status: int = 2) -> str:
-    """Run a program that must refuse; returns the one line it says."""
+    """Run a program that must refuse; returns its one line on stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         PROGRAMS[program]([str(flag) for flag in flags])
-    lines = told(capsys)
+    lines = error_lines(capsys)
     assert len(lines) == 1, lines
     assert stopped.value.code == status
-    assert "Traceback" not in lines[0] and len(lines[0]) < 500
+    assert re.match(r"(python -m [\w.]+: )?error: ", lines[0]) and len(lines[0]) < 500, lines[0]
     return lines[0]
+
+
+def missing(line: str, *pins: str) -> list[str]:
+    """The pins that a line does not contain."""
+    return [f"{pin!r} is not in: {line}" for pin in pins if pin not in line]
 
 
 @pytest.fixture
 def world(tmp_path, cafe_data, base_model, sft_dir, rm_dir):
-    """Names that the tables below use, and a copy of the data that a case may damage."""
+    """Folders and flags for the tests below, and a copy of the data that a test may damage."""
     shutil.copytree(cafe_data, tmp_path / "data")
     return {
         "tmp": tmp_path,
@@ -72,117 +81,124 @@ def experiments(world) -> list[Path]:
     return list((world["tmp"] / "logs").rglob("args.json"))
 
 
-# --------------------------------------------------------------------------------------------- what is given wrongly
-ONE_FLAG = [  # program, flags beside good ones, what the line says
-    ("sft", ["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
-    ("sft", ["--zzzzqqqq", "1"], "unknown flag --zzzzqqqq; --help lists all flags"),
-    ("rm", ["--los_type", "average"], "did you mean --loss_type?"),
-    ("ppo", ["--rollot_size", "8"], "did you mean --rollout_size?"),
-    ("sft", ["--epochs", "many"], "error: --epochs many is not a whole number"),
-    ("sft", ["--max_steps", "many"], "error: --max_steps many is not a whole number"),
-    ("sft", ["--use_targets", "maybe"], "error: --use_targets maybe is not True or False"),
-    ("sft", ["--epochs", "0"], "--epochs 0 must be at least 1"),
-    ("sft", ["--max_steps", "0"], "--max_steps 0 must be at least 1"),
-    ("sft", ["--mini_batch_size", "6", "--micro_batch_size", "4"], "--mini_batch_size 6 must be a multiple of"),
-    ("sft", ["--mini_batch_size", "4", "--micro_batch_size", "8"], "try --micro_batch_size 4"),
-    ("sft", ["--micro_batch_size", "0"], "micro_batch_size 0"),
-    ("sft", ["--micro_batch_size", "-2"], "micro_batch_size -2"),
-    ("sft", ["--mini_batch_size", "0"], "mini_batch_size 0"),
-    ("sft", ["--learning_rate", "nan"], "error: --learning_rate nan is not a finite number"),
-    ("sft", ["--learning_rate", "inf"], "learning_rate"),
-    ("sft", ["--learning_rate=-1e-4"], "--learning_rate -0.0001 must be a finite number above 0"),
+# ------------------------------------------------------------------------------------------------------------- flags
+ONE_FLAG = [  # program, flags added to good ones, what the line names: flag, value, remedy
+    ("sft", ["--learning_rat", "1"], "--learning_rate"),
+    ("sft", ["--zzzzqqqq", "1"], "--zzzzqqqq", "--help"),
+    ("rm", ["--los_type", "average"], "--los_type", "--loss_type"),
+    ("ppo", ["--rollot_size", "8"], "--rollot_size", "--rollout_size"),
+    ("sft", ["--epochs", "many"], "--epochs many"),
+    ("sft", ["--max_steps", "many"], "--max_steps many"),
+    ("sft", ["--use_targets", "maybe"], "--use_targets maybe", "True"),
+    ("sft", ["--epochs", "0"], "--epochs 0"),
+    ("sft", ["--max_steps", "0"], "--max_steps 0"),
+    ("sft", ["--mini_batch_size", "6", "--micro_batch_size", "4"], "--mini_batch_size 6", "--micro_batch_size 3"),
+    ("sft", ["--mini_batch_size", "4", "--micro_batch_size", "8"], "--mini_batch_size 4", "--micro_batch_size 4"),
+    ("sft", ["--micro_batch_size", "0"], "--micro_batch_size 0"),
+    ("sft", ["--micro_batch_size", "-2"], "--micro_batch_size -2"),
+    ("sft", ["--mini_batch_size", "0"], "--mini_batch_size 0"),
+    ("sft", ["--learning_rate", "nan"], "--learning_rate nan"),
+    ("sft", ["--learning_rate", "inf"], "--learning_rate inf"),
+    ("sft", ["--learning_rate=-1e-4"], "--learning_rate -0.0001"),
     ("sft", ["--learning_rate", "0"], "--learning_rate 0"),
     ("sft", ["--weight_decay", "-1"], "--weight_decay -1"),
-    ("sft", ["--gradient_clip_val", "nan"], "gradient_clip_val"),
-    ("sft", ["--optimizer_eps", "-1"], "optimizer_eps"),
-    ("sft", ["--optimizer_beta1", "1.5"], "optimizer_beta1"),
-    ("sft", ["--optimizer", "SGDD"], "optimizer"),
-    ("sft", ["--precision", "8-maybe"], "error: --precision 8-maybe is not one of 32-true, bf16-mixed"),
-    ("sft", ["--accelerator", "abacus"], "accelerator"),
+    ("sft", ["--gradient_clip_val", "nan"], "--gradient_clip_val nan"),
+    ("sft", ["--optimizer_eps", "-1"], "--optimizer_eps -1"),
+    ("sft", ["--optimizer_beta1", "1.5"], "--optimizer_beta1 1.5"),
+    ("sft", ["--optimizer", "SGDD"], "--optimizer SGDD", "AdamW"),
+    ("sft", ["--precision", "8-maybe"], "--precision 8-maybe", "32-true", "bf16-mixed"),
+    ("sft", ["--accelerator", "abacus"], "--accelerator abacus"),
     ("sft", ["--label_smoothing", "1"], "--label_smoothing 1"),
     ("sft", ["--seed", "-1"], "--seed -1"),
-    ("sft", ["--data_dir", "/nowhere/at/all"], "--data_dir /nowhere/at/all does not exist; write it first"),
-    ("sft", ["--finetune_mode", "half"], "finetune_mode"),
-    ("sft", ["--finetune_mode", "lora", "--lora_rank", "0"], "lora_rank"),
-    ("sft", ["--finetune_mode", "lora", "--lora_dropout", "2"], "lora_dropout"),
+    ("sft", ["--data_dir", "/nowhere/at/all"], "--data_dir /nowhere/at/all"),
+    ("sft", ["--finetune_mode", "half"], "--finetune_mode half", "lora"),
+    ("sft", ["--finetune_mode", "lora", "--lora_rank", "0"], "--lora_rank 0"),
+    ("sft", ["--finetune_mode", "lora", "--lora_dropout", "2"], "--lora_dropout 2"),
     (
         "sft",
         ["--finetune_mode", "lora", "--lora_dropout", "0.1", "--disable_dropout", "True"],
+        "--lora_dropout 0.1",
         "--disable_dropout True",
     ),
-    ("sft", ["--load_in_4bit=True"], "--load_in_4bit True with --finetune_mode all: quantised weights cannot learn"),
-    ("rm", ["--load_in_8bit=True", "--finetune_mode=last_layer"], "use --finetune_mode lora"),
-    ("rm", ["--load_in_8bit=True", "--load_in_4bit=True", "--finetune_mode=lora"], "exclude each other"),
-    ("sft", ["--load_in_4bit=True", "--finetune_mode=lora", "--model_name=tiny"], "not --model_name tiny"),
-    ("sft", ["--load_in_4bit=True", "--finetune_mode=lora", "--strategy=fsdp"], "cannot be split by --strategy fsdp"),
-    ("sft", ["--optimizer=AdamW8bit", "--strategy=fsdp"], "--optimizer AdamW8bit cannot be split by --strategy fsdp"),
-    ("sft", ["--merge", "True"], "--merge True has no adapters to merge with --finetune_mode all"),
+    ("sft", ["--load_in_4bit=True"], "--load_in_4bit True", "--finetune_mode all", "--finetune_mode lora"),
+    ("rm", ["--load_in_8bit=True", "--finetune_mode=last_layer"], "--load_in_8bit True", "--finetune_mode lora"),
+    (
+        "rm",
+        ["--load_in_8bit=True", "--load_in_4bit=True", "--finetune_mode=lora"],
+        "--load_in_8bit True",
+        "--load_in_4bit True",
+    ),
+    (
+        "sft",
+        ["--load_in_4bit=True", "--finetune_mode=lora", "--model_name=tiny"],
+        "--load_in_4bit True",
+        "--model_name tiny",
+    ),
+    (
+        "sft",
+        ["--load_in_4bit=True", "--finetune_mode=lora", "--strategy=fsdp"],
+        "--load_in_4bit True",
+        "--strategy fsdp",
+        "--strategy ddp",
+    ),
+    (
+        "sft",
+        ["--optimizer=AdamW8bit", "--strategy=fsdp"],
+        "--optimizer AdamW8bit",
+        "--strategy fsdp",
+        "--optimizer AdamW",
+    ),
+    ("sft", ["--merge", "True"], "--merge True", "--finetune_mode all"),
     ("sft", ["--finetune_mode", "lora", "--lora_targets", "nowhere"], "--lora_targets nowhere"),
-    ("sft", ["--finetune_mode", "lora", "--lora_targets", "q_proj,nowhere"], "--lora_targets nowhere names no layer"),
+    ("sft", ["--finetune_mode", "lora", "--lora_targets", "q_proj,nowhere"], "--lora_targets nowhere"),
     ("sft", ["--config", "/nowhere.yaml"], "/nowhere.yaml"),
-    ("sft", ["--model_name", "./nowhere"], "--model_name ./nowhere does not exist"),
+    ("sft", ["--model_name", "./nowhere"], "--model_name ./nowhere"),
     ("sft", ["--model_name", "no-such-organisation/no-such-model"], "no-such-organisation/no-such-model"),
-    ("rm", ["--loss_type", "best"], "error: --loss_type best is not one of per_sample, last_token, average"),
-    ("rm", ["--sft_experiment_dir", "nowhere"], "--sft_experiment_dir nowhere does not exist"),
+    ("rm", ["--loss_type", "best"], "--loss_type best", "per_sample", "last_token", "average"),
+    ("rm", ["--sft_experiment_dir", "nowhere"], "--sft_experiment_dir nowhere"),
     ("ppo", ["--clip_coeff", "0"], "--clip_coeff 0"),
     ("ppo", ["--top_p", "0"], "--top_p 0"),
     ("ppo", ["--top_k", "-1"], "--top_k -1"),
-    ("ppo", ["--min_p", "1.5"], "--min_p 1.5 must lie in [0, 1]"),
-    ("ppo", ["--repetition_penalty", "0"], "--repetition_penalty 0"),
-    ("ppo", ["--repetition_penalty", "1.2"], "--repetition_penalty 1.2: a rollout must be sampled from the policy"),
-    ("ppo", ["--eos_ids", "5", "-7"], "--eos_ids -7 must be at least 0"),
-    ("ppo", ["--eos_ids", "5", "many"], "eos_ids"),
-    ("ppo", ["--stop_strings", ""], "--stop_strings '' would end every response at once"),
-    ("ppo", ["--temperature", "0"], "for greedy text use --do_sample False"),
-    ("ppo", ["--do_sample", "False"], "a rollout must be sampled"),
-    ("ppo", ["--gae_gamma", "1.1"], "--gae_gamma 1.1 must lie in [0, 1]"),
+    ("ppo", ["--min_p", "1.5"], "--min_p 1.5"),
+    ("ppo", ["--repetition_penalty", "0"], "--repetition_penalty"),
+    ("ppo", ["--repetition_penalty", "1.2"], "--repetition_penalty"),
+    ("ppo", ["--eos_ids", "5", "-7"], "--eos_ids -7"),
+    ("ppo", ["--eos_ids", "5", "many"], "--eos_ids", "many"),
+    ("ppo", ["--stop_strings", ""], "--stop_strings ''"),
+    ("ppo", ["--temperature", "0"], "--temperature 0"),
+    ("ppo", ["--do_sample", "False"], "--do_sample"),
+    ("ppo", ["--gae_gamma", "1.1"], "--gae_gamma 1.1"),
     ("ppo", ["--init_kl_coeff", "-1"], "--init_kl_coeff -1"),
     ("ppo", ["--adaptive_kl_coeff", "True", "--target_kl_coeff", "0"], "--target_kl_coeff 0"),
-    ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8 must not exceed --rollout_size 4"),
+    ("ppo", ["--rollout_size", "4"], "--mini_batch_size 8", "--rollout_size 4"),
     ("ppo", ["--max_new_tokens", "0"], "--max_new_tokens 0"),
-    ("ppo", [*PARSING, "--parser", "bert"], "--parser bert is neither one of textblob, benepar, stanza, python"),
-    (
-        "ppo",
-        [*PARSING, "--parser", "benepar"],
-        "--parser benepar needs the package benepar; install it from the clone with: pip install -e '.[benepar]'",
-    ),
-    ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m is not used by --parser textblob"),
-    ("ppo", [*PARSING, "--parser", "nowhere:f"], "--parser nowhere:f cannot be imported"),
-    ("ppo", [*PARSING, "--parsing_cutoff", "0"], "--parsing_cutoff 0"),
-    ("ppo", ["--critic_init", "random"], "error: --critic_init random is not one of reward, policy"),
-    ("sft", ["--strategy", "fsdp3"], "error: --strategy fsdp3 is not one of auto, ddp, fsdp, deepspeed"),
-    ("sft", ["--strategy", "deepspeed"], "--strategy deepspeed needs the package deepspeed; install it with"),
-    ("sft", ["--lr_warmup_ratio", "1.5"], "--lr_warmup_ratio 1.5 must lie in [0, 1]"),
-    ("sft", ["--ddp_timeout", "0"], "--ddp_timeout 0 must be at least 1"),
-    ("ppo", ["--critic_init", "reward"], "--critic_init reward needs --rm_experiment_dir"),
-    ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f cannot be imported"),
+    ("ppo", [*PARSING, "--parser", "bert"], "--parser bert", "textblob", "benepar", "stanza", "python"),
+    ("ppo", [*PARSING, "--parser", "benepar"], "--parser benepar", "pip install -e '.[benepar]'"),
+    ("ppo", [*PARSING, "--parser_model", "m"], "--parser_model m", "--parser textblob"),
+    ("ppo", [*PARSING, "--parser", "nowhere:f"], "--parser nowhere:f"),
+    ("ppo", [*PARSING, "--parsing_cutoff", "0"], "--parsing_cutoff"),
+    ("ppo", ["--critic_init", "random"], "--critic_init random", "reward", "policy"),
+    ("sft", ["--strategy", "fsdp3"], "--strategy fsdp3", "auto", "ddp", "fsdp", "deepspeed"),
+    ("sft", ["--strategy", "deepspeed"], "--strategy deepspeed", "pip install deepspeed"),
+    ("sft", ["--lr_warmup_ratio", "1.5"], "--lr_warmup_ratio 1.5"),
+    ("sft", ["--ddp_timeout", "0"], "--ddp_timeout 0"),
+    ("ppo", ["--critic_init", "reward"], "--critic_init reward", "--rm_experiment_dir"),
+    ("ppo", ["--reward_function", "nowhere:f"], "--reward_function nowhere:f"),
     ("ppo", ["--reward_function", "nowhere"], "--reward_function nowhere"),
     ("ppo", ["--reward_function", "helpers.rewards:nothing"], "--reward_function helpers.rewards:nothing"),
-    (
-        "ppo",
-        ["--reward_function", "helpers.rewards:number"],
-        "--reward_function helpers.rewards:number",
-    ),
-    ("ppo", ["--reward_function", "helpers.rewards:takes_no_columns"], "must accept **columns"),
-    ("ppo", ["--rm_experiment_dir", "nowhere"], "give either --rm_experiment_dir or --reward_function"),
-    ("iterative_refuel", ["--etta", "1"], "unknown flag --etta; did you mean --eta?"),
-    ("iterative_refuel", ["--eta", "0"], "--eta 0.0 must be a finite number above 0"),
-    ("iterative_refuel", ["--num_turns", "0"], "--num_turns 0 must be at least 1"),
-    ("iterative_refuel", ["--horizon", "far"], "--horizon far is not one of random, final"),
-    (
-        "iterative_refuel",
-        ["--base_url", "http://localhost:1/v1"],
-        "requires --user_model",
-    ),
-    (
-        "iterative_refuel",
-        ["--user_model", "a", "--user_function", "b:c"],
-        "--user_function b:c and --user_model a: give one user",
-    ),
-    ("iterative_refuel", ["--rm_experiment_dir", "nowhere"], "and not both: what scores responses"),
-    ("iterative_refuel", ["--do_sample", "False"], "--do_sample was removed"),
-    ("iterative_refuel", ["--validation_percentage", "0.5"], "must lie in [0, 0.5), such as 0.05"),
-    ("iterative_refuel", [], "dialogue_train.pt does not exist"),
+    ("ppo", ["--reward_function", "helpers.rewards:number"], "--reward_function helpers.rewards:number"),
+    ("ppo", ["--reward_function", "helpers.rewards:takes_no_columns"], "--reward_function", "**columns"),
+    ("ppo", ["--rm_experiment_dir", "nowhere"], "--rm_experiment_dir", "--reward_function"),
+    ("iterative_refuel", ["--etta", "1"], "--etta", "--eta"),
+    ("iterative_refuel", ["--eta", "0"], "--eta 0"),
+    ("iterative_refuel", ["--num_turns", "0"], "--num_turns 0"),
+    ("iterative_refuel", ["--horizon", "far"], "--horizon far", "random", "final"),
+    ("iterative_refuel", ["--base_url", "http://localhost:1/v1"], "--base_url", "--user_model"),
+    ("iterative_refuel", ["--user_model", "a", "--user_function", "b:c"], "--user_model", "--user_function"),
+    ("iterative_refuel", ["--rm_experiment_dir", "nowhere"], "--rm_experiment_dir", "--reward_function"),
+    ("iterative_refuel", ["--do_sample", "False"], "--do_sample"),
+    ("iterative_refuel", ["--validation_percentage", "0.5"], "--validation_percentage 0.5"),
+    ("iterative_refuel", [], "dialogue_train.pt"),
 ]
 
 
@@ -195,24 +211,26 @@ def good_flags(program: str, world) -> list:
     return flags
 
 
-@pytest.mark.parametrize("program, flags, line", ONE_FLAG, ids=[" ".join([case[0], *case[1]]) for case in ONE_FLAG])
-def test_a_bad_flag_is_refused_before_anything_is_written(program, flags, line, world, capsys):
-    assert line in refused(program, [*good_flags(program, world), *flags], capsys)
+@pytest.mark.parametrize("case", ONE_FLAG, ids=[" ".join([case[0], *case[1]]) for case in ONE_FLAG])
+def test_a_bad_flag_is_refused_before_anything_is_written(case, world, capsys):
+    program, flags, *pins = case
+    assert not missing(refused(program, [*good_flags(program, world), *flags], capsys), *pins)
     assert not experiments(world)
 
 
 def test_a_model_is_needed(world, capsys):
     flags = ["--data_dir", world["data"], *world["log"]]
-    assert "--model_name is needed" in refused("sft", flags, capsys)
-    assert "--sft_experiment_dir or --model_name is needed" in refused("rm", flags, capsys)
-    assert "the policy to start from" in refused("ppo", [*flags, *REWARD], capsys)
-    assert "give either" in refused("ppo", [*flags, "--model_name", world["model"]], capsys)
+    assert "--model_name" in refused("sft", flags, capsys)
+    assert not missing(refused("rm", flags, capsys), "--sft_experiment_dir", "--model_name")
+    assert not missing(refused("ppo", [*flags, *REWARD], capsys), "--sft_experiment_dir", "--model_name")
+    line = refused("ppo", [*flags, "--model_name", world["model"]], capsys)
+    assert not missing(line, "--rm_experiment_dir", "--reward_function")
     assert not experiments(world)
 
 
 # ------------------------------------------------------------------------------------------------------ bad splits
 class Bomb:
-    """Unpickled without care it writes a file."""
+    """Unpickling it without restrictions writes a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -263,46 +281,46 @@ def data_case(world, name: str) -> None:
 
 
 DATA = {
-    "missing": "finetune_train.pt does not exist",
-    "truncated": "finetune_train.pt is damaged",
-    "empty file": "finetune_train.pt is damaged",
-    "text": "finetune_train.pt",
-    "pickle with code": "holds objects other than plain data",
-    "torch file with code": "holds objects other than plain data",
-    "no rows": "finetune_train.pt holds no rows",
-    "no list": "finetune_train.pt holds no rows",
-    "rows that are no dicts": "row 0 has list",
-    "wrong stage": "row 0 has ['chosen_input_ids'",
-    "ids beyond the vocabulary": "holds token id 99999",
-    "negative ids": "token id -7",
-    "targets of another length": "row 3",
-    "a folder": "finetune_train.pt does not exist",
+    "missing": ["finetune_train.pt"],
+    "truncated": ["finetune_train.pt", "damaged"],
+    "empty file": ["finetune_train.pt", "damaged"],
+    "text": ["finetune_train.pt"],
+    "pickle with code": ["finetune_train.pt"],
+    "torch file with code": ["finetune_train.pt"],
+    "no rows": ["finetune_train.pt"],
+    "no list": ["finetune_train.pt"],
+    "rows that are no dicts": ["finetune_train.pt", "row 0", "list"],
+    "wrong stage": ["finetune_train.pt", "row 0", "chosen_input_ids"],
+    "ids beyond the vocabulary": ["99999"],
+    "negative ids": ["-7"],
+    "targets of another length": ["finetune_train.pt", "row 3"],
+    "a folder": ["finetune_train.pt"],
 }
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_a_bad_split_is_refused_and_its_code_never_runs(name, world, capsys):
     data_case(world, name)
-    assert DATA[name] in refused("sft", good_flags("sft", world), capsys)
+    assert not missing(refused("sft", good_flags("sft", world), capsys), *DATA[name])
     assert not experiments(world) and not (world["tmp"] / "ran").exists()
 
 
 @pytest.mark.parametrize("program, file", [("rm", "preference_train.pt"), ("ppo", "prompts_train.pt")])
 def test_every_program_refuses_the_split_of_another_stage(program, file, world, capsys):
     shutil.copy(world["data"] / "finetune_train.pt", world["data"] / file)
-    assert f"{file}: row 0 has" in refused(program, good_flags(program, world), capsys)
+    assert f"{file}: row 0" in refused(program, good_flags(program, world), capsys)
 
 
-def test_a_missing_validation_split_is_told_by_name(world, capsys):
+def test_a_missing_validation_split_is_named(world, capsys):
     (world["data"] / "finetune_validation.pt").unlink()
-    assert "finetune_validation.pt does not exist" in refused("sft", good_flags("sft", world), capsys)
+    assert "finetune_validation.pt" in refused("sft", good_flags("sft", world), capsys)
 
 
 def test_a_model_with_fewer_tokens_than_the_data_is_refused(world, tokenizer, capsys):
     small = save_model("llama", world["tmp"] / "small", tokenizer, vocab_size=100)
     for program in ("sft", "rm", "ppo"):
         flags = [*good_flags(program, world), "--model_name", small]
-        assert "the model has 100 tokens; prepare the data again" in refused(program, flags, capsys)
+        assert "100 tokens" in refused(program, flags, capsys)
     assert not experiments(world)
 
 
@@ -312,14 +330,14 @@ def test_data_of_another_tokenizer_than_the_models_is_refused_though_its_ids_fit
     other.save_pretrained(folder)
     for program in ("sft", "rm", "ppo"):
         line = refused(program, [*good_flags(program, world), "--model_name", folder], capsys)
-        assert f"tokenizer other than that of {folder}" in line
+        assert not missing(line, "tokenizer", str(folder))
     assert not experiments(world)
 
 
 def test_responses_that_do_not_fit_into_the_positions_are_refused(world, tokenizer, capsys):
     small = save_model("llama", world["tmp"] / "small", tokenizer, max_position_embeddings=32)
     flags = [*good_flags("ppo", world), "--model_name", small, "--max_new_tokens", "30"]
-    assert "--max_new_tokens 30 after a prompt of" in refused("ppo", flags, capsys)
+    assert not missing(refused("ppo", flags, capsys), "--max_new_tokens 30", "32")
     assert not experiments(world)
 
 
@@ -327,14 +345,14 @@ def test_rows_longer_than_the_positions_are_refused(world, tokenizer, capsys):
     small = save_model("gpt2", world["tmp"] / "small", tokenizer, n_positions=20)
     for program in ("sft", "rm"):
         line = refused(program, [*good_flags(program, world), "--model_name", small], capsys)
-        assert "tokens, but the model has 20 positions; prepare the data again with --max_length 20" in line
+        assert not missing(line, "20 positions", "--max_length 20")
     assert not experiments(world)
 
 
-def test_packing_is_refused_where_the_architecture_cannot(world, tokenizer, capsys):
+def test_packing_is_refused_for_an_architecture_without_support(world, tokenizer, capsys):
     bloom = save_model("bloom", world["tmp"] / "bloom", tokenizer)
     flags = [*good_flags("sft", world), "--model_name", bloom, "--packing", "True"]
-    assert "use --packing False" in refused("sft", flags, capsys)
+    assert "--packing False" in refused("sft", flags, capsys)
     assert not experiments(world)
 
 
@@ -354,16 +372,16 @@ def damaged(world, sft_dir: str, keep_before: bool) -> Path:
 def test_directories_of_the_wrong_kind_are_told_apart(world, capsys):
     rm_flags = ["--data_dir", world["data"], "--max_steps", "1", *world["log"]]
     line = refused("ppo", [*good_flags("ppo", world), "--sft_experiment_dir", world["rm"]], capsys)
-    assert f"--sft_experiment_dir {world['rm']} holds a reward model, not a language model" in line
+    assert not missing(line, f"--sft_experiment_dir {world['rm']}", "reward model")
     flags = [*rm_flags, "--sft_experiment_dir", world["sft"], "--rm_experiment_dir", world["sft"]]
     line = refused("ppo", [*flags, "--rollout_size", "8", "--mini_batch_size", "8"], capsys)
-    assert f"--rm_experiment_dir {world['sft']}" in line and "holds a language model, not a reward model" in line
+    assert not missing(line, f"--rm_experiment_dir {world['sft']}", "language model")
     line = refused("sft", [*rm_flags, "--model_name", world["rm"]], capsys)
-    assert "holds a reward model, not a language model" in line
+    assert not missing(line, f"--model_name {world['rm']}", "reward model")
     line = refused("rm", [*rm_flags, "--sft_experiment_dir", world["data"]], capsys)
     assert "--sft_experiment_dir" in line
     line = refused("sft", [*rm_flags, "--model_name", world["tmp"]], capsys)
-    assert "is neither a model folder (config.json) nor an experiment dir (args.json)" in line
+    assert not missing(line, f"--model_name {world['tmp']}", "config.json", "args.json")
     assert not experiments(world)
 
 
@@ -371,7 +389,7 @@ def test_an_experiment_without_a_checkpoint_is_refused(world, capsys):
     (world["tmp"] / "young").mkdir()
     (world["tmp"] / "young" / "args.json").write_text(json.dumps({"program": "sft"}))
     flags = ["--data_dir", world["data"], "--sft_experiment_dir", world["tmp"] / "young", *world["log"]]
-    assert "has no checkpoint yet" in refused("rm", flags, capsys)
+    assert not missing(refused("rm", flags, capsys), f"--sft_experiment_dir {world['tmp'] / 'young'}", "checkpoint")
 
 
 @pytest.mark.parametrize("keep_before", [True, False])
@@ -379,14 +397,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(keep_befo
     folder = damaged(world, world["sft"], keep_before)
     flags = ["--data_dir", world["data"], "--sft_experiment_dir", folder, *world["log"]]
     for line in (refused("rm", flags, capsys), refused("sft", ["--resume_from", folder], capsys)):
-        assert "checkpoint-000002 is damaged (model.safetensors is not what was written)" in line
-        assert ("the one before it is intact" if keep_before else "no earlier checkpoint is intact") in line
+        assert not missing(line, "checkpoint-000002", "model.safetensors")
+        assert ("checkpoint-000001" in line) == keep_before
     if keep_before:
         before = ["--data_dir", world["data"], "--max_steps", "1", *world["log"]]
         lightrlhf.rm.main([str(f) for f in [*before, "--sft_experiment_dir", folder / "checkpoint-000001"]])
 
 
-def test_a_model_folder_that_is_not_whole_is_refused(world, capsys):
+def test_an_incomplete_model_folder_is_refused(world, capsys):
     folder = world["tmp"] / "half"
     folder.mkdir()
     (folder / "config.json").write_text((world["model"] / "config.json").read_text())
@@ -402,25 +420,25 @@ def test_a_model_folder_that_is_not_whole_is_refused(world, capsys):
 # ------------------------------------------------------------------------------------------------------- resuming
 def test_resuming_from_nonsense_is_refused(world, capsys):
     tmp = world["tmp"]
-    assert "--resume_from nowhere is no experiment dir" in refused("sft", ["--resume_from", "nowhere"], capsys)
+    assert "--resume_from nowhere" in refused("sft", ["--resume_from", "nowhere"], capsys)
     (tmp / "empty").mkdir()
-    assert "is no experiment dir: it has no args.json" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
+    assert not missing(refused("sft", ["--resume_from", tmp / "empty"], capsys), "--resume_from", "args.json")
     (tmp / "empty" / "args.json").write_text("{")
-    assert "cannot read" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
+    assert "args.json" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
     (tmp / "empty" / "args.json").write_text("[1, 2]")
     assert "--resume_from" in refused("sft", ["--resume_from", tmp / "empty"], capsys)
 
 
 def test_resuming_the_run_of_another_program_is_refused(world, capsys):
     line = refused("rm", ["--resume_from", world["sft"]], capsys)
-    assert f"--resume_from {world['sft']} is a run of sft, not of rm" in line
+    assert f"--resume_from {world['sft']}" in line
 
 
 def test_resuming_a_run_without_a_checkpoint_is_refused(world, capsys):
     folder = world["tmp"] / "young"
     shutil.copytree(world["sft"], folder)
     shutil.rmtree(folder / "checkpoint-000002")
-    assert "has no checkpoint yet" in refused("sft", ["--resume_from", folder], capsys)
+    assert not missing(refused("sft", ["--resume_from", folder], capsys), str(folder), "checkpoint")
 
 
 def test_resuming_with_another_model_is_refused(world, tokenizer, capsys):
@@ -429,45 +447,47 @@ def test_resuming_with_another_model_is_refused(world, tokenizer, capsys):
     shutil.copytree(world["sft"], folder)
     before = metrics(folder)
     line = refused("sft", ["--resume_from", folder, "--model_name", other, "--max_steps", "4"], capsys)
-    assert "was trained with another model" in line
+    assert not missing(line, f"--resume_from {folder}", "model")
     assert metrics(folder) == before
 
 
 def test_resuming_with_a_wider_model_is_refused(world, tokenizer, capsys):
     wide = save_model("llama", world["tmp"] / "wide", tokenizer, hidden_size=64)
     flags = ["--resume_from", world["sft"], "--model_name", wide, "--max_steps", "4"]
-    assert "was trained with another model" in refused("sft", flags, capsys)
+    assert not missing(refused("sft", flags, capsys), f"--resume_from {world['sft']}", "model")
 
 
 # ------------------------------------------------------------------------------------------------- the log directory
 @pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
 def test_a_log_dir_below_a_file_is_refused(program, world, capsys):
-    (world["tmp"] / "file").write_text("in the way")
+    (world["tmp"] / "file").write_text("not a folder")
     flags = [*good_flags(program, world), "--log_dir", world["tmp"] / "file" / "logs"]
-    assert f"--log_dir {world['tmp']}/file/logs cannot be written" in refused(program, flags, capsys)
+    assert f"--log_dir {world['tmp']}/file/logs" in refused(program, flags, capsys)
 
 
-# ---------------------------------------------------------------------------------------------------------- the page
+# ---------------------------------------------------------------------------------------------------------- the demo
 DEMO = [
-    (["--host", "0.0.0.0"], "--host 0.0.0.0 opens the page to others; give --password_file FILE, or 127.0.0.1"),
-    (["--host", "0.0.0.0", "--password_file", "none"], "--password_file none is no file with a password in its first"),
-    (["--port", "70000"], "--port 70000 must lie in 1 to 65535"),
-    (["--overlap", "2"], "--overlap 2.0 must lie in [0, 1]"),
-    (["--max_models", "0"], "--max_models 0 must be at least 1"),
-    (["--rm_experiment_dir", "none"], "--rm_experiment_dir none does not exist"),
-    (["--temperature", "0"], "--temperature 0.0 must be above 0"),
-    (["--load_in_8bit", "True", "--load_in_4bit", "True"], "exclude each other; give one of them"),
+    (["--host", "0.0.0.0"], "--host 0.0.0.0", "--password_file"),
+    (["--host", "0.0.0.0", "--password_file", "none"], "--password_file none"),
+    (["--port", "70000"], "--port 70000"),
+    (["--overlap", "2"], "--overlap 2"),
+    (["--max_models", "0"], "--max_models 0"),
+    (["--rm_experiment_dir", "none"], "--rm_experiment_dir none"),
+    (["--temperature", "0"], "--temperature 0"),
+    (["--load_in_8bit", "True", "--load_in_4bit", "True"], "--load_in_8bit True", "--load_in_4bit True"),
 ]
 
 
-@pytest.mark.parametrize("flags, line", DEMO, ids=[" ".join(flags) for flags, _ in DEMO])
-def test_the_page_is_not_opened_by_a_bad_flag(flags, line, sft_dir, capsys):
-    assert line in refused("demo", ["--experiment_dir", sft_dir, *flags], capsys)
+@pytest.mark.parametrize("case", DEMO, ids=[" ".join(case[0]) for case in DEMO])
+def test_the_demo_refuses_a_bad_flag(case, sft_dir, capsys):
+    flags, *pins = case
+    assert not missing(refused("demo", ["--experiment_dir", sft_dir, *flags], capsys), *pins)
 
 
-def test_the_page_is_not_opened_on_a_reward_model_or_on_nothing(rm_dir, capsys):
-    assert "give it as --rm_experiment_dir" in refused("demo", ["--experiment_dir", rm_dir], capsys)
-    assert "--experiment_dir none does not exist" in refused("demo", ["--experiment_dir", "none"], capsys)
+def test_the_demo_refuses_a_reward_model_and_a_missing_folder(rm_dir, capsys):
+    line = refused("demo", ["--experiment_dir", rm_dir], capsys)
+    assert not missing(line, f"--experiment_dir {rm_dir}", "--rm_experiment_dir")
+    assert "--experiment_dir none" in refused("demo", ["--experiment_dir", "none"], capsys)
 
 
 # -------------------------------------------------------------------------------------------------- data preparation
@@ -479,26 +499,26 @@ def test_data_preparation_refuses_prompts_that_are_all_too_long_and_writes_nothi
     flags = ["--dataset_name", raw, "--destination_dir", tmp_path / "out", "--tokenizer_name", tmp_path / "tokenizer"]
     capsys.readouterr()
     line = refused("hh", [*flags, "--max_prompt_length", "20", "--num_proc", "1"], capsys, status=1)
-    assert "no row is left to train on" in line and "prompt_too_long" in line
+    assert "prompt_too_long" in line
     assert not list(tmp_path.glob("out/*.pt"))
 
 
 @pytest.mark.parametrize(
-    "flags, line",
+    "flags, pin",
     [
-        (["--num_finetune", "0"], "--num_finetune 0 must be at least 1"),
-        (["--label_noise", "0.7"], "--label_noise 0.7 must lie in [0, 0.5)"),
-        (["--destination_dri", "x"], "did you mean --destination_dir?"),
+        (["--num_finetune", "0"], "--num_finetune 0"),
+        (["--label_noise", "0.7"], "--label_noise 0.7"),
+        (["--destination_dri", "x"], "--destination_dir"),
         (["--max_length", "0"], "--max_length 0"),
         (["--tokenizer_name", "./nowhere"], "./nowhere"),
     ],
 )
-def test_cafe_preparation_refuses(flags, line, tmp_path, capsys):
-    assert line in refused("cafe", ["--destination_dir", tmp_path / "out", *flags], capsys)
+def test_cafe_preparation_refuses(flags, pin, tmp_path, capsys):
+    assert pin in refused("cafe", ["--destination_dir", tmp_path / "out", *flags], capsys)
     assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------ found while running
+# --------------------------------------------------------------------------------------------- failures of a run
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(world, capsys, monkeypatch):
     losses = lightrlhf.sft.sft_loss
     calls = []
@@ -510,12 +530,12 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(worl
     monkeypatch.setattr(lightrlhf.sft, "sft_loss", explodes)
     flags = [*good_flags("sft", world), "--max_steps", "6", "--save_interval", "1", "--eval_interval", "0"]
     line = refused("sft", flags, capsys, status=1)
-    assert "loss is nan at step 4" in line and line.endswith("checkpoint-000003")
+    assert not missing(line, "nan", "step 4") and line.endswith("checkpoint-000003")
     lightrlhf.storage.checkpoint.verify_checkpoint(Path(line.split()[-1]))
 
 
 def save_fails_at(monkeypatch, step: int, problem: OSError) -> None:
-    """From checkpoint `step` on the disk takes no more than a part of it."""
+    """From checkpoint `step` on, saving writes a part of the file and fails."""
     plain = torch.save
 
     def save(state, path, *args, **kwargs):
@@ -531,11 +551,11 @@ def save_fails_at(monkeypatch, step: int, problem: OSError) -> None:
     "problem", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "Permission denied")]
 )
 @pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
-def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, problem, world, capsys, monkeypatch):
+def test_a_failed_save_is_reported_and_the_last_good_checkpoint_stays(program, problem, world, capsys, monkeypatch):
     save_fails_at(monkeypatch, 2, problem)
     flags = [*good_flags(program, world), "--max_steps", "3", "--save_interval", "1", "--eval_interval", "0"]
     line = refused(program, flags, capsys, status=1)
-    assert problem.strerror in line and "the last good checkpoint is" in line and line.endswith("checkpoint-000001")
+    assert problem.strerror in line and line.endswith("checkpoint-000001")
     (experiment,) = (path.parent for path in experiments(world))
     assert [path.name for path in experiment.glob("*checkpoint*")] == ["checkpoint-000001"]
     lightrlhf.storage.checkpoint.verify_checkpoint(last_checkpoint(experiment))
@@ -544,7 +564,7 @@ def test_a_save_that_fails_is_told_and_the_last_good_checkpoint_stays(program, p
     assert last_checkpoint(experiment).name == "checkpoint-000003" and weights(last_checkpoint(experiment))
 
 
-@pytest.mark.parametrize("name, line", [("too_few", "returned 1 scores for 8"), ("raises", "KeyError: 'answer'")])
-def test_a_reward_function_that_fails_is_told_in_one_line(name, line, world, capsys):
+@pytest.mark.parametrize("name, pin", [("too_few", "1 scores for 8"), ("raises", "KeyError: 'answer'")])
+def test_a_failing_reward_function_is_reported_in_one_line(name, pin, world, capsys):
     flags = [*good_flags("ppo", world), "--reward_function", f"helpers.rewards:{name}"]
-    assert line in refused("ppo", flags, capsys, status=1)
+    assert pin in refused("ppo", flags, capsys, status=1)
