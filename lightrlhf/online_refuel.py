@@ -134,7 +134,8 @@ def train(
         check_data_dir(args)
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
         dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
-    run = Run(args, "online_refuel", on_step, given, data="given/dialogues" if is_given else None)
+    data = "given/dialogues" if is_given else None
+    run = Run(args, "online_refuel", on_step, given, data, split_from="refuel")
     tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0])
     policy = load_start(policy, args, tokenizer)
     share_prefixes(policy, args.total_length)

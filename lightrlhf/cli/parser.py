@@ -112,7 +112,13 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise UsageError(f"--resume_from {directory}: {path} holds no arguments")
     values = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
-    return update_names(args_class, values, f"--resume_from {directory}")
+    try:
+        return update_names(args_class, values, f"--resume_from {directory}")
+    except UsageError:
+        program = args_class.__module__.rpartition(".")[2]
+        if stored.get("program", program) != program:
+            raise UsageError(f"--resume_from {directory} is a run of {stored['program']}, not of {program}") from None
+        raise
 
 
 def _shorten(message: str, flags: set[str]) -> str:

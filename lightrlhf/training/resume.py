@@ -21,17 +21,21 @@ from lightrlhf.storage.checkpoint import newest_checkpoint, write_text
 from lightrlhf.training.provenance import check_given
 
 
-def read_state(directory: Path, program: str, given: Mapping[str, str]) -> dict[str, Any]:
+def read_state(
+    directory: Path, program: str, given: Mapping[str, str], split_from: str | None = None
+) -> dict[str, Any]:
     """`resume.pt` of the newest checkpoint of a run, memory-mapped, so that ranks share its pages.
 
-    given: the objects that `train` was called with, by name.
+    given: the objects that `train` was called with, by name; split_from: the program that was this one too in older
+    releases, by `--setting`.
     Raises: UsageError when there is none, it is of another program, or the run began with other objects.
     """
     try:
         stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
-    if stored.get("program") != program:
+    is_old = stored.get("program") == split_from and "setting" in stored
+    if stored.get("program") != program and not is_old:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
     check_given(stored.get("given", {}), given, f"--resume_from {directory}")
     path = newest_checkpoint(directory, "--resume_from") / "resume.pt"

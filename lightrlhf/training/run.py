@@ -67,7 +67,8 @@ class Run(Generic[AnyArgs]):
 
     on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
     `StopTraining`. given: objects that `train` was called with, by name (see `given_objects`); a resumed run requires
-    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given.
+    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given. split_from:
+    see `read_state`.
     Raises: UsageError when the experiment dir cannot be written, there is nothing to resume from, or the given objects
     are not those the run began with.
     """
@@ -79,6 +80,7 @@ class Run(Generic[AnyArgs]):
         on_step: OnStep | None = None,
         given: dict[str, str] | None = None,
         data: str | None = None,
+        split_from: str | None = None,
     ) -> None:
         from lightning.fabric import seed_everything
 
@@ -92,7 +94,7 @@ class Run(Generic[AnyArgs]):
             self.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
-        self.resumed = self._read_resume_state()
+        self.resumed = self._read_resume_state(split_from)
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
@@ -446,10 +448,10 @@ class Run(Generic[AnyArgs]):
         title = self.args.experiment_name
         return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
 
-    def _read_resume_state(self) -> dict[str, Any] | None:
+    def _read_resume_state(self, split_from: str | None) -> dict[str, Any] | None:
         if not self.args.resume_from:
             return None
-        state = read_state(Path(self.args.resume_from), self.program, self.given)
+        state = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def test_it_starts_at_the_initial_policy_and_resumes_bitwise(flags):
     main(["--resume_from", str(run)])
     assert weights(last_checkpoint(run)) == end
     assert [row for row in metrics(run) if "val/score" not in row] == [r for r in rows if "val/score" not in r]
+
+
+def test_a_run_of_the_older_refuel_program_is_resumed(flags):
+    """Which had this program as `--setting online`; a run of today's `refuel` has no setting and is refused."""
+    run = Path(main([*flags, "--max_steps", "2"]))
+    end = weights(last_checkpoint(run))
+    shutil.rmtree(run / "checkpoint-000002")
+    stored = json.loads((run / "args.json").read_text()) | {"program": "refuel"}
+    for old, new in OnlineRefuelArgs.RENAMED.items():
+        stored[old] = stored.pop(new)
+    (run / "args.json").write_text(json.dumps(stored))
+    with pytest.raises(SystemExit):
+        main(["--resume_from", str(run)])
+    (run / "args.json").write_text(json.dumps(stored | {"setting": "online", "stage": "all"}))
+    main(["--resume_from", str(run)])
+    assert weights(last_checkpoint(run)) == end
 
 
 def test_given_objects_do_what_flags_do(flags, talk_data, tmp_path):
