@@ -368,7 +368,7 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
     args = run.args
     count = max(run.total(minibatch.num_actions), 1.0)
     sums = torch.zeros(5, device=run.device)
-    micros = run.pad_passes(minibatch.attention_mask.sum(1).argsort(stable=True).split(args.micro_batch_size))
+    micros = run.pad_passes(minibatch.by_length(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows)
         more = i + 1 < len(micros)

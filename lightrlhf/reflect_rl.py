@@ -303,16 +303,11 @@ def load_models(
 
 
 # ------------------------------------------------------------------------------------------------------------ scoring
-def by_length(batch: Batch, size: int) -> tuple[Tensor, ...]:
-    """Row indices grouped by similar length, `size` at a time; one empty group if there are no rows."""
-    return batch.attention_mask.sum(1).argsort(stable=True).split(size)
-
-
 def score(run: Run[ReflectRLArgs], policy: nn.Module, batch: PlayedBatch, agent: ModelAgent) -> Tensor:
     """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""
     logprobs = torch.zeros_like(batch.logprobs)
     with inference(policy), run.autocast():
-        for rows in by_length(batch, run.args.micro_batch_size):
+        for rows in batch.by_length(run.args.micro_batch_size):
             part = batch.select(rows)
             logprobs[rows, : part.action_mask.shape[1]] = policy(**agent.inputs(part)).logprobs
     return logprobs
@@ -360,7 +355,7 @@ def predict_values(run: Run[ReflectRLArgs], critic: nn.Module | None, batch: Bat
     values = torch.zeros(len(batch), device=batch.input_ids.device)
     if critic is not None:
         with inference(critic), run.autocast():
-            for rows in by_length(batch, run.args.micro_batch_size):
+            for rows in batch.by_length(run.args.micro_batch_size):
                 values[rows] = state_values(critic, batch.select(rows))
     return values
 
@@ -463,7 +458,7 @@ def update_minibatch(
     losses = torch.zeros(2, device=run.device)  # of policy and critic
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
-    micros = by_length(batch, args.micro_batch_size)
+    micros = batch.by_length(args.micro_batch_size)
     for i, rows in enumerate(micros):
         micro, more = batch.select(rows), i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):

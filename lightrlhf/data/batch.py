@@ -48,6 +48,10 @@ class Batch:
         changes: dict[str, Any] = {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
         return dataclasses.replace(self, **changes)
 
+    def by_length(self, size: int) -> tuple[Tensor, ...]:
+        """Row indices in micro-batches of similar length, shortest first; one empty micro-batch without rows."""
+        return self.attention_mask.sum(1).argsort(stable=True).split(size)
+
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
         return self.map(lambda tensor: tensor.to(device))
 
