@@ -101,7 +101,7 @@ def test_flags_that_stayed_exist_and_flags_that_went_do_not():
     aliases = {"model_name_or_path"}
     checked = 0
     for theirs, here, *_ in rows(PAGE.replace(OLDER, "")):
-        names = re.findall(r"`--(\w+)", theirs)
+        names = re.findall(r"`--([\w.]+)", theirs)
         if here.startswith("gone"):
             assert not [name for name in names if name in ours], theirs
         elif here == "same":
