@@ -33,6 +33,7 @@ from lightrlhf.rewards.scorers import ROW, Encoding, RewardFunction, Sample, sco
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 from lightrlhf.storage.run_dir import stored
+from lightrlhf.training.provenance import given_objects
 
 CHUNK = 256  # prompts scored between two writes
 
@@ -124,7 +125,7 @@ def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunction | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
-    with JsonlWriter(output, settings_of(args), args.RENAMED) as writer:
+    with JsonlWriter(output, settings_of(args) | given_objects(reward=reward), args.RENAMED) as writer:
         if len(writer.rows) < len(rows):
             scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
 

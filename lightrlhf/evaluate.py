@@ -41,7 +41,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_function, load_scorer
 from lightrlhf.rewards.scorers import device_of, score_rollout
 from lightrlhf.storage.results import cell, print_table, write_results
-from lightrlhf.storage.run_dir import is_experiment_dir, pretrained, short_name, stored
+from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ EvaluateArgs.REMOVED["by_turn"] = (False, "use lightrlhf.evaluate_dialogues")
 def run(args: EvaluateArgs) -> list[dict[str, Any]]:
     """Evaluate models; returns one row of results per model, in the order of the table."""
     device = find_device(args.accelerator)
-    data_dir = args.data_dir or stored(args.experiment_dir[0], "data_dir")
+    data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
     if data_dir is None:
         raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
     start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []

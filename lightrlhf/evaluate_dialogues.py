@@ -31,7 +31,7 @@ from lightrlhf.rewards.loading import load_function, load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import new_figure, print_table, save_figure, write_results
-from lightrlhf.storage.run_dir import is_experiment_dir, pretrained, short_name, stored
+from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs):
 def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     """Evaluate models turn by turn; returns one row per model: mean scores and win rates with 95% intervals."""
     device = find_device(args.accelerator)
-    data_dir = args.data_dir or stored(args.experiment_dir[0], "data_dir")
+    data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
     if data_dir is None:
         raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
     scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)

@@ -50,6 +50,7 @@ from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.run_dir import data_dir_of
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
@@ -75,6 +76,7 @@ STAGES = ("generate", "rank", "tokenize", "train")
 class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
+    SPLIT_FROM: ClassVar[str] = "refuel"  # whose older runs may be resumed
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
         **refuel.RegressionArgs.REMOVED,
         "setting": ("simulated", refuel.ONLINE),
@@ -135,7 +137,7 @@ def train(
         dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
     held_out = [row.before(0) for row in dialogues.get("validation", [])[: args.eval_dialogues]]
     data = "given/dialogues" if is_given else args.data_dir
-    directory, policy = open_directory(args, "iterative_refuel", data, given, old_name="refuel")
+    directory, policy = open_directory(args, "iterative_refuel", data, given, old_name=args.SPLIT_FROM)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, policy)
     evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, held_out, user, reward)
     for number in range(1, args.iterations + 1):
@@ -353,7 +355,8 @@ def card(directory: Path, rows: Sequence[Row]) -> str:
     for row in rows:
         scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
         table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
-    summary = f"`{stored['initial']}` trained by `lightrlhf.iterative_refuel` on `{stored['data_dir']}`."
+    data = data_dir_of(str(directory)) or "given dialogues"
+    summary = f"`{stored['initial']}` trained by `lightrlhf.iterative_refuel` on `{data}`."
     flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given")}
     return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
 

@@ -44,7 +44,7 @@ from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
-from lightrlhf.storage.run_dir import stored
+from lightrlhf.storage.run_dir import data_dir_of, stored
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
@@ -314,18 +314,20 @@ def evaluate_iteration(
     ]
     first = folder.parent / "iteration-00" / "evaluation.jsonl"
     before = read_jsonl(first) if first.is_file() and folder.name != "iteration-00" else records
-    add_scores(args, records, before, reward)
+    add_scores(args, records, before, reward, data_dir_of(str(folder.parent)))
     write_jsonl(folder / "evaluation.jsonl", records)
     write_text(folder / "evaluation.json", json.dumps(summary(records, before), indent=1))
 
 
-def add_scores(args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunction | None) -> None:
-    """Add `reward` to the records, and with a judge `gold`."""
+def add_scores(
+    args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunction | None, data_dir: str | None
+) -> None:
+    """Add `reward` to the records, and `gold` where the data has a judge."""
     scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]
-    judge = stored(args.data_dir, "judge")
+    judge = data_dir and stored(data_dir, "judge")
     if judge:
         texts = ([record[key] for record in records] for key in ("prompt", "response"))
         for record, gold in zip(records, load_function(judge, "the judge of the data")(*texts)):

@@ -59,6 +59,7 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     RENAMED: ClassVar[dict[str, str]] = {"noptepochs": "ppo_epochs", "kl_coef": "init_kl_coeff"}
+    SPLIT_FROM: ClassVar[str] = "refuel"  # whose older runs may be resumed
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
         **refuel.RegressionArgs.REMOVED,
         "setting": ("online", refuel.ITERATIVE),
@@ -120,7 +121,7 @@ def train(
 ) -> Path:
     """Train by online REFUEL; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place, or a `Policy`; dialogues: by split,
+    policy: a causal language model of transformers, which is trained in place; dialogues: by split,
     `train` and `validation`; user: see `User`, by default the data's own messages; reward: f(prompts, completions,
     **columns) -> a number or None for each; on_step: called with (step, metrics) where metrics are logged, may raise
     `StopTraining`.
@@ -135,7 +136,7 @@ def train(
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
         dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
     data = "given/dialogues" if is_given else None
-    run = Run(args, "online_refuel", on_step, given, data, split_from="refuel")
+    run = Run(args, "online_refuel", on_step, given, data, split_from=args.SPLIT_FROM)
     tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0])
     policy = load_start(policy, args, tokenizer)
     share_prefixes(policy, args.total_length)

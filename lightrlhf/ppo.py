@@ -201,7 +201,7 @@ def train(
 ) -> Path:
     """Train by PPO; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place, or a `Policy`; prompts: see `data.rows`;
+    policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
     reward: f(prompts, completions, **columns) -> a number or None for each; on_step: called with (step, metrics) where
     metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.

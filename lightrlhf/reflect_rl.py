@@ -209,7 +209,7 @@ def train(
 ) -> Path:
     """Train by Reflect-RL; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place, or a `Policy`; its tokenizer is required
+    policy: a causal language model of transformers, which is trained in place; its tokenizer is required
     unless a flag names a model; envs: equal environments, all of them played at once, or a function that makes one;
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.

@@ -183,7 +183,7 @@ def train(
 ) -> Path:
     """Train by REFUEL on pairs; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place, or a `Policy`; rows: prepared ones, see
+    policy: a causal language model of transformers, which is trained in place; rows: prepared ones, see
     `data.rows`; on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
@@ -341,15 +341,15 @@ def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) 
 def log_samples(run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a new reply of the policy to the prefix of each row, with both replies that it learned from."""
     samples = []
-    for row in rows:
-        sides = {side: torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in SIDES}
-        start = int(torch.as_tensor(row["chosen_action_mask"]).long().argmax()) + 1
-        prefix = sides["chosen"][:start]
-        noise = torch.rand(1, run.args.max_new_tokens, generator=run.generator(run.step))
-        with unsharded(policy):
+    with unsharded(policy):  # once, for ranks may have different numbers of rows
+        for row in rows:
+            sides = {side: torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in SIDES}
+            start = int(torch.as_tensor(row["chosen_action_mask"]).long().argmax()) + 1
+            prefix = sides["chosen"][:start]
+            noise = torch.rand(1, run.args.max_new_tokens, generator=run.generator(run.step))
             new = generate(policy, [prefix], run.args, [tokenizer.eos_token_id], noise, 1, tokenizer)
-        replies = {f"{side}_reply": decode(tokenizer, ids[start:]) for side, ids in sides.items()}
-        samples.append({"prefix": decode(tokenizer, prefix), "reply": decode(tokenizer, new.responses[0]), **replies})
+            texts = {"prefix": decode(tokenizer, prefix), "reply": decode(tokenizer, new.responses[0])}
+            samples.append(texts | {f"{side}_reply": decode(tokenizer, ids[start:]) for side, ids in sides.items()})
     run.log_samples(samples)
 
 

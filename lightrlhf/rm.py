@@ -139,7 +139,7 @@ def train(
 ) -> Path:
     """Train a reward model; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers to start from, or a `Policy`; rows: see `data.rows`; on_step: called
+    policy: a causal language model of transformers to start from; rows: see `data.rows`; on_step: called
     with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
@@ -185,7 +185,7 @@ def train(
             with run.phase("evaluation"):
                 results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
             run.log(results)
-        if save_now:
+        if save_now or run.due(args.save_interval, num_steps):  # on_step may have stopped the run
             run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
     return run.finish(results)
 

@@ -76,7 +76,7 @@ def train(
 ) -> Path:
     """Train by cross-entropy; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place, or a `Policy`; rows: see `data.rows`;
+    policy: a causal language model of transformers, which is trained in place; rows: see `data.rows`;
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """

@@ -14,6 +14,8 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 
+NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given"}  # of args.json
+
 
 def refuse_old_flags(args_class: Any, words: list[str]) -> None:
     """Raises: UsageError naming the successor of the first removed or renamed flag."""
@@ -39,6 +41,8 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
             if meant is not ... and value != meant:
                 raise UsageError(f"{source}: {name} {value} was removed: {successor}")
             continue
+        if name in renamed and renamed[name] in values:
+            raise UsageError(f"{source} has both {name} and {renamed[name]}, which are one flag; remove {name}")
         name = renamed.get(name, name)
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
@@ -53,14 +57,14 @@ def with_new_names(args_class: Any, word: str, before: str) -> str:
 
     flag, equals, value = word.partition("=")
     path = value if equals and flag == "--config" else word if before == "--config" else ""
-    if not path or not Path(path).is_file():
+    if not path:
         return word
     try:
         stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return word  # jsonargparse says what is wrong with it
-    old = {*getattr(args_class, "RENAMED", {}), *getattr(args_class, "REMOVED", {})}
-    if not isinstance(stored, dict) or not old & stored.keys():
+    if not isinstance(stored, dict):
         return word
-    text = json.dumps(update_names(args_class, stored, f"--config {path}"))
+    values = {name: one for name, one in stored.items() if name not in NOT_FLAGS or "program" not in stored}
+    text = json.dumps(update_names(args_class, values, f"--config {path}"), default=str)
     return f"{flag}={text}" if equals else text

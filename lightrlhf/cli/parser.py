@@ -20,11 +20,10 @@ from typing import Any, NoReturn, TypeVar
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.old_flags import refuse_old_flags, update_names, with_new_names
+from lightrlhf.cli.old_flags import NOT_FLAGS, refuse_old_flags, update_names, with_new_names
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
-NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given"}  # of args.json
 ALIASES = {"--model_name_or_path": "--model_name"}
 
 
@@ -81,10 +80,17 @@ def _program_name(args_class: type) -> str:
     if script.startswith("lightrlhf-"):  # the console script; shell completion is printed for this name
         return script
     spec = getattr(sys.modules[args_class.__module__], "__spec__", None)
+    name = _module_name(args_class)
     if spec is None:
-        return args_class.__module__
+        return name
     is_package = spec.parent and find_spec(f"{spec.parent}.__main__") is not None  # started by its folder's name
-    return f"python -m {spec.parent if is_package else spec.name}"
+    return f"python -m {spec.parent if is_package else name}"
+
+
+def _module_name(args_class: type) -> str:
+    """The module of a program, also when it runs as `__main__`."""
+    spec = getattr(sys.modules[args_class.__module__], "__spec__", None)
+    return spec.name if spec else args_class.__module__
 
 
 def _expand_alias(word: str) -> str:
@@ -111,13 +117,19 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
         raise UsageError(f"--resume_from {directory}: cannot read {path}: {problem}") from None
     if not isinstance(stored, dict):
         raise UsageError(f"--resume_from {directory}: {path} holds no arguments")
+    if given := stored.get("given"):
+        raise UsageError(
+            f"--resume_from {directory} was started from Python with its own {', '.join(given)}; "
+            "resume it there with the same ones"
+        )
     values = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
     try:
         return update_names(args_class, values, f"--resume_from {directory}")
     except UsageError:
-        program = args_class.__module__.rpartition(".")[2]
-        if stored.get("program", program) != program:
-            raise UsageError(f"--resume_from {directory} is a run of {stored['program']}, not of {program}") from None
+        program = _module_name(args_class).rpartition(".")[2]
+        before = stored.get("program", program)
+        if before not in (program, getattr(args_class, "SPLIT_FROM", program)):
+            raise UsageError(f"--resume_from {directory} is a run of {before}, not of {program}") from None
         raise
 
 

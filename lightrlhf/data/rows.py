@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, Row, load_prompts, load_split
+from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_prompts, load_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
@@ -27,7 +27,12 @@ def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokeni
     """
     if given is None:
         return load_prompts(data_dir, split) if stage == "prompts" else load_split(data_dir, stage, split)
+    if isinstance(given, str):
+        raise UsageError(f"{stage} rows are a list or a dict of splits, not a text: {given[:40]!r}")
     if isinstance(given, Mapping):
+        unknown = [name for name in given if name not in SPLITS]
+        if unknown:
+            raise UsageError(f"given rows: {unknown[0]!r} is no split; the splits are {', '.join(SPLITS)}")
         rows = list(given.get(split, []))
     else:
         rows = list(given) if split == "train" else []

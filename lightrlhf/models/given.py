@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import lora
@@ -17,6 +19,7 @@ from lightrlhf.models.loading import (
     switch_off_dropout,
 )
 from lightrlhf.models.names import starting_model
+from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, ScalarModel
 
 if TYPE_CHECKING:
@@ -35,16 +38,20 @@ def load_start(given: PreTrainedModel | Policy | None, args: ModelArgs, tokenize
 
 
 def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:
-    """A causal language model as a policy with the trainable part of `--finetune_mode`; a `Policy` stays as it is.
+    """A causal language model as a policy with the trainable part of `--finetune_mode`.
 
-    The model itself is trained, in float32, not a copy. With LoRA its weights are saved once, as the base.
-    Raises: UsageError when it is no causal language model.
+    The model itself is trained, in float32, not a copy; of a `Policy` its model. With LoRA its weights are saved once,
+    as the base.
+    Raises: UsageError when it is no causal language model, or has adapters.
     """
-    if isinstance(model, Policy):
-        return model
-    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+    model = model.model if isinstance(model, Policy) else model
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise UsageError(f"policy: a causal language model of transformers is needed, not a {type(model).__name__}")
-    model.float()
+    if lora.lora_layers(model):
+        raise UsageError("policy: the model has adapters; merge them, or give its checkpoint as --sft_experiment_dir")
+    if is_quantised(model):
+        raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
+    model.float().requires_grad_(True)
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:
         switch_off_dropout(model)
@@ -63,7 +70,8 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
         return scalar_on_backbone(policy, None, args, seed)
     config: Any = copy.deepcopy(policy.model.config)
     config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.random.fork_rng(devices=[]):  # the head is drawn from `seed`
+        model = AutoModelForSequenceClassification.from_config(config).float()
     model.load_state_dict(lora.base_state_dict(policy.model), strict=False)
     head = model.get_parameter("score.weight")
     head.data.copy_(new_head(head.shape[1], seed))

@@ -21,6 +21,8 @@ def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None) -
     stored = Path(data_dir) / "tokenizer" if data_dir is not None else None
     source = stored if stored is not None and stored.is_dir() else model_name and resolve(model_name)
     if not source:
+        if data_dir is None:
+            raise UsageError("a tokenizer is needed: give it with the policy, or name a model that has one")
         raise UsageError(f"{data_dir} has no tokenizer folder; give --model_name to use that model's tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source))

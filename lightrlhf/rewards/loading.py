@@ -64,9 +64,10 @@ def make_scorer(
     Raises: UsageError naming the flag when it cannot be loaded.
     """
     if reward is not None:
-        return FunctionScorer(reward)
+        return FunctionScorer(reward, keeps_infinite=single)
     if args.reward_function:
-        return FunctionScorer(load_function(args.reward_function, "--reward_function"), args.reward_function)
+        function = load_function(args.reward_function, "--reward_function")
+        return FunctionScorer(function, args.reward_function, keeps_infinite=single)
     return load_scorer(
         args.rm_experiment_dir,
         device,
@@ -94,8 +95,8 @@ def load_scorer(
     """The scorer of a reward model or a pair-preference model.
 
     wrap_prompts: whether a text prompt becomes a user message of the model's chat template. single: responses come one
-    a prompt, so that a model that compares two is refused. backbone: a policy whose shared backbone it may use.
-    standardise: whether to shift and scale by the mean and deviation stored with the model.
+    a prompt, and each is scored whatever its length; a model that compares two is refused. backbone: a policy whose
+    shared backbone it may use. standardise: whether to shift and scale by the mean and deviation stored with the model.
     Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
     """
     source = resolve(name, flag)
@@ -120,7 +121,8 @@ def load_scorer(
         else:
             model, tokenizer = model.model, _plain(source)  # an encoder
     model = model.requires_grad_(False).eval().to(device)
-    encoding = Encoding(tokenizer, wrap_prompts, getattr(config, "max_position_embeddings", None))
+    longest = None if single else getattr(config, "max_position_embeddings", None)
+    encoding = Encoding(tokenizer, wrap_prompts, longest)
     if getattr(config, "compares_pairs", False) and not single:
         return PairScorer(model, encoding, batch_size)
     mean, std = reward_statistics(source) if standardise else (0.0, 1.0)

@@ -219,15 +219,16 @@ class FunctionScorer:
 
     function: RewardFunction
     name: str = "the reward function"
+    keeps_infinite: bool = False  # for a caller that clips scores
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
-        """Its numbers, None for those that are not finite. Raises: RunFailure when it fails or returns too few."""
+        """Its numbers, None for missing or not finite ones. Raises: RunFailure when it fails or returns too few."""
         samples = [sample for group in groups for sample in group]
         names = {name for sample in samples for name in sample.columns}
         columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
         try:
             scores = self.function([as_text(s.prompt) for s in samples], [s.response for s in samples], **columns)
-            values = [None if score is None else finite(float(score)) for score in scores]
+            values = [None if score is None else self._checked(float(score)) for score in scores]
         except Exception as problem:  # whatever a user's function raises
             where = traceback.extract_tb(problem.__traceback__)[-1]
             raise RunFailure(
@@ -237,6 +238,9 @@ class FunctionScorer:
             raise RunFailure(f"{self.name} returned {len(values)} scores for {len(samples)} completions")
         rest = iter(values)
         return [[next(rest) for _ in group] for group in groups]
+
+    def _checked(self, score: float) -> float | None:
+        return score if self.keeps_infinite and math.isinf(score) else finite(score)
 
 
 def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:

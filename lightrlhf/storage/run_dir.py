@@ -24,6 +24,12 @@ def stored(directory: str, key: str) -> Any:
         return None
 
 
+def data_dir_of(directory: str) -> str | None:
+    """Folder of the data that an experiment was trained on; None where its rows were given from Python."""
+    given = stored(directory, "given") or {}
+    return None if {"rows", "prompts", "dialogues"} & given.keys() else stored(directory, "data_dir")
+
+
 def experiment_of(directory: str) -> Path:
     """The experiment dir of a checkpoint; any other path unchanged."""
     path = Path(directory)

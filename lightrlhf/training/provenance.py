@@ -60,7 +60,7 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], source: str) 
         if before.get(name) != now.get(name):
             raise UsageError(
                 f"{source}: {name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')}; "
-                "resume with the objects that the run began with"
+                "resume with the objects that the run began with (a model as it was before training)"
             )
 
 
@@ -71,7 +71,7 @@ def _describe(one: Any) -> str:
         kind, digest = type(one).__name__, _hash(sorted(one.get_vocab().items()))
     elif callable(one):
         return f"{getattr(one, '__module__', '?')}:{getattr(one, '__qualname__', type(one).__qualname__)}"
-    elif isinstance(one, Mapping | list | tuple):
+    elif isinstance(one, Mapping) or _is_sequence(one):
         kind, digest = f"{len(one)} rows", _hash(one)
         if isinstance(one, Mapping):
             kind = ", ".join(f"{name}: {len(rows)} rows" for name, rows in one.items())
@@ -87,6 +87,11 @@ def _hash(value: Any) -> str:
     return digest.hexdigest()
 
 
+def _is_sequence(value: Any) -> bool:
+    """Whether a value is a list in kind: a tuple, a dataset, an array."""
+    return not isinstance(value, str | bytes) and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
 def _flat(value: Any) -> Iterable[Any]:
     if isinstance(value, Tensor):
         yield value.tolist()
@@ -94,8 +99,8 @@ def _flat(value: Any) -> Iterable[Any]:
         for key, part in value.items():
             yield key
             yield from _flat(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
+    elif _is_sequence(value):
+        for index in range(len(value)):
+            yield from _flat(value[index])
     else:
         yield value

@@ -66,7 +66,7 @@ def stored(kind: str, owner: type, values: dict, tmp_path) -> list[str]:
     if kind == "config":
         (tmp_path / "flags.yaml").write_text(yaml.safe_dump(values))
         return ["--config", str(tmp_path / "flags.yaml"), *required(owner)]
-    (tmp_path / "args.json").write_text(json.dumps({**values, "program": "any", "versions": {}, "git_commit": "0"}))
+    (tmp_path / "args.json").write_text(json.dumps({**values, "versions": {}, "git_commit": "0"}))
     return ["--resume_from", str(tmp_path), *required(owner)]
 
 

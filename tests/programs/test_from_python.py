@@ -148,3 +148,68 @@ def test_every_exported_name_is_there():
         assert getattr(lightrlhf, name) is not None
     with pytest.raises(AttributeError):
         lightrlhf.nothing  # noqa: B018
+
+
+def test_a_stop_at_an_evaluation_of_a_reward_model_is_saved(tokenizer, tmp_path):
+    def stop(step, row):
+        if "val/loss" in row:
+            raise StopTraining
+
+    args = RMArgs(log_dir=str(tmp_path), epochs=9, eval_interval=2, **SMALL)
+    given = {"train": PAIRS, "validation": PAIRS[:4]}
+    folder = rm.train(args, policy=model_of(tokenizer), tokenizer=tokenizer, rows=given, on_step=stop)
+    assert last_checkpoint(folder).name == "checkpoint-000002"
+
+
+def test_a_model_with_adapters_is_refused_and_frozen_weights_are_trained(tokenizer, tmp_path):
+    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.models.given import as_policy, critic_from
+
+    model = model_of(tokenizer)
+    as_policy(model, ModelArgs(finetune_mode="last_layer"), tokenizer)
+    again = as_policy(model, ModelArgs(), tokenizer)
+    assert all(p.requires_grad for p in again.parameters())
+    as_policy(model, ModelArgs(finetune_mode="lora"), tokenizer)
+    with pytest.raises(UsageError, match="the model has adapters"):
+        as_policy(model, ModelArgs(finetune_mode="lora"), tokenizer)
+    half = as_policy(model_of(tokenizer).to(torch.bfloat16), ModelArgs(), tokenizer)
+    state = torch.get_rng_state()
+    critic = critic_from(half, ModelArgs(), seed=0)
+    assert {p.dtype for p in [*half.parameters(), *critic.parameters()]} == {torch.float32}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_infinite_reward_is_clipped_and_trained_on(tokenizer, tmp_path):
+    def reward(prompts, completions, **columns):
+        return [-float("inf"), 1.0, 2.0, float("inf")][: len(prompts)]
+
+    args = ppo_args(tmp_path, max_steps=1, reward_clip_value=3.0)
+    folder = ppo.train(args, policy=model_of(tokenizer), tokenizer=tokenizer, prompts=PROMPTS, reward=reward)
+    assert metrics(folder)[0]["objective/score"] == pytest.approx((-3 + 1 + 2 + 3) / 4)
+
+
+def test_given_rows_are_hashed_whatever_holds_them():
+    from lightrlhf.training.provenance import given_objects
+
+    class Rows:
+        def __init__(self, *rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, index):
+            return self.rows[index]
+
+    one, same, other = ({"train": Rows(*rows)} for rows in (PAIRS, PAIRS, PAIRS[1:] + PAIRS[:1]))
+    assert given_objects(rows=one) == given_objects(rows=same) != given_objects(rows=Rows(*PAIRS[:3], PAIRS[0]))
+    assert given_objects(rows=Rows(*REPLIES)) != given_objects(rows=Rows(*REPLIES[:-1], {"prompt": "x"}))
+
+
+def test_a_run_of_given_objects_is_not_resumed_from_the_command_line(tokenizer, tmp_path, capsys):
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    folder = ppo.train(ppo_args(tmp_path, max_steps=1), policy=model_of(tokenizer), **objects)
+    with pytest.raises(SystemExit) as stopped:
+        ppo.main(["--resume_from", str(folder)])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and "from Python" in error and "prompts" in error
