@@ -140,3 +140,12 @@ def test_a_stored_unknown_flag_is_refused_by_name(program, kind, unchecked, tmp_
     assert "no_such_flag" in refused(
         CLASSES[program], stored(kind, CLASSES[program], {"no_such_flag": 1}, tmp_path), capsys
     )
+
+
+def test_a_stored_removed_flag_is_named_in_a_program_of_its_own_too(tmp_path):
+    (tmp_path / "args.json").write_text(json.dumps({"program": "ppo", "macro_ratio": "segment"}))
+    done = run_program("lightrlhf.ppo", "--resume_from", tmp_path, check=False)
+    assert done.returncode == 2 and "macro_ratio segment was removed" in done.stderr
+    (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.1}))
+    done = run_program("lightrlhf.ppo", "--resume_from", tmp_path, check=False)
+    assert done.returncode == 2 and "is a run of dpo, not of ppo" in done.stderr
