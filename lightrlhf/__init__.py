@@ -12,7 +12,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "iterative_refuel", "online_refuel")
-PROGRAMS += ("reflect_rl", "generate", "annotate", "evaluate", "judge", "estimate", "plot")
+PROGRAMS += ("reflect_rl", "generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge")
+PROGRAMS += ("estimate", "plot")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",
     "RMArgs": "lightrlhf.rm",

@@ -177,7 +177,7 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0])
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
     pairs, notes = load_pairs(args, "train", rows, tokenizer)
     validation = load_pairs(args, "validation", rows, tokenizer)[0] if args.eval_interval else []
     run = Run(args, "dpo", on_step, given, data=None if rows is None else "given/rows")

@@ -27,6 +27,7 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, preference_batch
@@ -38,7 +39,7 @@ from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import device_of, score_rollout
 from lightrlhf.storage.results import cell, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored

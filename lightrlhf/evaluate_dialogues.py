@@ -18,6 +18,7 @@ import torch
 
 from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import check_vocabulary
@@ -27,7 +28,7 @@ from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import new_figure, print_table, save_figure, write_results

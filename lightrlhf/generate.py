@@ -399,7 +399,7 @@ def settings_of(args: GenerateArgs, prompts: Sequence[Row]) -> Row:
 
 def complete(output: Path, settings: Row, num_rows: int) -> bool:
     """Whether a file has all rows. Raises: UsageError when its rows have other settings."""
-    if not output.is_file():
+    if not output.is_file() or not output.stat().st_size:
         return False
     check_settings(output, settings, GenerateArgs.RENAMED)
     return output.read_bytes().count(b"\n") == num_rows

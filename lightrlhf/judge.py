@@ -30,11 +30,12 @@ from torch import Tensor
 
 from lightrlhf.cli.args import RARE, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.models.loading import find_device
-from lightrlhf.rewards.loading import load_function, load_scorer
+from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import Sample, as_text
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl

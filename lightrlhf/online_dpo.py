@@ -28,6 +28,7 @@ import torch
 from lightrlhf import annotate, dpo, generate, sft
 from lightrlhf.cli.args import RARE, ModelArgs, RewardArgs, SamplingArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
+from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.rows import Given, load_rows
@@ -39,7 +40,7 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_function, make_scorer
+from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl

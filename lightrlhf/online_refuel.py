@@ -137,7 +137,7 @@ def train(
         dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
     data = "given/dialogues" if is_given else None
     run = Run(args, "online_refuel", on_step, given, data, split_from=args.SPLIT_FROM)
-    tokenizer = tokenizer or load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0])
+    tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer)
     policy = load_start(policy, args, tokenizer)
     share_prefixes(policy, args.total_length)
     rows = with_room(run, policy, dialogues["train"])

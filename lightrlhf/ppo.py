@@ -97,7 +97,7 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
     critic_learning_rate: float = 1e-6
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
-    """Learning-rate schedule of both, by its name in `transformers.get_scheduler`."""
+    """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     init_kl_coeff: float = 0.1
@@ -211,7 +211,7 @@ def train(
     args.check_start(policy)
     args.check_reward(reward)
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if prompts is None else None, starting_model(args)[0])
+    tokenizer = load_tokenizer(args.data_dir if prompts is None else None, starting_model(args)[0], tokenizer)
     examples = load_rows("prompts", "train", args.data_dir, prompts, tokenizer)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer) if args.eval_interval else []
     run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")

@@ -106,7 +106,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs):
     critic_learning_rate: float = 1e-3
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
-    """Learning-rate schedule of both, by its name in `transformers.get_scheduler`."""
+    """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
     mini_batch_size: int = 512
     """Decisions per optimiser step and device, for ppo; pg takes all of an iteration."""
     micro_batch_size: int = 64
@@ -286,7 +286,7 @@ def load_models(
     """The agent of policy and reflector, and if the flags ask for them the critic and the reference."""
     args = run.args
     source, _ = starting_model(args)
-    tokenizer = tokenizer or load_tokenizer(None, source)
+    tokenizer = load_tokenizer(None, source, tokenizer)
     policy = load_start(given, args, tokenizer)
     reference = run.freeze(policy.reference()) if args.init_kl_coeff else None
     critic: nn.Module | None = None

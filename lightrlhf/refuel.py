@@ -191,7 +191,7 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0])
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
     train_rows = load_rows("refuel", "train", args.data_dir, rows, tokenizer)
     validation_rows: list[Row] = []
     if args.eval_interval and (rows is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()):

@@ -148,7 +148,7 @@ def train(
     args.check_start(policy)
     source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, source)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer)
     pairs = load_rows("preference", "train", args.data_dir, rows, tokenizer)
     validation = load_rows("preference", "validation", args.data_dir, rows, tokenizer)
     run = Run(args, "rm", on_step, given, data=None if rows is None else "given/rows")

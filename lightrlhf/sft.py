@@ -85,7 +85,7 @@ def train(
     if policy is None and args.model_name is None:
         raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = tokenizer or load_tokenizer(args.data_dir if rows is None else None, args.model_name)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, args.model_name, tokenizer)
     examples = load_rows("finetune", "train", args.data_dir, rows, tokenizer)
     validation = load_rows("finetune", "validation", args.data_dir, rows, tokenizer) if args.eval_interval else []
     run = Run(args, "sft", on_step, given, data=None if rows is None else "given/rows")

@@ -9,12 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from numbers import Integral, Real
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.lists import TEXTS, items_of, names
 
+TYPES: dict[Any, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a finite number"),
+    bool: (bool, "True or False"),
+    str: (str, "a text"),
+}
 RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
 INPUT = {"input": True}  # metadata of what a program reads; `--help` shows it first
 STARTS = INPUT | {"required": "a model"}  # metadata of flags of which a program needs one
@@ -126,6 +136,7 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
     """Flags that every training program has."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("micro_batch_size", "mini_batch_size"):
             check_at_least(self, name, 1)
         if self.mini_batch_size % self.micro_batch_size:
@@ -232,7 +243,11 @@ class StartArgs(ModelArgs):
     """Experiment dir or checkpoint to start from, else `model_name`."""
 
     def check_start(self, policy: object = None) -> None:
-        """Raises: UsageError when no flag names a model to start from and no `policy` is given."""
+        """Raises: UsageError unless a flag names the model to start from or `policy` is one."""
+        if isinstance(policy, str | Path):
+            raise UsageError(f"policy: {policy} is a name, not a model; give it as --model_name, or load it")
+        if policy is not None and self.sft_experiment_dir is not None:
+            raise UsageError(f"--sft_experiment_dir {self.sft_experiment_dir} contradicts policy; give one of them")
         if policy is None and self.sft_experiment_dir is None and self.model_name is None:
             raise UsageError("--sft_experiment_dir or --model_name is needed: the policy to start from")
 
@@ -249,9 +264,16 @@ class RewardArgs:
     def check_reward(self, reward: object = None) -> None:
         """Raises: UsageError unless exactly one of the flags and `reward` says what scores responses."""
         if [self.rm_experiment_dir, self.reward_function, reward].count(None) != 2:
-            raise UsageError("--rm_experiment_dir or --reward_function is needed, and not both: what scores responses")
+            raise UsageError(
+                "--rm_experiment_dir or --reward_function (from Python: reward) is needed, and only one of them: "
+                "what scores responses"
+            )
         if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
             raise UsageError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        if self.reward_function:
+            load_function(self.reward_function, "--reward_function")
+        if reward is not None:
+            check_columns(reward, "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +323,25 @@ class GenerationArgs(SamplingArgs):
     """Sample; when false take the most likely token."""
     repetition_penalty: float = field(default=1.0, metadata=RARE)  # type: ignore[misc]
     """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
+
+
+def check_types(args: Any) -> None:
+    """Raises: ValueError when a value is not of its field's type, as calls from Python can give; paths become texts."""
+    for name, hint in get_type_hints(type(args)).items():
+        value = getattr(args, name, None)
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kind = next(option for option in options if option is not NoneType)
+        if get_origin(hint) is ClassVar or (value is None and NoneType in options):
+            continue
+        if kind is str and isinstance(value, PathLike):
+            object.__setattr__(args, name, fspath(value))
+        elif get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise ValueError(f"--{name} {value} is not one of {', '.join(map(str, get_args(kind)))}")
+        elif kind in TYPES:
+            accepted, words = TYPES[kind]
+            if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+                raise ValueError(f"--{name} {value!r} is not {words}")
 
 
 def check_at_least(args: Any, name: str, least: float) -> None:

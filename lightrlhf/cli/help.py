@@ -40,7 +40,7 @@ def help_text(args_class: Any, program: str, docs: dict[str, str], everything: b
     lines += ["", "Help and configuration:"]
     for name, (kind, sentence) in ALWAYS.items():
         lines += entry(
-            name, kind, f"{sentence} {hidden} are not shown here." if name == "help_all" and hidden else sentence
+            name, kind, f"{sentence} Not shown here: {hidden}." if name == "help_all" and hidden else sentence
         )
     return "\n".join(lines) + "\n"
 
@@ -98,7 +98,7 @@ def entry(name: str, kind: str, sentence: str) -> list[str]:
     """Lines of one flag: `--name KIND`, then its sentence in a column of its own."""
     head = f"  --{name} {kind}".rstrip()
     if len(head) > COLUMN + 12 and kind.startswith("{"):  # long choices belong to the text
-        head, sentence = f"  --{name}", f"{sentence} {kind}"
+        head, sentence = f"  --{name}", f"{sentence} {kind.replace(',', ', ')}"
     indent = " " * COLUMN
     if len(head) < COLUMN - 1:
         return textwrap.wrap(sentence, WIDTH, initial_indent=head.ljust(COLUMN), subsequent_indent=indent) or [head]

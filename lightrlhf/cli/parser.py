@@ -139,8 +139,8 @@ def _shorten(message: str, flags: set[str]) -> str:
     if "nrecognized arguments" in line:
         words = [word.partition("=")[0] for word in line.split("arguments:")[-1].split()]
         typo = next((word for word in words if word.startswith("-")), words[0] if words else "")
-        nearest = difflib.get_close_matches(typo.lstrip("-"), sorted(flags), n=1, cutoff=0.5)
-        return f"unknown flag {typo}" + (f"; did you mean --{nearest[0]}?" if nearest else "; --help lists all flags")
+        nearest = difflib.get_close_matches(typo.lstrip("-"), sorted(flags), n=1, cutoff=0.75)
+        return f"unknown flag {typo}" + (f"; did you mean --{nearest[0]}?" if nearest else "; --help_all lists all")
     if missing := re.search(r"arguments are required: (.+)", line):
         return " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
     one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"

@@ -27,12 +27,15 @@ def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokeni
     """
     if given is None:
         return load_prompts(data_dir, split) if stage == "prompts" else load_split(data_dir, stage, split)
-    if isinstance(given, str):
-        raise UsageError(f"{stage} rows are a list or a dict of splits, not a text: {given[:40]!r}")
+    if isinstance(given, str) or not hasattr(given, "__iter__") or hasattr(given, "iterrows"):
+        remedy = "; give its .to_dict('records')" if hasattr(given, "iterrows") else ""
+        raise UsageError(f"{stage} rows are a list or a dict of splits, not a {type(given).__name__}{remedy}")
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in SPLITS]
         if unknown:
             raise UsageError(f"given rows: {unknown[0]!r} is no split; the splits are {', '.join(SPLITS)}")
+        if isinstance(given.get(split), str):
+            raise UsageError(f"given rows: the split {split!r} is a text, not a list")
         rows = list(given.get(split, []))
     else:
         rows = list(given) if split == "train" else []
@@ -52,6 +55,10 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     if any(name not in row for name in needed):
         raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(needed)}")
     columns = {name: value for name, value in row.items() if name not in TEXTS[stage]}
+    _check_prompt(row["prompt"], tokenizer, where)
+    for name in TEXTS[stage][1:]:
+        if not isinstance(row[name], str):
+            raise UsageError(f"{where}: {name} is a {type(row[name]).__name__}, not a text")
     prompt = encode_prompt(tokenizer, row["prompt"])
     if stage == "prompts":
         return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
@@ -62,3 +69,16 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     ids = texts["completion"]
     targets = torch.cat([torch.full((len(prompt),), IGNORE_INDEX), ids[len(prompt) :]])
     return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}
+
+
+def _check_prompt(prompt: Any, tokenizer: Any, where: str) -> None:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise UsageError(f"{where}: the prompt is empty")
+        return
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise UsageError(f"{where}: the prompt is a {type(prompt).__name__}, neither a text nor a list of messages")
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt):
+        raise UsageError(f"{where}: each message of the prompt needs role and content")
+    if not tokenizer.chat_template:
+        raise UsageError(f"{where}: the prompt is a list of messages, but the tokenizer has no chat template")

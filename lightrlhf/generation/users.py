@@ -13,6 +13,7 @@ import torch
 
 from lightrlhf.cli.args import RARE, GenerationArgs, ModelArgs, SamplingArgs, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.functions import load_function
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt
@@ -22,7 +23,6 @@ from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_function
 from lightrlhf.rewards.scorers import Messages
 
 if TYPE_CHECKING:

@@ -13,9 +13,17 @@ from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
 
 
-def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None) -> Any:
-    """Load the tokenizer the data was prepared with (`{data_dir}/tokenizer`), else the model's own."""
+def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None, given: Any = None) -> Any:
+    """The given tokenizer, else the one the data was prepared with (`{data_dir}/tokenizer`), else the model's own.
+
+    One without a pad token pads with its end token.
+    Raises: UsageError when it cannot be loaded, or has no end token.
+    """
     quiet_libraries()
+    if given is not None:
+        if not hasattr(given, "get_vocab"):
+            raise UsageError(f"tokenizer: a tokenizer of transformers is needed, not a {type(given).__name__}")
+        return _with_pad_token(given, "the given tokenizer")
     from transformers import AutoTokenizer
 
     stored = Path(data_dir) / "tokenizer" if data_dir is not None else None
@@ -28,10 +36,15 @@ def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None) -
         tokenizer = AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as problem:
         raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"the tokenizer in {source} has no end token; set its eos_token")
+    tokenizer = _with_pad_token(tokenizer, f"the tokenizer in {source}")
     if data_dir is not None and source == stored and model_name and model_name != "tiny":
         _check_same_ids(tokenizer, data_dir, model_name)
+    return tokenizer
+
+
+def _with_pad_token(tokenizer: Any, name: str) -> Any:
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"{name} has no end token; set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so no end token is masked
     return tokenizer

@@ -1,11 +1,8 @@
-"""Loading scorers: reward models, models that compare two responses, and Python functions by import path."""
+"""Loading scorers: reward models, models that compare two responses, and Python functions."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import nn
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.functions import load_function
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
@@ -22,22 +20,6 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.scorers import Encoding, FunctionScorer, GroupScorer, ModelScorer, PairScorer, RewardFunction
 
 STATISTICS = "reward_statistics.json"
-
-
-def load_function(
-    path: str, flag: str, shape: str = "f(prompts, completions, **columns) -> list[float]"
-) -> Callable[..., Any]:
-    """Import a function by `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
-    module, colon, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise UsageError(f"{flag} {path} cannot be imported as package.module:function: {problem}") from None
-    if not colon or not callable(function):
-        raise UsageError(f"{flag} {path} is not of the form package.module:function")
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-        raise UsageError(f"{flag} {path} must accept **columns: {shape}")
-    return function
 
 
 def reward_statistics(model_dir: str | Path) -> tuple[float, float]:

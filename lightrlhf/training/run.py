@@ -84,6 +84,8 @@ class Run(Generic[AnyArgs]):
     ) -> None:
         from lightning.fabric import seed_everything
 
+        if on_step is not None and not callable(on_step):
+            raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
         self.args, self.program, self.on_step, self.given = args, program, on_step, given or {}
         self.data = str(data or getattr(args, "data_dir", program))
         self.fabric = make_fabric(args)

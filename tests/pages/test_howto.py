@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -178,7 +179,8 @@ def test_the_program_of_the_page_on_python(working_dir, capsys):
     (working_dir / "snippet.py").write_text(body)
     runpy.run_path(str(working_dir / "snippet.py"))
     *steps, experiment = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
-    scores = [float(line.split()[1]) for line in steps if line[:1].isdigit()]
+    rows = [ast.literal_eval(line.partition(" ")[2]) for line in steps if line[:1].isdigit()]
+    scores = [row["objective/score"] for row in rows]
     assert len(scores) == 3 and max(scores) < 0
     given = json.loads(Path(experiment, "args.json").read_text())["given"]
     assert given.keys() == {"policy", "tokenizer", "prompts", "reward"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -213,3 +214,82 @@ def test_a_run_of_given_objects_is_not_resumed_from_the_command_line(tokenizer, 
         ppo.main(["--resume_from", str(folder)])
     error = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2 and "from Python" in error and "prompts" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"finetune_mode": "qlora"}, "--finetune_mode qlora is not one of all, last_layer, lora"),
+        ({"normalize_advantages": "False"}, "--normalize_advantages 'False' is not True or False"),
+        ({"max_steps": "2"}, "--max_steps '2' is not a whole number"),
+        ({"rollout_size": 64.0}, "--rollout_size 64.0 is not a whole number"),
+        ({"epochs": True}, "--epochs True is not a whole number"),
+        ({"actor_learning_rate": "1e-4"}, "--actor_learning_rate '1e-4' is not a finite number"),
+        ({"model_name": 3}, "--model_name 3 is not a text"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_of_another_type_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        PPOArgs(**changes)
+
+
+def test_a_path_is_stored_as_a_text(tmp_path):
+    assert PPOArgs(log_dir=tmp_path).log_dir == str(tmp_path)
+
+
+class Frame(dict):
+    """A table whose iteration yields the names of its columns, as of a DataFrame."""
+
+    def iterrows(self):
+        return iter(self.items())
+
+
+@pytest.mark.parametrize(
+    ("objects", "words"),
+    [
+        ({"prompts": PROMPTS[0]}, "prompts rows are a list or a dict of splits, not a str"),
+        ({"prompts": 5}, "prompts rows are a list or a dict of splits, not a int"),
+        ({"prompts": Frame(prompt=PROMPTS)}, "not a Frame; give its .to_dict"),
+        ({"prompts": {"train": "abc"}}, "the split 'train' is a text"),
+        ({"prompts": [PROMPTS[0], None]}, "given row 1: the prompt is a NoneType"),
+        ({"prompts": [""]}, "given row 0: the prompt is empty"),
+        ({"prompts": [[{"rolle": "user", "content": "Tea"}]]}, "given row 0: each message of the prompt needs role"),
+        ({"prompts": [[{"role": "user", "content": "Tea"}]]}, "given row 0: .* the tokenizer has no chat template"),
+        ({"reward": "module:name"}, "reward is not a function f.prompts, .* but a str"),
+        ({"reward": lambda prompts, completions: [0.0]}, "reward must accept ..columns"),
+        ({"on_step": "print"}, "on_step is not a function f.step, metrics., but a str"),
+        ({"policy": "some/folder"}, "policy: some/folder is a name, not a model; give it as --model_name"),
+        ({"tokenizer": "some/folder"}, "tokenizer: a tokenizer of transformers is needed, not a str"),
+        ({"args": {"sft_experiment_dir": "x"}}, "--sft_experiment_dir x contradicts policy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_objects_that_cannot_work_are_refused_before_anything_is_written(objects, words, tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    args = ppo_args(tmp_path, **objects.get("args", {}))
+    given = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short, "policy": model_of(tokenizer)} | objects
+    given.pop("args", None)
+    with pytest.raises(UsageError, match=words):
+        ppo.train(args, **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_a_preference_row_of_messages_is_refused(column, tokenizer, tmp_path):
+    rows = [PAIRS[0], {**PAIRS[1], column: [{"role": "assistant", "content": "No."}]}]
+    with pytest.raises(UsageError, match=f"given row 1: {column} is a list, not a text"):
+        dpo.train(DPOArgs(log_dir=str(tmp_path), **SMALL), policy=model_of(tokenizer), tokenizer=tokenizer, rows=rows)
+
+
+def test_a_given_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer, tmp_path):
+    model, tokenizer = model_of(tokenizer), copy.deepcopy(tokenizer)
+    tokenizer.pad_token = None
+    folder = sft.train(
+        SFTArgs(log_dir=str(tmp_path), max_steps=1, **SMALL), policy=model, tokenizer=tokenizer, rows=REPLIES
+    )
+    assert metrics(folder) and tokenizer.pad_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    with pytest.raises(UsageError, match="the given tokenizer has no end token; set its eos_token"):
+        sft.train(SFTArgs(log_dir=str(tmp_path), **SMALL), policy=model, tokenizer=tokenizer, rows=REPLIES)

@@ -13,10 +13,11 @@ from helpers.rollouts import EOS, rollout_of
 from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.functions import load_function
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
-from lightrlhf.rewards.loading import STATISTICS, load_function, reward_statistics
+from lightrlhf.rewards.loading import STATISTICS, reward_statistics
 from lightrlhf.rewards.scorers import Encoding, FunctionScorer, ModelScorer, same_tokenizer, score_rollout
 
 
