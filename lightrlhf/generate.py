@@ -453,7 +453,8 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
     partial = output.with_name(f"{output.stem}.merged-{shard.rank}.jsonl")
     write_jsonl(partial, rows)
-    write_settings(output, settings)
+    write_settings(partial, settings)
+    os.replace(partial.with_suffix(".args.json"), output.with_suffix(".args.json"))
     os.replace(partial, output)
 
 

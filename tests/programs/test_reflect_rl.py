@@ -25,7 +25,7 @@ from lightrlhf import reflect_rl
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.old_flags import update_names
-from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import response_batch
 from lightrlhf.envs.agents import ModelAgent
 from lightrlhf.envs.episodes import Decision, Episode, decision_batch, play
@@ -334,7 +334,7 @@ def test_objects_replace_what_the_flags_would_load(policy_dir, tmp_path):
     assert given["envs"].endswith(":Corridor") and given["policy"].startswith("Policy sha256:")
 
     shutil.rmtree(experiment / "checkpoint-000002")
-    resumed = parse(ReflectRLArgs, ["--resume_from", str(experiment)])
+    resumed = dataclasses.replace(args, resume_from=str(experiment))
     with pytest.raises(UsageError, match="policy"):
         reflect_rl.train(resumed, tokenizer=corridor_tokenizer(), policy=None, envs=Corridor)
     assert reflect_rl.train(resumed, **objects(), envs=[Corridor() for _ in range(4)]) == experiment
