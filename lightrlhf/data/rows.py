@@ -27,8 +27,9 @@ def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokeni
     """
     if given is None:
         return load_prompts(data_dir, split) if stage == "prompts" else load_split(data_dir, stage, split)
-    if isinstance(given, str) or not hasattr(given, "__iter__") or hasattr(given, "iterrows"):
-        remedy = "; give its .to_dict('records')" if hasattr(given, "iterrows") else ""
+    is_table, is_list = hasattr(given, "iterrows"), hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if isinstance(given, str) or is_table or not is_list:
+        remedy = "; give its .to_dict('records')" if is_table else ""
         raise UsageError(f"{stage} rows are a list or a dict of splits, not a {type(given).__name__}{remedy}")
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in SPLITS]

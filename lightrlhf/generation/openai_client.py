@@ -79,7 +79,7 @@ class Busy(Exception):
 
 
 class Servers:
-    """One model behind one or several addresses."""
+    """One model at one or several addresses."""
 
     def __init__(self, args: RemoteArgs, model: str, first_wait: float = 1.0) -> None:
         self.args, self.model, self.first_wait = args, model, first_wait

@@ -21,6 +21,7 @@ from lightrlhf.models.loading import (
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, ScalarModel
+from lightrlhf.models.tokenizer import check_same_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +52,7 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
         raise UsageError("policy: the model has adapters; merge them, or give its checkpoint as --sft_experiment_dir")
     if is_quantised(model):
         raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
+    check_same_ids(tokenizer, model)
     model.float().requires_grad_(True)
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:

@@ -23,6 +23,12 @@ def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None, g
     if given is not None:
         if not hasattr(given, "get_vocab"):
             raise UsageError(f"tokenizer: a tokenizer of transformers is needed, not a {type(given).__name__}")
+        stored_ids = _vocabulary(Path(data_dir) / "tokenizer") if data_dir is not None else {}
+        own = given.get_vocab()
+        if any(own.get(token) != index for token, index in stored_ids.items()):
+            raise UsageError(
+                f"{data_dir} was prepared with a tokenizer other than the given one; give its own, or none"
+            )
         return _with_pad_token(given, "the given tokenizer")
     from transformers import AutoTokenizer
 
@@ -50,16 +56,31 @@ def _with_pad_token(tokenizer: Any, name: str) -> Any:
     return tokenizer
 
 
+def check_same_ids(tokenizer: Any, model: Any) -> None:
+    """Check that a given model's own tokenizer, where its folder has one, maps no token to another id.
+
+    Raises: UsageError.
+    """
+    own = _vocabulary(Path(model.name_or_path)) if getattr(model, "name_or_path", "") else {}
+    if any(own.get(token, index) != index for token, index in tokenizer.get_vocab().items()):
+        raise UsageError(
+            f"policy: the tokenizer of {model.name_or_path} has other token ids; give it, or data prepared with it"
+        )
+
+
 def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> None:
     """Check that a local model's own tokenizer maps the data's tokens to the same ids. Raises: UsageError."""
-    from transformers import AutoTokenizer
-
     folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
-    if not (folder / "tokenizer.json").is_file():
-        return
-    own = AutoTokenizer.from_pretrained(str(folder)).get_vocab()  # may have more: a reward model's pad token
-    if any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
+    own = _vocabulary(folder)  # may have more: a reward model's pad token
+    if own and any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
         raise UsageError(
             f"{data_dir} was prepared with a tokenizer other than that of {model_name}; "
             f"prepare the data again with --tokenizer_name {folder}"
         )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Token ids of the tokenizer in a local folder; empty without one."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder)).get_vocab() if (folder / "tokenizer.json").is_file() else {}

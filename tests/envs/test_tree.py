@@ -66,7 +66,7 @@ def deep(tree):
     for _ in range(120):
         folder = folder / "d"
     folder.mkdir(parents=True)
-    (folder / "x.txt").write_text("far down there is a text nobody reads")
+    (folder / "x.txt").write_text("a text at the end of a long listing")
 
 
 NO_FILE = "it is no plain file"

@@ -293,3 +293,34 @@ def test_a_given_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer, 
     tokenizer.eos_token = None
     with pytest.raises(UsageError, match="the given tokenizer has no end token; set its eos_token"):
         sft.train(SFTArgs(log_dir=str(tmp_path), **SMALL), policy=model, tokenizer=tokenizer, rows=REPLIES)
+
+
+def shifted(tokenizer, folder: Path):
+    """A tokenizer with the same tokens under other ids."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    first, second = list(stored["model"]["vocab"])[-2:]
+    vocab = stored["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_given_tokenizer_with_other_ids_than_the_data_is_refused(cafe_data, tokenizer, tmp_path):
+    args = SFTArgs(log_dir=str(tmp_path / "logs"), data_dir=str(cafe_data), **SMALL)
+    other = shifted(tokenizer, tmp_path / "other")
+    with pytest.raises(UsageError, match="was prepared with a tokenizer other than the given one"):
+        sft.train(args, policy=model_of(tokenizer), tokenizer=other)
+
+
+def test_a_given_policy_with_a_tokenizer_of_other_ids_is_refused(cafe_data, tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model_of(tokenizer).save_pretrained(tmp_path / "model")
+    shifted(tokenizer, tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    args = SFTArgs(log_dir=str(tmp_path / "logs"), data_dir=str(cafe_data), **SMALL)
+    with pytest.raises(UsageError, match="policy: the tokenizer of .* has other token ids"):
+        sft.train(args, policy=policy)
