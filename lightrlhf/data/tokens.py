@@ -5,6 +5,7 @@ Prompt and response are tokenised separately and their ids concatenated, so that
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -63,6 +64,35 @@ def encode_response(tokenizer: Any, response: str) -> list[int]:
     eos = tokenizer.eos_token_id
     ids = tokenizer(tokenizer.eos_token + response, add_special_tokens=False)["input_ids"][1:]
     return ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Id of the token with which the chat template ends an assistant turn; None if it leaves turns open.
+
+    Found by rendering a known exchange: the first control token after the assistant's words, such as `<|im_end|>`.
+    None also without a template, and with one that cannot render the exchange.
+    """
+    template = tokenizer.chat_template
+    return _turn_end(tokenizer, str(template), tokenizer.eos_token) if template else None
+
+
+@functools.lru_cache(maxsize=16)
+def _turn_end(tokenizer: Any, template: str, eos_token: str) -> int | None:
+    """`turn_end`, remembered while neither the template nor the end token changes."""
+    from jinja2.exceptions import TemplateError
+
+    word = "assistant-turn-words"
+    exchange = [{"role": "user", "content": "user-turn-words"}, {"role": "assistant", "content": word}]
+    try:
+        _, found, rest = tokenizer.apply_chat_template(exchange, tokenize=False).rpartition(word)
+    except (TemplateError, TypeError, ValueError):
+        return None
+    if not found:
+        return None
+    added = tokenizer.added_tokens_decoder
+    control = {i for i in {*added, *tokenizer.all_special_ids} if i not in added or added[i].content.strip()}
+    ids = tokenizer(eos_token + rest, add_special_tokens=False)["input_ids"][1:]  # see `encode_response`
+    return next((i for i in ids if i in control), None)  # Gemma's added tokens include runs of newlines
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
