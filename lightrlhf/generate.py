@@ -34,7 +34,7 @@ from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
@@ -294,8 +294,8 @@ def respond(policy: Policy, tokenizer: Any, args: GenerateArgs, rows: Sequence[R
     prompts = [row["prompt_ids"] for row in rows for _ in range(k)]
     check_room(policy.model, prompts, args)
     noise = torch.cat([noise_of(args, row["index"]) for row in rows])  # (N K, max_new_tokens)
-    slots = args.rollout_mini_batch_size
-    sampled = generate(policy, prompts, args, [tokenizer.eos_token_id], noise, slots, tokenizer)
+    ends, slots = end_ids(tokenizer, policy.model), args.rollout_mini_batch_size
+    sampled = generate(policy, prompts, args, ends, noise, slots, tokenizer)
     results = []
     for i, row in enumerate(rows):
         ids, truncated = sampled.responses[i * k : (i + 1) * k], sampled.truncated[i * k : (i + 1) * k]

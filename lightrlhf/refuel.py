@@ -51,7 +51,7 @@ from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import Policy, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -340,14 +340,14 @@ def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) 
 
 def log_samples(run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a new reply of the policy to the prefix of each row, with both replies that it learned from."""
-    samples = []
+    samples, ends = [], end_ids(tokenizer, policy.model)
     with unsharded(policy):  # once, for ranks may have different numbers of rows
         for row in rows:
             sides = {side: torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in SIDES}
             start = int(torch.as_tensor(row["chosen_action_mask"]).long().argmax()) + 1
             prefix = sides["chosen"][:start]
             noise = torch.rand(1, run.args.max_new_tokens, generator=run.generator(run.step))
-            new = generate(policy, [prefix], run.args, [tokenizer.eos_token_id], noise, 1, tokenizer)
+            new = generate(policy, [prefix], run.args, ends, noise, 1, tokenizer)
             texts = {"prefix": decode(tokenizer, prefix), "reply": decode(tokenizer, new.responses[0])}
             samples.append(texts | {f"{side}_reply": decode(tokenizer, ids[start:]) for side, ids in sides.items()})
     run.log_samples(samples)

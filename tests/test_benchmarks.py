@@ -291,6 +291,7 @@ class VocabularyOnly:
     """What a tiny model is made for."""
 
     pad_token_id, eos_token_id, bos_token_id = 0, 1, None
+    chat_template, all_special_ids, added_tokens_decoder = None, [0, 1], {}
 
     def __len__(self) -> int:
         return 61

@@ -293,7 +293,7 @@ class SamplingArgs:
     min_p: float = field(default=0.0, metadata=RARE)
     """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
     eos_ids: list[int] = field(default_factory=list, metadata=RARE)
-    """Token ids that end a response, besides the tokenizer's end token."""
+    """Token ids that end a response, besides the model's own end tokens."""
     stop_strings: list[str] = field(default_factory=list, metadata=TEXTS | RARE)
     """Texts that end a response as soon as it contains one, each a word of its own; its tokens stay as sampled."""
 

@@ -96,7 +96,12 @@ def _turn_end(tokenizer: Any, template: str, eos_token: str) -> int | None:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of token ids, without special tokens and without a clean-up of spaces."""
+    """Text of token ids, without special tokens and without a clean-up of spaces.
+
+    The token that ends a turn is left out, too, although some tokenizers declare it as no special token.
+    """
+    if (end := turn_end(tokenizer)) is not None:
+        ids = [index for index in ids if index != end]
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -34,7 +34,7 @@ from lightrlhf.maths import macro_actions
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import choices, located, stored
@@ -194,7 +194,7 @@ def stream_answer(model: LoadedModel, prompt: str | Messages, args: GenerationAr
         raise UsageError("the prompt is empty; type a message")
     check_vocabulary([{"input_ids": ids}], vocabulary_size(model.policy), "the prompt")
     uniforms = torch.rand(1, args.max_new_tokens, generator=torch.Generator().manual_seed(seed % 2**63))
-    steps = generate_steps(model.policy, ids, args, [tokenizer.eos_token_id], uniforms, tokenizer)
+    steps = generate_steps(model.policy, ids, args, end_ids(tokenizer, model.policy.model), uniforms, tokenizer)
     while True:
         with model.lock:
             step = next(steps, None)

@@ -31,7 +31,7 @@ from lightrlhf.generation.sampling import sample
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, inference, policy_inputs
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ class Reflector:
 
     def _generate(self, texts: Sequence[str], seats: Sequence[Seat], uniforms: Tensor) -> list[str]:
         ids = [encode_prompt(self.tokenizer, text) for text in texts]
-        ends = [self.tokenizer.eos_token_id]
+        ends = end_ids(self.tokenizer, self.policy.model)
         prefixes = [seat.reflector_prefix for seat in seats] if self.reuses_prefixes else None
         completions = generate(self.policy, ids, self.args, ends, uniforms, self.num_slots, prefixes=prefixes)
         for seat, prefix in zip(seats, prefixes or []):
@@ -244,7 +244,7 @@ class ModelAgent:
         """Commands written out, each up to the end token."""
         uniforms = torch.tensor([[seat.rng.random() for _ in range(self.args.max_new_tokens)] for seat in seats])
         ids = [one.prompt_ids for one in decisions]
-        ends = [self.tokenizer.eos_token_id]
+        ends = end_ids(self.tokenizer, self.policy.model)
         prefixes = [seat.policy_prefix for seat in seats] if self.reuses_prefixes else None
         completions = generate(self.policy, ids, self.args, ends, uniforms, self.batch_size, self.tokenizer, prefixes)
         for seat, prefix in zip(seats, prefixes or []):

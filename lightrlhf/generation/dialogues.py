@@ -21,9 +21,10 @@ from lightrlhf.cli.args import RewardArgs, SamplingArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row, load_split
-from lightrlhf.data.tokens import decode
+from lightrlhf.data.tokens import decode, turn_end
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
+from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 
 if TYPE_CHECKING:
@@ -139,20 +140,23 @@ def load_dialogues(data_dir: str, split: str) -> list[Dialogue]:
 
 
 def user_turn_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids between two assistant turns: a user message with what the template writes around it.
+    """Ids between two assistant turns: what the template writes after the token that ends a turn, with the message.
 
     Found by rendering a short exchange with and without the message, so that earlier turns are never rendered again.
     Raises: UsageError when the template rewrites earlier turns.
     """
-    exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    before = str(tokenizer.apply_chat_template(exchange, tokenize=False)).rstrip()
+    word = "assistant-turn-words"
+    exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
+    before, _, _ = str(tokenizer.apply_chat_template(exchange, tokenize=False)).rpartition(word)
     exchange.append({"role": "user", "content": text})
     rendered = str(tokenizer.apply_chat_template(exchange, tokenize=False, add_generation_prompt=True))
-    if not rendered.startswith(before):
+    if not rendered.startswith(before + word):
         raise UsageError("the chat template rewrites earlier turns, which dialogues do not support; use another one")
     # after an end token, as in `encode_response`: a SentencePiece tokenizer puts a space at the start of a text
-    ids: list[int] = tokenizer(f"{tokenizer.eos_token}{rendered[len(before) :]}", add_special_tokens=False)["input_ids"]
-    return ids[1:]
+    after = f"{tokenizer.eos_token}{rendered[len(before + word) :]}"
+    ids: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"][1:]
+    end = turn_end(tokenizer)
+    return ids[ids.index(end) + 1 :] if end in ids else ids
 
 
 class User(Protocol):
@@ -190,7 +194,7 @@ def roll_out(
     """
     rolled = list(dialogues)
     goals = [num_turns] * len(rolled) if isinstance(num_turns, int) else list(num_turns)
-    longest_prompt = max_positions(policy) - args.max_new_tokens
+    longest_prompt, ends = max_positions(policy) - args.max_new_tokens, end_ids(tokenizer, policy.model)
     message_ids: dict[str, list[int]] = {}  # by text of a user message
 
     def unfinished() -> list[int]:
@@ -205,7 +209,7 @@ def roll_out(
             return rolled
         prompts = [rolled[i].input_ids for i in active]
         noise = torch.stack([noise_of(seed, rolled[i], args.max_new_tokens) for i in active])  # (A, max_new_tokens)
-        replies = generate(policy, prompts, args, [tokenizer.eos_token_id], noise, num_slots, tokenizer)
+        replies = generate(policy, prompts, args, ends, noise, num_slots, tokenizer)
         for i, ids, truncated in zip(active, replies.responses, replies.truncated):
             rolled[i] = rolled[i].with_reply(ids, decode(tokenizer, ids).strip(), truncated)
         continuing = [i for i in active if rolled[i].num_turns < goals[i]]

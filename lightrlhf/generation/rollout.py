@@ -18,6 +18,7 @@ from lightrlhf.maths.ops import masked_mean
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, inference, policy_inputs
 from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.tokenizer import end_ids, store_ends
 from lightrlhf.training.run import Metrics, Run
 
 
@@ -39,7 +40,7 @@ def generate_rollout(
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
     with unsharded(module):
-        sampled = generate(module, prompts, args, [tokenizer.eos_token_id], uniforms, num_slots, tokenizer)
+        sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
         if torch.is_autocast_enabled(batch.input_ids.device.type) or is_quantised(module.model):
             logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
@@ -125,5 +126,5 @@ def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: Any) -> None:
     config: Any = policy.model.generation_config
     config.do_sample, config.max_new_tokens = True, args.max_new_tokens
     config.temperature, config.top_k, config.top_p, config.min_p = args.temperature, args.top_k, args.top_p, args.min_p
-    config.eos_token_id = [tokenizer.eos_token_id, *args.eos_ids]
     config.stop_strings = args.stop_strings or None
+    store_ends(policy.model, tokenizer, *args.eos_ids)

@@ -22,7 +22,7 @@ from lightrlhf.generation.engine import generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import Messages
 
 if TYPE_CHECKING:
@@ -115,8 +115,9 @@ class ModelUser:
         questions: list[str | None] = [None] * len(dialogues)
         if fitting:
             noise = torch.stack([noise_of(seed, dialogues[i], self.args.max_new_tokens) for i in fitting])
-            end, slots = [self.tokenizer.eos_token_id], self.num_slots
-            replies = generate(self.policy, [prompts[i] for i in fitting], self.args, end, noise, slots, self.tokenizer)
+            ends, slots = end_ids(self.tokenizer, self.policy.model), self.num_slots
+            chosen = [prompts[i] for i in fitting]
+            replies = generate(self.policy, chosen, self.args, ends, noise, slots, self.tokenizer)
             for i, ids in zip(fitting, replies.responses):
                 questions[i] = question_of(decode(self.tokenizer, ids))
         return questions

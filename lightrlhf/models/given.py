@@ -21,7 +21,7 @@ from lightrlhf.models.loading import (
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, ScalarModel
-from lightrlhf.models.tokenizer import check_same_ids
+from lightrlhf.models.tokenizer import check_same_ids, store_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,9 +57,7 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:
         switch_off_dropout(model)
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    store_ends(model, tokenizer)
     adapters = choose_trainable(model, args, {}, "policy")
     return Policy(model, adapters, None, shares=shares and bool(adapters))
 

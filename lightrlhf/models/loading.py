@@ -30,6 +30,7 @@ from lightrlhf.models.quantisation import (
 )
 from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, transformer_layers, vocabulary_size
 from lightrlhf.models.tiny import tiny_config
+from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import MANIFEST, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     model, base, loaded = load_model(AutoModelForCausalLM, source, flag, args, tokenizer)
     if grow_vocabulary(model, tokenizer, name):
         base = None  # these weights are not stored
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    store_ends(model, tokenizer)
     adapters = choose_trainable(model, args, loaded, "policy")
     policy = Policy(model, adapters, base, shares=shares and bool(adapters))
     policy.loaded = loaded
@@ -168,6 +167,8 @@ def load_model(
     auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Any, **options: Any
 ) -> tuple[PreTrainedModel, str | None, LoadedAdapters]:
     """Load a Hugging Face model in float32; returns it, the name of its base, and the adapter it came with."""
+    from transformers import GenerationConfig
+
     base, config = base_name(source, flag), None
     if base is None:
         model = auto_class.from_config(tiny_config(tokenizer, **options))
@@ -188,6 +189,8 @@ def load_model(
     if config is None:
         return model, base, {}
     head = lora.load_adapter(model, "start_0", source, config)
+    if model.can_generate() and (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)  # not its base's
     if head is not None and hasattr(model, "score"):
         model.get_parameter("score.weight").data.copy_(head)
     return model, base, {source: ("start_0", head)}

@@ -1,4 +1,4 @@
-"""Tokenizers: loads the one stored with the prepared data, checked against the model's own.
+"""Tokenizers: loads the one stored with the prepared data, checked against the model's own, and what ends a response.
 
 Left out: slow (Python) tokenizers in the check.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.data.tokens import turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
 
@@ -54,6 +55,29 @@ def _with_pad_token(tokenizer: Any, name: str) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so no end token is masked
     return tokenizer
+
+
+def end_ids(tokenizer: Any, model: Any) -> list[int]:
+    """Ids that end a response of a model of transformers: its tokenizer's end token, the token with which the chat
+    template ends a turn, and those of its generation config.
+
+    A generation config without any control token of the tokenizer is not counted: it was made for another one.
+    """
+    stored = getattr(model.generation_config, "eos_token_id", None)
+    own = [stored] if isinstance(stored, int) else list(stored or [])
+    if not {*own} & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
+        own = []
+    ends = [tokenizer.eos_token_id, turn_end(tokenizer), *own]
+    return list(dict.fromkeys(index for index in ends if index is not None))
+
+
+def store_ends(model: Any, tokenizer: Any, *others: int) -> None:
+    """Store in a model's generation config what ends and pads its responses."""
+    config = model.generation_config
+    if config is not None:
+        ends = list(dict.fromkeys([*end_ids(tokenizer, model), *others]))
+        config.eos_token_id = ends if len(ends) > 1 else ends[0]
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def check_same_ids(tokenizer: Any, model: Any) -> None:

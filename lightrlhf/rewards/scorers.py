@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
-from lightrlhf.data.tokens import decode, encode_prompt, encode_response, pair_prompt
+from lightrlhf.data.tokens import decode, encode_prompt, encode_response, pair_prompt, turn_end
 from lightrlhf.models.roles import ScalarModel, last_token
 
 
@@ -92,7 +92,11 @@ class Encoding:
         dialogue = [*prompt, {"role": "assistant", "content": sample.response}]
         text = self.tokenizer.apply_chat_template(dialogue, tokenize=False).rstrip()
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids[: len(start)], ids[len(start) :]
+        response, end = ids[len(start) :], turn_end(self.tokenizer)
+        end = self.tokenizer.eos_token_id if end is None else end
+        if end in response:  # some templates write more after it: Phi-3's the end of the text
+            response = response[: len(response) - response[::-1].index(end) - 1]
+        return ids[: len(start)], response if sample.truncated else [*response, end]
 
     def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
         """The ids a sample came with, when in this tokenizer they are the same prompt and response."""
@@ -121,11 +125,9 @@ class Encoding:
 
     def may_end(self, last: int, truncated: bool) -> bool:
         """Whether a response can end with this id; the end token of another tokenizer may be any token of this one."""
-        if truncated or last == self.tokenizer.eos_token_id:
-            return not (truncated and last == self.tokenizer.eos_token_id)
-        if last not in self.tokenizer.all_special_ids:
-            return True  # ended by a stop string
-        return self.tokenizer.decode([last]) in (self.tokenizer.chat_template or "")  # the end of a turn
+        if last in (self.tokenizer.eos_token_id, turn_end(self.tokenizer)):
+            return not truncated
+        return truncated or last not in self.tokenizer.all_special_ids  # ended by a stop string
 
     def fits(self, length: int) -> bool:
         return 0 < length <= (self.longest or math.inf)

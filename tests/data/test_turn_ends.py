@@ -5,18 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
-from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, LLAMA3_TEMPLATE, byte_level, sentencepiece_like
-from transformers import PreTrainedTokenizerFast
+from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, LLAMA3_TEMPLATE, sentencepiece_like
+from helpers.ends import EOS, GEMMA, PHI3, tokenizer_of
 
 from datasets_prep.common import PLAIN_TEMPLATE, complete
 from lightrlhf.data.tokens import turn_end
 
-EOS = "<|endoftext|>"
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) "
-    "+ '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-)
-PHI3 = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}{{ eos_token }}"
 TAGS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
@@ -25,16 +19,6 @@ OPEN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor
 PICKY = "{% if messages | length < 9 %}{{ raise_exception('nine messages, please') }}{% endif %}"
 MISSING = "{{ messages[0].parts.text + '' }}"
 DEAF = "{{ bos_token }}{% for m in messages %}<|im_end|>{% endfor %}"
-
-
-def tokenizer_of(template: str | None, *special: str, added: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with these control tokens; `added`: tokens that are not control tokens."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level([EOS, *special]), bos_token=EOS, eos_token=EOS, additional_special_tokens=[*special]
-    )
-    tokenizer.add_tokens([*added])
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize(

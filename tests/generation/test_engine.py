@@ -89,6 +89,8 @@ def prefilled_rows(policy, monkeypatch) -> list[int]:
 class Letters:
     """A tokenizer whose tokens are one letter each."""
 
+    chat_template = None
+
     def decode(self, ids, **options) -> str:
         return "".join(chr(ord("A") + index) for index in ids)
 
