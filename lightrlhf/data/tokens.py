@@ -7,28 +7,76 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.chat import MARK, Messages, check_spelling, controls, protected, render
 from lightrlhf.data.splits import Row
 
 
-def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]]) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
     """Token ids of a prompt, exactly as in the prepared data.
 
     A string is tokenised without special tokens, after one BOS if the tokenizer adds one by default. Messages are
-    rendered by the tokenizer's chat template, which writes its own special tokens.
+    rendered by the tokenizer's chat template, which writes its own special tokens. Neither text nor contents yield a
+    control token.
+    Raises: jinja2.TemplateError when the template refuses the messages.
     """
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        bos = tokenizer.bos_token_id
-        if bos is not None and adds_bos(tokenizer) and ids[:1] != [bos]:
-            ids = [bos, *ids]
-        return ids
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not isinstance(prompt, str):
+        return encode_text(tokenizer, render(tokenizer, prompt, tools, add_generation_prompt=True))
+    if tokenizer.bos_token is None or not adds_bos(tokenizer):
+        return encode_text(tokenizer, protected(tokenizer, prompt))
+    text = prompt.removeprefix(tokenizer.bos_token)  # that a prompt may bring
+    return [tokenizer.bos_token_id, *encode_text(tokenizer, protected(tokenizer, text))]
+
+
+def encode_text(tokenizer: Any, text: str, continued: bool = False) -> list[int]:
+    """Token ids of a text from `data.chat`; `continued`: as it is tokenised behind another text.
+
+    Raises: UsageError when a content becomes a control token all the same (see `chat.check_spelling`).
+    """
+    ids: list[int] = []
+    for piece, prefix, _ in text_pieces(tokenizer, text, continued):
+        ids += tokenizer(piece, add_special_tokens=False)["input_ids"][prefix:]
+    check_spelling(tokenizer, text, ids)
+    return ids
+
+
+def text_pieces(tokenizer: Any, text: str, continued: bool) -> Iterator[tuple[str, int, int]]:
+    """Yields the texts to tokenise separately, between the marks.
+
+    Each with the number of ids, and of characters, of the prefix with which it is tokenised as a continuation.
+    """
+    prefix, num_ids = continuation_prefix(tokenizer)
+    for index, piece in enumerate(text.split(MARK)):
+        if continued or index:
+            yield prefix + piece, num_ids, len(prefix)
+        else:
+            yield piece, 0, 0
+
+
+def continuation_prefix(tokenizer: Any) -> tuple[str, int]:
+    """Text behind which another one is tokenised as a continuation, and the number of its ids.
+
+    SentencePiece tokenizers prepend a space to a text. An end token before it prevents this; with those tokenizers that
+    prepend one behind every special token, it takes an end token and a character that merges with none.
+    """
+    return _continuation_prefix(tokenizer, len(tokenizer), tokenizer.eos_token)
+
+
+@functools.lru_cache(maxsize=16)
+def _continuation_prefix(tokenizer: Any, size: int, eos_token: str) -> tuple[str, int]:
+    def behind(prefix: str, text: str) -> list[int]:
+        num_ids = len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(prefix + text, add_special_tokens=False)["input_ids"][num_ids:])
+
+    longer = eos_token + "\x01"
+    prepends = behind(eos_token, " a") != behind(longer, " a") and behind(eos_token, "a") == behind(longer, " a")
+    prefix = longer if prepends else eos_token
+    return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
 def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | None:
@@ -55,15 +103,54 @@ def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | No
     return messages if encode_prompt(tokenizer, messages) == list(ids) else None
 
 
-def encode_response(tokenizer: Any, response: str) -> list[int]:
+def encode_response(
+    tokenizer: Any,
+    response: str | dict[str, Any],
+    prompt: str | Messages = "",
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> list[int]:
     """Token ids of a response, ending with exactly one end token.
 
-    The text is tokenised after an end token, whose id is then removed: SentencePiece tokenizers prepend a space to a
-    text, but not to its continuation after a special token.
+    After messages it is one assistant message (a text stands for its content), as the chat template writes it.
+    Raises: UsageError when the template writes an answer in another way than it asks for one, jinja2.TemplateError when
+    it refuses the messages.
     """
-    eos = tokenizer.eos_token_id
-    ids = tokenizer(tokenizer.eos_token + response, add_special_tokens=False)["input_ids"][1:]
-    return ids if ids[-1:] == [eos] else [*ids, eos]
+    if isinstance(prompt, str):
+        text = protected(tokenizer, str(response), keep_tags=True)
+        return [*encode_text(tokenizer, text, continued=True), tokenizer.eos_token_id]
+    message = {"role": "assistant", "content": response} if isinstance(response, str) else response
+    start = render(tokenizer, prompt, tools, add_generation_prompt=True)
+    answer = answer_text(tokenizer, start, render(tokenizer, [*prompt, message], tools))
+    if answer is None:
+        raise UsageError(
+            "the chat template does not write an answer behind its generation prompt, so no response can be encoded; "
+            "use another one"
+        )
+    return closed(tokenizer, encode_text(tokenizer, answer, continued=True))
+
+
+def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
+    """The assistant turn that `rendered` adds to a prompt, up to its end token; None if it does not begin with that.
+
+    What the template writes behind the end token, such as a line break, belongs to the next prompt.
+    """
+    if not rendered.startswith(prompt):
+        return None
+    answer, end = rendered[len(prompt) :], turn_end(tokenizer)
+    if end is not None:
+        text = tokenizer.convert_ids_to_tokens(end)
+        before, found, _ = answer.partition(text)
+        if found:
+            return before + found
+    return answer.rstrip()
+
+
+def closed(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
+    last = ids[-1] if ids else -1
+    end = turn_end(tokenizer)
+    is_closed = last in (tokenizer.eos_token_id, end) or (end is not None and last in controls(tokenizer).special)
+    return ids if is_closed else [*ids, tokenizer.eos_token_id]
 
 
 def turn_end(tokenizer: Any) -> int | None:

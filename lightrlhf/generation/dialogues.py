@@ -20,8 +20,9 @@ import torch
 from lightrlhf.cli.args import RewardArgs, SamplingArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.chat import render
 from lightrlhf.data.splits import Row, load_split
-from lightrlhf.data.tokens import decode, turn_end
+from lightrlhf.data.tokens import decode, encode_text, turn_end
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import end_ids
@@ -147,14 +148,12 @@ def user_turn_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     word = "assistant-turn-words"
     exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}]
-    before, _, _ = str(tokenizer.apply_chat_template(exchange, tokenize=False)).rpartition(word)
+    before, _, _ = render(tokenizer, exchange).rpartition(word)
     exchange.append({"role": "user", "content": text})
-    rendered = str(tokenizer.apply_chat_template(exchange, tokenize=False, add_generation_prompt=True))
+    rendered = render(tokenizer, exchange, add_generation_prompt=True)
     if not rendered.startswith(before + word):
         raise UsageError("the chat template rewrites earlier turns, which dialogues do not support; use another one")
-    # after an end token, as in `encode_response`: a SentencePiece tokenizer puts a space at the start of a text
-    after = f"{tokenizer.eos_token}{rendered[len(before + word) :]}"
-    ids: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"][1:]
+    ids = encode_text(tokenizer, rendered[len(before + word) :], continued=True)
     end = turn_end(tokenizer)
     return ids[ids.index(end) + 1 :] if end in ids else ids
 

@@ -86,17 +86,8 @@ class Encoding:
         if self.wrap_prompts and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         start = encode_prompt(self.tokenizer, prompt)
-        if isinstance(prompt, str):
-            response = encode_response(self.tokenizer, sample.response)
-            return start, response[:-1] if sample.truncated else response
-        dialogue = [*prompt, {"role": "assistant", "content": sample.response}]
-        text = self.tokenizer.apply_chat_template(dialogue, tokenize=False).rstrip()
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        response, end = ids[len(start) :], turn_end(self.tokenizer)
-        end = self.tokenizer.eos_token_id if end is None else end
-        if end in response:  # some templates write more after it: Phi-3's the end of the text
-            response = response[: len(response) - response[::-1].index(end) - 1]
-        return ids[: len(start)], response if sample.truncated else [*response, end]
+        response = encode_response(self.tokenizer, sample.response, prompt)
+        return start, response[:-1] if sample.truncated else response
 
     def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
         """The ids a sample came with, when in this tokenizer they are the same prompt and response."""

@@ -1,0 +1,168 @@
+"""Chat templates: messages rendered as text in which contents cannot spell a control token.
+
+What a user, an environment or a file wrote may contain `<|im_end|>` as text. Tokenised as it is, that text would end
+the user's turn. So a mark, a character that no text contains, is put inside each such spelling before the template is
+rendered, and the text is split at the marks before it is tokenised: the template's own tokens are found, those that a
+content spells are not.
+
+Control tokens are the tokenizer's special tokens, and added tokens that the template writes or that look like markup,
+whether or not they were declared special. Tokens such as `<think>` that were not declared special are left in the
+content of assistant messages, where templates expect them.
+
+Left out: images and documents. A control token of a single character cannot be split, nor can texts that a tokenizer
+normalises to one; such texts are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+
+from lightrlhf.cli.errors import UsageError
+
+Messages = Sequence[dict[str, Any]]
+MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
+ESCAPED = r"\ufdd0"
+LONGEST = 64  # characters of a control token of which a text's end is looked at
+FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
+MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
+TAG = re.compile(r"</?\w+>")
+
+
+class Controls(NamedTuple):
+    """Control tokens of a tokenizer."""
+
+    ids: frozenset[int]
+    special: frozenset[int]  # those declared special
+    spelled: re.Pattern[str]  # the text of any
+    beside_tags: re.Pattern[str]  # the text of any but `<think>` and its like
+    beginnings: frozenset[str]  # texts that more text makes one of them
+    by_other_texts: bool  # whether other texts may become one, for the tokenizer normalises texts first
+
+
+def controls(tokenizer: Any) -> Controls:
+    """Control tokens of a tokenizer with its present chat template."""
+    return _controls(tokenizer, len(tokenizer), template_of(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _controls(tokenizer: Any, size: int, template: str) -> Controls:
+    named, special = set(tokenizer.all_special_tokens), set(tokenizer.all_special_ids)
+    texts, tags, ids, by_other_texts = set(), set(), set(special), False
+    for index, token in tokenizer.added_tokens_decoder.items():
+        text = token.content
+        declared = token.special or text in named
+        if not (declared or (text.strip() and (text in template or MARKUP.fullmatch(text)))):
+            continue  # a word, or a run of spaces
+        ids.add(index)
+        by_other_texts |= token.normalized or len(text) == 1
+        if len(text) > 1:
+            texts.add(text)
+        if declared:
+            special.add(index)
+        elif TAG.fullmatch(text):
+            tags.add(text)
+    beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+    spelled, beside_tags = _any_of(texts), _any_of(texts - tags)
+    return Controls(frozenset(ids), frozenset(special), spelled, beside_tags, beginnings, by_other_texts)
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def template_of(tokenizer: Any, tools: Any = None) -> str:
+    """The chat template of a tokenizer, that for tools if it has several; empty without one."""
+    given = tokenizer.chat_template
+    if isinstance(given, dict):
+        return str(given.get("tool_use", given["default"]) if tools else given["default"])
+    return str(given or "")
+
+
+def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
+    """`text` with a mark inside each control token that it spells; `keep_tags`: except `<think>` and its like.
+
+    Another mark stands behind the beginning of a control token at its end, which the text behind it may complete.
+    """
+    found = controls(tokenizer)
+    pattern = found.beside_tags if keep_tags else found.spelled
+    text = text.replace(MARK, "\ufffd")
+    text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
+    content = text.rstrip()  # templates trim
+    if any(content[start:] in found.beginnings for start in range(max(0, len(content) - LONGEST), len(content))):
+        return content + MARK + text[len(content) :]
+    return text
+
+
+def check_spelling(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
+    """Check that the ids of a text with marks have no control token that it does not spell outside of them.
+
+    Only tokenizers that normalise texts need it: to them `<|IM_END|>` may be `<|im_end|>`. Raises: UsageError.
+    """
+    found = controls(tokenizer)
+    if not found.by_other_texts:
+        return
+    written = sum(len(found.spelled.findall(piece)) for piece in text.split(MARK))
+    if sum(i in found.ids for i in ids) > written:
+        raise UsageError("a text spells a control token of the tokenizer and cannot be encoded as text; leave it out")
+
+
+def render(
+    tokenizer: Any,
+    messages: Messages,
+    tools: Sequence[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Text of messages by the tokenizer's chat template, with marks (see `data.tokens.encode_text`).
+
+    Raises: jinja2.TemplateError when the template refuses the messages.
+    """
+    shown = shown_messages(tokenizer, messages)
+    return render_shown(tokenizer, shown, shown_tools(tokenizer, tools), add_generation_prompt)
+
+
+def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+    """`render` of messages and tools that are protected already."""
+    text = tokenizer.apply_chat_template(
+        shown, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    if ESCAPED in text:  # such as a template that writes a tool as Python does
+        raise TemplateError("the chat template escapes characters of the contents")
+    return str(text)
+
+
+def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
+    """Messages as a template gets them: protected, and without what concerns the loss alone."""
+    knows_developer = "developer" in template_of(tokenizer)
+
+    def shown(message: dict[str, Any]) -> dict[str, Any]:
+        is_answer, role = message["role"] == "assistant", message["role"]
+        result = {"role": "system" if role == "developer" and not knows_developer else role}
+        for name in FIELDS:
+            if message.get(name) is not None:
+                spell = partial(protected, tokenizer, keep_tags=is_answer and name == "content")
+                result[name] = _mapped(message[name], spell)
+        return result
+
+    return [shown(message) for message in messages]
+
+
+def shown_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as a template gets them."""
+    return [_mapped(tool, partial(protected, tokenizer)) for tool in tools] if tools else None
+
+
+def _mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """`value` with `function` applied to every text in it."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, dict):
+        return {function(key): _mapped(inner, function) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(inner, function) for inner in value]
+    return value
