@@ -3,13 +3,16 @@
 A dataset's `prepare_data.py` turns its raw rows into plain dicts with TRL's columns and calls `run`. One stream of rows
 yields every file that its columns allow and `--stage` requests:
 
-    finetune    prompt + completion (or chosen), or messages   {prompt_len, input_ids, targets}
+    finetune    prompt + completion (or chosen), messages, text {prompt_len, input_ids, targets}
     preference  prompt + chosen + rejected                      {prompt_len, chosen_input_ids, rejected_input_ids}
+    unpaired    prompt + completion + label                     {prompt_len, input_ids, label, columns}
     prompts     prompt, with plain columns for a reward         {prompt_len, input_ids, columns}
     dialogue    messages (or a prompt of messages)              {messages, input_ids, turn_spans}
 
-A row may also have `split` and `stage` (kept as given), `group` (rows of one group never cross splits or stages; by
-default the prompt, or the first user message), `columns`, and `source` (its file and line, for error messages).
+A prompt is text or messages, a response is text or one assistant message (content, reasoning_content, tool_calls), and
+an assistant message of `weight` 0 carries no loss. A row may also have `tools`, `split` and `stage` (kept as given),
+`group` (rows of one group never cross splits or stages; by default the prompt, or the first user message), `columns`,
+`source` (its file and line, for error messages), `read_as` (the format it had) and `notes`, both for the report.
 
 Ids are int32 tensors, all views of one storage per file: 160,000 rows save and load in seconds and take four bytes a
 token. Left out: streaming of datasets that do not fit in memory, and packing (the trainers do it).
@@ -39,9 +42,10 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from datasets_prep import encoding, report
-from datasets_prep.encoding import STAGES, BadRow, Dropped, Encoder, Example, Row
+from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
+from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.args import RARE, check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.parser import parse, to_dict
@@ -49,6 +53,7 @@ from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
 
 CHUNK = 1000  # rows tokenised per call
+RESPONSE_ROOM = 128  # tokens left for a response by default, as many as the trainers sample
 # Chat template for a tokenizer without one: the format in which the helpful-harmless dataset was published, with an end
 # token after each answer, so that every turn of a dialogue has one.
 PLAIN_TEMPLATE = (
@@ -75,14 +80,14 @@ class PrepareArgs:
     """Configuration of a hub dataset that has several."""
     dataset_revision: str | None = field(default=None, metadata=RARE)
     """Branch, tag or commit of a hub dataset."""
-    stage: Literal["all", "finetune", "preference", "prompts", "dialogue"] = "all"
+    stage: Literal["all", "finetune", "preference", "unpaired", "prompts", "dialogue"] = "all"
     """Files to write; `all` writes every kind that the columns allow."""
     split: str | None = None
     """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
-    max_length: int = 512
+    max_length: int = 1024
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
-    max_prompt_length: int = 256
-    """Maximum tokens of a prompt; rows with a longer one are dropped."""
+    max_prompt_length: int | None = None
+    """Maximum tokens of a prompt; rows with a longer one are dropped. By default 128 tokens are left for a response."""
     minimum_response_length: int = field(default=2, metadata=RARE)
     """Minimum characters of a response; rows with a shorter one are dropped."""
     max_turns: int = field(default=5, metadata=RARE)
@@ -101,6 +106,8 @@ class PrepareArgs:
     """Mask prompt tokens in `targets`, so that they carry no loss."""
     chat_template: str | None = None
     """Jinja chat template or a file with one; plain prompts then become a user message."""
+    wrap_prompts: bool | None = field(default=None, metadata=RARE)
+    """Make a plain prompt a user message of the chat template; by default with `chat_template`."""
     num_samples: int | None = None
     """Maximum number of raw rows to read."""
     validation_percentage: float = 0.1
@@ -111,15 +118,17 @@ class PrepareArgs:
     """Shuffle the rows of each split."""
     seed: int = 42
     """Seed of splits and shuffling."""
+    preview: int | None = None
+    """Print so many rows of each kind, with the trained part marked, and write nothing."""
     save_skipped_examples: bool = False
     """Write dropped rows with their reason to skipped_{stage}.jsonl."""
     num_proc: int | None = field(default=None, metadata=RARE)
     """Tokenising processes; one per core by default."""
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "max_prompt_length", "max_turns", "max_dialogue_length"):
+        for name in ("max_length", "max_turns", "max_dialogue_length"):
             check_at_least(self, name, 1)
-        for name in ("num_samples", "num_proc"):
+        for name in ("max_prompt_length", "num_samples", "num_proc", "preview"):
             if getattr(self, name) is not None:
                 check_at_least(self, name, 1)
         for name in ("minimum_response_length", "validation_percentage", "test_percentage", "seed"):
@@ -133,6 +142,14 @@ class PrepareArgs:
         for name in ("turn_prompt_length", "turn_response_length"):
             if not all(word.strip().isdigit() for word in getattr(self, name).split(",")):
                 raise ValueError(f"--{name} {getattr(self, name)} must be a number or a list such as 1024,768,512")
+
+    def longest_prompt(self) -> int:
+        """Maximum tokens of a prompt."""
+        return self.max_prompt_length or self.max_length - min(RESPONSE_ROOM, self.max_length // 2)
+
+    def wraps(self, tokenizer: Any) -> bool:
+        """Whether plain prompts become a user message."""
+        return bool(self.chat_template) if self.wrap_prompts is None else self.wrap_prompts
 
 
 # ---------------------------------------------------------------------------------------------------------- programs
@@ -237,12 +254,18 @@ def prepare(
     the source, which are then not carved out of train; `stages` are those that the dataset supports.
     Raises: UsageError or RunFailure, with the destination unchanged.
     """
-    tokenizer = complete(tokenizer or load_tokenizer(args.tokenizer_name), args.chat_template)
+    tokenizer = tokenizer or load_tokenizer(args.tokenizer_name)
+    wraps = args.wraps(tokenizer)
+    tokenizer = complete(tokenizer, args.chat_template)
     destination = Path(args.destination_dir)
     _check_destination(args, destination)
     if args.stage not in ("all", *stages):
         raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
-    examples, dropped = collect(args, rows, Encoder(args, tokenizer, Placement(args, stages, given)))
+    encoder = Encoder(args, tokenizer, Placement(args, stages, given, wraps), wraps)
+    if args.preview:
+        examples, dropped = collect(args, islice(rows, CHUNK), encoder)
+        return report.preview(args, examples, dropped, tokenizer)
+    examples, dropped = collect(args, rows, encoder)
     if not any("train" in splits for splits in examples.values()):
         raise RunFailure(_no_rows(args, dropped))
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
@@ -251,7 +274,7 @@ def prepare(
             for split, members in splits.items():
                 save(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
         tokenizer.save_pretrained(folder / "tokenizer")
-        if isinstance(example_prompt, str) and args.chat_template:
+        if isinstance(example_prompt, str) and wraps:
             example_prompt = [{"role": "user", "content": example_prompt}]
         ids = encode_prompt(tokenizer, example_prompt)
         text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
@@ -350,6 +373,11 @@ def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[s
             {"prompt_len": e.prompt_len, "chosen_input_ids": chosen, "rejected_input_ids": rejected}
             | ({"columns": e.extra} if e.extra else {})
             for e, chosen, rejected in zip(examples, ids[0::2], ids[1::2])
+        ]
+    if stage == "unpaired":
+        return [
+            {"prompt_len": e.prompt_len, "input_ids": i, "label": e.label, "columns": e.extra}
+            for e, i in zip(examples, ids)
         ]
     if stage == "prompts":
         return [{"prompt_len": e.prompt_len, "input_ids": i, "columns": e.extra} for e, i in zip(examples, ids)]

@@ -18,6 +18,19 @@ import numpy as np
 from datasets_prep.encoding import Dropped, Example
 from lightrlhf.cli.parser import to_dict
 
+MANY = 0.05  # share of rows
+TOO_LONG = (
+    "prompt_too_long",
+    "no_trained_tokens",
+    "response_too_long",
+    "dialogue_too_long",
+    "same_responses_after_cut",
+)
+LENGTHS = {
+    "all": ("max_length", "max_prompt_length"),
+    "prompts": ("max_prompt_length",),
+    "dialogue": ("max_dialogue_length", "turn_prompt_length", "turn_response_length"),
+}
 Splits = dict[str, dict[str, list[Example]]]
 
 
@@ -56,7 +69,17 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
         {"reason": reason, "stage": stage, "rows": count, "first": where[reason, stage]}
         for (reason, stage), count in sorted(counts.items())
     ]
-    return {"arguments": to_dict(args), "versions": versions(), "files": files, "dropped": reasons}
+    every = [example for splits in examples.values() for members in splits.values() for example in members]
+    read_as = Counter((example.read_as, example.stage) for example in every if example.read_as)
+    notes = Counter((note, example.stage) for example in every for note in example.notes)
+    return {
+        "arguments": to_dict(args),
+        "versions": versions(),
+        "read_as": [{"format": name, "stage": stage, "rows": n} for (name, stage), n in sorted(read_as.items())],
+        "files": files,
+        "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(notes.items())],
+        "dropped": reasons,
+    }
 
 
 def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, Any]:
@@ -72,6 +95,7 @@ def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, 
         "length": _spread(lengths),
         "histogram": {"edges": edges.tolist(), "counts": np.histogram(lengths, edges)[0].tolist()},
         "cut_by_max_length": sum(example.cut for example in examples),
+        **({"labels": dict(Counter(str(example.label) for example in examples))} if stage == "unpaired" else {}),
         "special_tokens": {name: int((every == i).sum()) for name, i in special.items() if i is not None},
         "sha256": _content_hash(examples),
         "sample": marked(stage, examples[0], tokenizer),
@@ -87,9 +111,9 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
 def _content_hash(examples: list[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(
-            json.dumps([example.prompt_len, example.spans, example.extra], sort_keys=True, default=str).encode()
-        )
+        values = [example.prompt_len, example.spans, example.extra]
+        values += [] if example.label is None else [example.label]
+        digest.update(json.dumps(values, sort_keys=True, default=str).encode())
         for ids in example.ids:
             digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
     return digest.hexdigest()
@@ -134,8 +158,18 @@ def _markdown(summary: dict[str, Any]) -> str:
             f"| {length['median']:.0f} / {length['p95']:.0f} / {length['max']} | {file['cut_by_max_length']} "
             f"| {' / '.join(str(special.get(token, '-')) for token in ('bos', 'eos', 'unk'))} |"
         )
+    if any("labels" in file for file in summary["files"].values()):
+        lines += ["", "## Labels", "", "| file | true | false |", "|---|---|---|"]
+        for name, file in summary["files"].items():
+            if labels := file.get("labels"):
+                lines.append(f"| {name} | {labels.get('True', 0)} | {labels.get('False', 0)} |")
     lines += ["", "Cut rows were longer than `--max_length`; no end token was invented for them.", ""]
-    lines += ["![lengths](lengths.png)", "", "## Dropped rows", ""]
+    lines += ["![lengths](lengths.png)", "", "## Read as", ""]
+    lines += ["| format | stage | rows |", "|---|---|---|"]
+    lines += [f"| {r['format']} | {r['stage']} | {r['rows']} |" for r in summary["read_as"]]
+    lines += ["", "## Notes", "", "| note | stage | rows |", "|---|---|---|"]
+    lines += [f"| {n['note']} | {n['stage']} | {n['rows']} |" for n in summary["notes"]]
+    lines += ["", "## Dropped rows", ""]
     lines += ["| reason | stage | rows | first |", "|---|---|---|---|"]
     lines += [f"| {d['reason']} | {d['stage']} | {d['rows']} | {d['first']} |" for d in summary["dropped"]]
     lines += ["", "## One row of each file", "", "⟦ and ⟧ stand around what is trained."]
@@ -161,6 +195,39 @@ def _draw_lengths(path: Path, files: dict[str, dict]) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
+def length_warnings(summary: dict[str, Any]) -> list[str]:
+    """A line for each stage of which more than `MANY` of the rows were dropped or truncated for their length."""
+    lines = []
+    for stage in dict.fromkeys(name.rpartition("_")[0] for name in summary["files"]):
+        files = [file for name, file in summary["files"].items() if name.rpartition("_")[0] == stage]
+        lost = sum(d["rows"] for d in summary["dropped"] if d["reason"] in TOO_LONG and d["stage"] == stage)
+        kept, cut = sum(file["rows"] for file in files), sum(file["cut_by_max_length"] for file in files)
+        if lost + cut > MANY * (kept + lost):
+            flags = " or ".join(f"--{name} {summary['arguments'][name]}" for name in LENGTHS.get(stage, LENGTHS["all"]))
+            share = (lost + cut) / (kept + lost)
+            lines.append(
+                f"{share:.0%} of the {stage} rows are too long ({lost} dropped, {cut} truncated); raise {flags}"
+            )
+    return lines
+
+
+def preview(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any) -> dict[str, Any]:
+    """Print the first rows of each kind, decoded and with the trained part marked; returns the report."""
+    for stage, splits in examples.items():
+        members = [example for rows in splits.values() for example in rows]
+        for number, example in enumerate(members[: args.preview], start=1):
+            read = f", read as {example.read_as}" if example.read_as else ""
+            label = "" if example.label is None else f", label {example.label}"
+            print(f"--- {stage} {number}{read}{label}: {len(example.ids[0])} tokens")
+            print(marked(stage, example, tokenizer))
+    print("⟦ and ⟧ stand around what is trained. Nothing was written: this was a preview.")
+    for reason, count in Counter(row.reason for row in dropped).most_common():
+        print(
+            f"dropped {count} of the rows read: {reason}, first {next(d.source for d in dropped if d.reason == reason)}"
+        )
+    return summarise(args, examples, dropped, tokenizer, earlier={})
+
+
 def show(summary: dict[str, Any], destination: Path) -> None:
     """Print the short form."""
     print(f"{destination}:")
@@ -170,6 +237,12 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     for name in (f"{stage}_{split}" for stage in stages for split in ("validation", "test")):
         if name not in summary["files"] and summary["arguments"][f"{name.split('_')[1]}_percentage"]:
             print(f"  no {name}.pt: too few prompts for its share; raise --{name.split('_')[1]}_percentage")
+    for read in summary["read_as"]:
+        print("  read {rows} {stage} rows as {format}".format(**read))
+    for note in summary["notes"]:
+        print("  noted in {rows} {stage} rows: {note}".format(**note))
     for dropped in summary["dropped"]:
         print("  dropped {rows} rows: {reason} ({stage} stage), first {first}".format(**dropped))
+    for line in length_warnings(summary):
+        print(f"  warning: {line}")
     print(f"  details: {destination / 'report.md'}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from datasets_prep.encoding import STAGES, BadRow, Place, Row, hash_of, is_messages
+from datasets_prep.encoding import STAGES, Place, hash_of
+from datasets_prep.plans import is_messages
+from datasets_prep.turns import BadRow, Row
 from lightrlhf.data.splits import split_by_hash
 
 
@@ -29,16 +31,24 @@ def shares_of(split: str | None) -> list[float]:
 class Placement:
     """Assigns each row its `Place`.
 
-    `stages` are those that the dataset supports, `given` the held-out splits of the source, not carved out of train.
+    `stages` are those that the dataset supports, `given` the held-out splits of the source, not carved out of train;
+    `wraps`: plain prompts become messages.
     """
 
-    def __init__(self, args: Any, stages: tuple[str, ...] = STAGES, given: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        args: Any,
+        stages: tuple[str, ...] = STAGES,
+        given: frozenset[str] = frozenset(),
+        wraps: bool = False,
+    ) -> None:
         self.seed = args.seed
         self.requested = frozenset(stages if args.stage == "all" else [args.stage])
         self.shares = shares_of(args.split)
         self.test = 0.0 if "test" in given else args.test_percentage
         self.validation = 0.0 if "validation" in given else args.validation_percentage
-        self.wraps_prompts = bool(args.chat_template)
+        self.wraps = wraps
+        self.asked = args.stage
 
     def __call__(self, row: Row) -> Place:
         """The place of a row. Raises: BadRow if it has no prompt."""
@@ -46,7 +56,7 @@ class Placement:
         stages = self._possible(row) & self.requested
         if row.get("stage"):
             stages &= {row["stage"]}
-        elif self.shares:
+        elif self.shares and row.get("split") not in ("validation", "test"):  # a set's own serve every stage whole
             stages &= self._part(group)
         split = row.get("split") or self._split(group)
         return Place(_hash(group), split, stages, row.get("source", "a generated row"))
@@ -54,7 +64,7 @@ class Placement:
     def _part(self, group: str) -> set[str]:
         sft, rm, _ = self.shares
         part = self._place("stage", group, {"finetune": sft, "preference": rm}, rest="prompts")
-        return {"prompts", "dialogue"} if part == "prompts" else {part}
+        return {"prompts": {"prompts", "dialogue"}, "preference": {"preference", "unpaired"}}.get(part, {part})
 
     def _split(self, group: str) -> str:
         return self._place("split", group, {"test": self.test, "validation": self.validation}, rest="train")
@@ -66,7 +76,7 @@ class Placement:
     def _group(self, row: Row) -> str:
         value = row.get("group")
         if value is None:
-            value = row.get("messages", row.get("prompt"))
+            value = row.get("messages", row.get("prompt", row.get("text")))
         if isinstance(value, str):
             return value
         if is_messages(value):
@@ -77,11 +87,22 @@ class Placement:
         """Stages that the row's columns allow."""
         if "messages" in row:
             answered = row["messages"] and row["messages"][-1]["role"] == "assistant"
+            if not answered and self.asked in ("finetune", "dialogue"):
+                raise BadRow("messages_end_without_an_answer")
             return frozenset({"finetune", "prompts", "dialogue"} if answered else {"prompts"})
+        if "text" in row:
+            return frozenset({"finetune"})
         stages = {"prompts"}
+        if "label" in row:
+            stages.add("unpaired")
+            if self.asked == "finetune":  # good responses are demonstrations only when asked for
+                if not row["label"]:
+                    raise BadRow("label_is_false")
+                stages.add("finetune")
+            return frozenset(stages)
         if "chosen" in row or "completion" in row:
             stages.add("finetune")
-            if self.wraps_prompts or not isinstance(row["prompt"], str):
+            if self.wraps or not isinstance(row["prompt"], str):
                 stages.add("dialogue")
         if "chosen" in row and "rejected" in row:
             stages.add("preference")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from datasets_prep.encoding import is_messages
+from datasets_prep.plans import is_messages
 from lightrlhf.cli.errors import one_line_errors
 
 OURS = ("prompt", "completion", "chosen", "rejected", "messages")

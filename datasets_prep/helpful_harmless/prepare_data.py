@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from datasets_prep.encoding import is_messages
+from datasets_prep.plans import is_messages
 from lightrlhf.cli.errors import one_line_errors
 
 TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from datasets_prep.encoding import Messages
 from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("finetune", "prompts")
@@ -41,9 +40,9 @@ def to_row(raw: dict[str, Any]) -> dict[str, Any]:
     return {"messages": as_messages(column(raw, name, list))}
 
 
-def as_messages(turns: list[Any]) -> Messages:
+def as_messages(turns: list[Any]) -> list[dict[str, Any]]:
     """`{role, content}` messages from `{role, content}` or `{from, value}` turns. Raises: BadRow."""
-    messages: Messages = []
+    messages: list[dict[str, Any]] = []
     for turn in turns:
         if not isinstance(turn, dict):
             raise BadRow(f"message_is_{type(turn).__name__}")

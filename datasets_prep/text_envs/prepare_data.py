@@ -34,9 +34,10 @@ import torch
 from tqdm import tqdm
 
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
-from datasets_prep.encoding import Dropped, Row
+from datasets_prep.encoding import Dropped
 from datasets_prep.text_envs.reflections import generated_comments, key_of, request
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
+from datasets_prep.turns import Row
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS

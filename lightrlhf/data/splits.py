@@ -23,6 +23,7 @@ SPLITS = ("train", "validation", "test")
 COLUMNS = {
     "finetune": {"prompt_len", "input_ids", "targets"},
     "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
+    "unpaired": {"prompt_len", "input_ids", "label", "columns"},
     "prompts": {"prompt_len", "input_ids", "columns"},
     "dialogue": {"messages", "input_ids", "turn_spans"},
     "refuel": {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask", "reward")},
@@ -108,10 +109,14 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
     """Load rows `prompt_len, input_ids (the prompt alone), columns` from `prompts_*.pt`, else from `finetune_*.pt`."""
     if (Path(data_dir) / f"prompts_{split}.pt").is_file():
         return load_split(data_dir, "prompts", split)
-    return [
+    prompts = [
         {"prompt_len": row["prompt_len"], "input_ids": row["input_ids"][: row["prompt_len"]], "columns": {}}
         for row in load_split(data_dir, "finetune", split)
+        if row["prompt_len"]
     ]
+    if not prompts:
+        raise UsageError(f"{data_dir}/finetune_{split}.pt holds documents, no prompts; prepare data with prompts")
+    return prompts
 
 
 def longest_text(rows: Sequence[Row]) -> int:

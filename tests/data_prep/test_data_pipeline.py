@@ -170,7 +170,7 @@ def test_filters_count_what_they_drop():
     assert reasons([row | {"chosen": " a"}], minimum_response_length=1) == []
     assert reasons([row | {"prompt": "word " * 300}]) == ["prompt_too_long"]
     assert reasons([row], max_prompt_length=3) == ["prompt_too_long"]
-    assert reasons([row], max_length=3) == ["no_trained_tokens"]
+    assert reasons([row], max_length=8, max_prompt_length=8) == ["no_trained_tokens"]
     assert reasons([row | {"chosen": " <|endoftext|> and more"}]) == ["special_token_in_text"]
     assert reasons([row], stage="dialogue") == ["belongs_to_another_stage"]
 
@@ -242,7 +242,7 @@ def test_files_hold_the_contract(write):
 def test_args_report_and_tokenizer_are_stored(write, tokenizer_dir):
     folder, _ = write(pairs(90))
     stored = json.loads((folder / "args.json").read_text())
-    assert stored["max_length"] == 512 and stored["tokenizer_name"] == str(tokenizer_dir)
+    assert stored["max_length"] == 1024 and stored["tokenizer_name"] == str(tokenizer_dir)
     assert {"python", "torch", "transformers"} <= stored["versions"].keys() and stored["judge"] is None
     from transformers import AutoTokenizer
 

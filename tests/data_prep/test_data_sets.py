@@ -12,13 +12,13 @@ import pytest
 from helpers.data import collected, collected_file, every, gpt2_like, write_lines
 
 from datasets_prep.apps import prepare_data as apps
-from datasets_prep.encoding import BadRow
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.gsm8k import prepare_data as gsm8k
 from datasets_prep.gsm8k.reward import exact_answer, final_number
 from datasets_prep.helpful_harmless import prepare_data as helpful_harmless
 from datasets_prep.prompts import prepare_data as prompts
 from datasets_prep.summarization import prepare_data as summarization
+from datasets_prep.turns import BadRow
 from datasets_prep.ultrainteract import prepare_data as ultrainteract
 from datasets_prep.webgpt import prepare_data as webgpt
 
@@ -233,6 +233,14 @@ READ = {
 # Wrong only elsewhere: a score may be any number, and a pair without a prompt has it in both its sides.
 FINE = {("webgpt", f"score_{side}", kind) for side in (0, 1) for kind in ("number", "fraction", "truth")}
 FINE |= {("feedback", "choice", "truth"), ("generic", "prompt", "missing"), ("generic", "prompt", "null")}
+# In messages an end token is text, and the template decides on the order of roles.
+FINE |= {("webgpt", f"answer_{side}", "end token") for side in (0, 1)} | {("gsm8k", "question", "end token")}
+FINE |= {("gsm8k", "answer", "end token")}
+FINE |= {
+    (*column, kind)
+    for column in (("prompts", "context_messages"), ("sft", "conversations"))
+    for kind in ("answer first", "two users")
+}
 CONTROL = {"control characters"}  # unusual, but text
 
 

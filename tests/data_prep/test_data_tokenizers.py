@@ -122,11 +122,22 @@ def test_no_token_spans_the_border(tokenizers):
     assert tokenizer.decode(example.ids[0][: example.prompt_len].tolist()) == "Ass"
 
 
-def test_template_that_rewrites_history_is_counted(tokenizers):
-    forgetful = "{% for m in messages[-1:] %}{{ m.role + m.content }}{% endfor %}"
-    messages = [{"role": role, "content": role * 2} for role in ("user", "assistant", "user", "assistant")]
-    examples, dropped = collected([{"messages": messages}], gpt2_like(), chat_template=forgetful)
-    assert not examples and [row.reason for row in dropped] == ["template_rewrites_history"]
+def test_a_row_begins_where_the_template_rewrites_history():
+    template = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' and not loop.last %}past {% endif %}"
+        "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"{role}{n}"} for n, role in enumerate(roles)]
+    tokenizer = gpt2_like()
+    examples, dropped = collected([{"messages": messages}], tokenizer, chat_template=template, shuffle=False)
+    assert [(row.reason, row.stage) for row in dropped] == [("template_rewrites_history", "dialogue")]
+    rows = [tokenizer.decode(example.ids[0].tolist()) for example in every(examples, "finetune")]
+    end = tokenizer.eos_token
+    first = f"user:user0{end}assistant:"
+    assert rows == [f"{first}assistant1{end}", f"{first}past assistant1{end}user:user2{end}assistant:assistant3{end}"]
+    trained = [tokenizer.decode(e.ids[0][a:b].tolist()) for e in every(examples, "finetune") for a, b in e.spans]
+    assert trained == [f"assistant1{end}", f"assistant3{end}"]
 
 
 def test_chat_template_makes_a_plain_prompt_a_message():

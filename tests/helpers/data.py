@@ -38,7 +38,7 @@ LLAMA2_TEMPLATE = (
 )
 
 
-def byte_level(special: list[str]) -> Tokenizer:
+def byte_level(special: list[str], sentences: list[str] = SENTENCES) -> Tokenizer:
     """A byte-level BPE like GPT-2's, with a few merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def byte_level(special: list[str]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
     return tokenizer
 
 
@@ -121,14 +121,15 @@ def collected(rows: Iterable[dict], tokenizer: Any = None, **given: Any):
     """(examples by stage and split, dropped) of rows, without writing anything."""
     args = arguments(**given)
     tokenizer = complete(tokenizer or gpt2_like(), args.chat_template)
-    return collect(args, rows, Encoder(args, tokenizer, Placement(args)))
+    wraps = args.wraps(tokenizer)
+    return collect(args, rows, Encoder(args, tokenizer, Placement(args, wraps=wraps), wraps))
 
 
 def collected_file(module: Any, args_class: type[PrepareArgs], file: Path, **given: Any):
     """(examples by stage and split, dropped) of a raw file read by a dataset's script."""
     args = arguments(args_class, dataset_name=str(file), **given)
     tokenizer = complete(gpt2_like(), args.chat_template)
-    stages = getattr(module, "STAGES", ("finetune", "preference", "prompts", "dialogue"))
+    stages = getattr(module, "STAGES", ("finetune", "preference", "unpaired", "prompts", "dialogue"))
     encoder = Encoder(args, tokenizer, Placement(args, stages))
     return collect(args, rows_of(Source(str(file)), module.to_row, None), encoder)
 

@@ -1,0 +1,164 @@
+"""Plans: the texts that a row gives for each stage, before they are tokenised.
+
+Left out: plain prompts and documents in which control tokens are spelled. They are texts that a chat template has
+rendered already, and belong into the columns as messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+from datasets_prep.turns import BadRow, Dialogue, Row, check_text, spells_control_token
+from lightrlhf.data.chat import Messages, controls, protected
+from lightrlhf.data.tokens import adds_bos
+
+
+class Segment(NamedTuple):
+    """A text that is tokenised separately."""
+
+    text: str
+    kind: str  # "text": plain prompt; "rendered": prompt by the template; "answer"; "response": to a plain prompt
+    kept: tuple[tuple[int, int], ...] | None = None  # characters that carry loss; None: all
+
+
+class Plan(NamedTuple):
+    """What a row gives for one stage."""
+
+    stage: str
+    turns: Sequence[tuple[Segment, Segment | None]]
+    notes: tuple[str, ...] = ()
+    messages: Messages = ()  # of a dialogue
+    refused: str | None = None  # the reason, where this stage alone cannot use the row
+
+
+class Planner:
+    """Plans of rows, by a tokenizer and its chat template; `wraps`: plain prompts become a user message of it."""
+
+    def __init__(self, args: Any, tokenizer: Any, wraps: bool) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.wraps = wraps
+        self.adds_bos = adds_bos(tokenizer)
+
+    def __call__(self, row: Row, stages: frozenset[str]) -> list[Plan]:
+        """The texts of each stage of a row. Raises: BadRow."""
+        if "messages" in row:
+            return self._plans_of_messages(row, stages)
+        if "text" in row:
+            return self._plans_of_plain(row, "", {"completion": row["text"]}, stages)
+        prompt = self.wrapped(row["prompt"])
+        answers: Row = {name: row[name] for name in ("completion", "chosen", "rejected") if name in row}
+        if "preference" in stages and self.args.remove_same_responses and answers["chosen"] == answers["rejected"]:
+            raise BadRow("same_responses")
+        if isinstance(prompt, str):
+            return self._plans_of_plain(row, prompt, answers, stages)
+        end, best = len(prompt), answers.get("chosen", answers.get("completion"))
+        talk = Dialogue(self.tokenizer, [*prompt, *([_message(best)] if best is not None else [])], row.get("tools"))
+        prompts: list[tuple[Segment, Segment | None]] = [(Segment(talk.prompt(end), "rendered"), None)]
+        plans = [Plan("prompts", prompts)]
+        if stages & {"finetune", "preference", "unpaired"}:
+            turn = self._turn(talk, end)
+            plans += [Plan(stage, [turn]) for stage in ("finetune", "unpaired")]
+            if "preference" in stages:
+                plans.append(Plan("preference", [turn, self._turn(talk, end, _message(answers["rejected"]))]))
+        if "dialogue" in stages:
+            plans.append(self._plan_of_dialogue(talk))
+        return [_noted(plan) for plan in plans if plan.stage in stages]
+
+    def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
+        messages = row["messages"]
+        talk = Dialogue(self.tokenizer, messages, row.get("tools"))
+        if messages[-1]["role"] != "assistant":
+            return [_noted(Plan("prompts", [(Segment(talk.prompt(len(messages)), "rendered"), None)]))]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        if not answers:
+            raise BadRow("no_user_message")
+        plans = []
+        if "finetune" in stages:
+            trained = [i for i in answers if messages[i].get("weight", 1)]
+            if not trained:
+                raise BadRow("every_message_has_weight_0")
+            opening = ("opening_answer_carries_no_loss",) if messages[0]["role"] == "assistant" else ()
+            weighed = ("message_of_weight_0_carries_no_loss",) if len(trained) < len(answers) else ()
+            plans.append(Plan("finetune", [self._turn(talk, i) for i in trained], opening + weighed))
+        if "dialogue" in stages:
+            plans.append(self._plan_of_dialogue(talk))
+        if "prompts" in stages:
+            plans.append(Plan("prompts", [(Segment(talk.prompt(answers[0]), "rendered"), None)]))
+        return [_noted(plan) for plan in plans]
+
+    def _plan_of_dialogue(self, talk: Dialogue) -> Plan:
+        """All turns of user and assistant in alternation, for rollouts with a user."""
+        roles = [message["role"] for message in talk.messages]
+        turns = roles[1:] if roles[0] in ("system", "developer") else roles
+        if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)) or len(turns) % 2:
+            return Plan("dialogue", [], refused="role_order_broken")
+        try:
+            pairs = [self._turn(talk, i) for i, role in enumerate(roles) if role == "assistant"]
+            return Plan("dialogue", pairs, messages=talk.messages)
+        except BadRow as bad:
+            return Plan("dialogue", [], refused=str(bad))
+
+    def _turn(self, talk: Dialogue, index: int, message: dict[str, Any] | None = None) -> tuple[Segment, Segment]:
+        """Prompt and answer of a turn, or of another message in its place. Raises: BadRow."""
+        self._check_length(message or talk.messages[index])
+        turn = talk.turn(index, message)
+        return Segment(turn.prompt, "rendered"), Segment(turn.answer, "answer", turn.kept)
+
+    def _plans_of_plain(self, row: Row, prompt: str, answers: Row, stages: frozenset[str]) -> list[Plan]:
+        """Plans of a prompt that no template renders; an empty one for a document."""
+        if row.get("tools"):
+            raise BadRow("tools_need_a_prompt_of_messages")
+        if self.adds_bos:
+            prompt = prompt.removeprefix(self.tokenizer.bos_token)  # that a prompt may bring
+        if "text" not in row:
+            check_text(prompt, "prompt")
+        start = Segment(self._plain(prompt), "text")
+
+        def turn(name: str) -> tuple[Segment, Segment]:
+            answer = answers[name]
+            if isinstance(answer, dict):
+                if answer.get("reasoning_content") or answer.get("tool_calls"):
+                    raise BadRow("reasoning_and_tool_calls_need_a_prompt_of_messages")
+                answer = answer["content"]
+            check_text(answer, "response")
+            self._check_length({"content": answer})
+            return start, Segment(self._plain(answer, keep_tags=True), "response")
+
+        best = "chosen" if "chosen" in answers else "completion"
+        plans = [Plan("prompts", [(start, None)])]
+        plans += [Plan("preference", [turn("chosen"), turn("rejected")])] if "preference" in stages else []
+        plans += [Plan(stage, [turn(best)]) for stage in ("finetune", "unpaired") if stage in stages]
+        return [plan for plan in plans if plan.stage in stages]
+
+    def _plain(self, text: str, keep_tags: bool = False) -> str:
+        """A text that spells no control token: a prompt or document rendered already is given as messages instead."""
+        found = controls(self.tokenizer)
+        if (found.beside_tags if keep_tags else found.spelled).search(text):
+            raise BadRow("special_token_in_text")
+        return protected(self.tokenizer, text, keep_tags)
+
+    def wrapped(self, prompt: str | Messages) -> str | Messages:
+        if isinstance(prompt, str) and self.wraps:
+            return [{"role": "user", "content": prompt}]
+        return prompt
+
+    def _check_length(self, message: dict[str, Any]) -> None:
+        if len(message["content"].strip()) < self.args.minimum_response_length and not message.get("tool_calls"):
+            raise BadRow("response_too_short")
+
+
+def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether `value` is a list of `{role, content}`."""
+    return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+
+
+def _message(answer: str | dict[str, Any]) -> dict[str, Any]:
+    return answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
+
+
+def _noted(plan: Plan) -> Plan:
+    """The plan, with a note if a content spells a control token, which is encoded as plain text."""
+    spelled = any(spells_control_token(part.text) for turn in plan.turns for part in turn if part)
+    return plan._replace(notes=(*plan.notes, "control_token_spelled_in_text")) if spelled else plan

@@ -1,0 +1,190 @@
+"""Turns of a dialogue as the chat template writes them: for each assistant turn the text of its prompt and its answer.
+
+A prompt is what serving renders at that turn, the dialogue so far with the generation prompt; the answer is what the
+template then adds for the assistant's message. A template that leaves out what it was given (a system message, a tool
+result, the reasoning of the answer to be trained) is noticed by looking for it in the text, and the row is dropped.
+
+Left out: dialogues whose generation prompt is not the beginning of the answer as the template writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from lightrlhf.data.chat import MARK, render_shown, shown_messages, shown_tools, template_of
+from lightrlhf.data.tokens import answer_text
+
+Row = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING_TAG = re.compile(r"</?think(?:ing)?>")
+
+
+class BadRow(Exception):
+    """The reason for dropping a row, by which the report counts."""
+
+
+class Turn(NamedTuple):
+    """One assistant turn, as texts."""
+
+    prompt: str
+    answer: str
+    kept: tuple[tuple[int, int], ...] | None = None  # characters of the answer in generation tags; None: no tags
+
+
+class Dialogue:
+    """Messages of one row with their tools, rendered prefix by prefix.
+
+    Raises: BadRow when the messages are malformed.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> None:
+        check_messages(messages)
+        self.tokenizer = tokenizer
+        self.messages = messages
+        self.shown = shown_messages(tokenizer, messages)
+        self.tools = shown_tools(tokenizer, tools)
+        self.has_tags = GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
+        self.prompts: dict[int, str] = {}
+        self.turns: dict[int, Turn] = {}
+
+    def prompt(self, end: int) -> str:
+        """Text of the first `end` messages with the generation prompt. Raises: BadRow."""
+        if end not in self.prompts:
+            text = self._render(self.shown[:end], add_generation_prompt=True)
+            self._check_prompt(text, end)
+            self.prompts[end] = text
+        return self.prompts[end]
+
+    def turn(self, index: int, message: dict[str, Any] | None = None) -> Turn:
+        """The assistant turn of message `index`, or of another message in its place. Raises: BadRow."""
+        if message is not None:
+            check_messages([message])
+            return self._turn(index, *shown_messages(self.tokenizer, [message]))
+        if index not in self.turns:
+            self.turns[index] = self._turn(index, self.shown[index])
+        return self.turns[index]
+
+    def _turn(self, index: int, shown: dict[str, Any]) -> Turn:
+        prompt = self.prompt(index)
+        rendered = self._render([*self.shown[:index], shown])
+        answer = answer_text(self.tokenizer, prompt, rendered)
+        if answer is None:
+            raise BadRow("generation_prompt_is_not_the_answers_beginning")
+        _check_answer(answer, shown)
+        if not self.has_tags:
+            return Turn(prompt, answer)
+        if not self.tokenizer.is_fast:
+            raise BadRow("generation_tags_need_a_fast_tokenizer")
+        spans = self._generated([*self.shown[:index], shown], rendered)
+        start, end = len(prompt), len(prompt) + len(answer)
+        return Turn(prompt, answer, tuple((max(a, start) - start, min(b, end) - start) for a, b in spans if b > start))
+
+    def _render(self, shown: list[Any], add_generation_prompt: bool = False) -> str:
+        try:
+            return render_shown(self.tokenizer, shown, self.tools, add_generation_prompt)
+        except (TemplateError, TypeError, ValueError, IndexError, KeyError):  # what templates raise on odd messages
+            raise BadRow("refused_by_chat_template") from None
+
+    def _generated(self, shown: list[Any], rendered: str) -> list[tuple[int, int]]:
+        """Character spans within `{% generation %}` tags."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools: Any = self.tools
+        result: Any = render_jinja_template(  # lists of texts and of their spans, declared as a text
+            [shown],
+            tools=tools,
+            chat_template=template_of(self.tokenizer, self.tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        (text,), (spans,) = result
+        if text != rendered:
+            raise BadRow("generation_tags_change_the_text")
+        return list(spans)
+
+    def _check_prompt(self, text: str, end: int) -> None:
+        for message in self.shown[:end]:
+            content = (
+                REASONING_TAG.split(message["content"])[-1] if message["role"] == "assistant" else message["content"]
+            )
+            if not _occurs(content, text):
+                raise BadRow(f"template_drops_{message['role']}_message")
+            if not all(_occurs(call["function"]["name"], text) for call in message.get("tool_calls", [])):
+                raise BadRow("template_drops_tool_calls")
+        names = [tool.get("function", tool).get("name", "") for tool in self.tools or []]
+        if not all(_occurs(name, text) for name in names):
+            raise BadRow("template_drops_tools")
+
+
+def _check_answer(answer: str, message: dict[str, Any]) -> None:
+    """Check that an answer has all of its message. Raises: BadRow."""
+    if not all(_occurs(part, answer) for part in REASONING_TAG.split(message["content"])):
+        raise BadRow("template_drops_part_of_the_answer")
+    if not _occurs(message.get("reasoning_content", ""), answer):
+        raise BadRow("template_drops_reasoning")
+    for call in message.get("tool_calls", []):
+        if not all(
+            _occurs(text, answer) for text in (call["function"]["name"], *_leaves(call["function"]["arguments"]))
+        ):
+            raise BadRow("template_drops_tool_calls")
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Whether a template wrote this text, trimmed or as JSON."""
+    part = part.strip()
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
+
+
+def _leaves(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in (str(key), *_leaves(inner))]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in _leaves(inner)]
+    return [value] if isinstance(value, str) else []  # numbers and truth values have more than one spelling
+
+
+def check_messages(messages: Any) -> None:
+    """Check roles and types, not the order of roles, which the template decides. Raises: BadRow."""
+    if not messages:
+        raise BadRow("no_messages")
+    for message in messages:
+        role = message["role"]
+        if role not in ROLES:
+            raise BadRow("unknown_role")
+        if message.get("weight", 1) not in (0, 1):
+            raise BadRow("message_weight_is_not_0_or_1")
+        has_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
+        may_be_empty = role in ("system", "developer", "tool") or (role == "assistant" and has_more)
+        check_text(message["content"], "message", may_be_empty)
+        if message.get("reasoning_content") is not None:
+            check_text(message["reasoning_content"], "reasoning", may_be_empty=True)
+        for call in message.get("tool_calls") or []:
+            if not isinstance(call, dict) or not isinstance(call.get("function"), dict) or not (
+                {"name", "arguments"} <= call["function"].keys()
+            ):  # fmt: skip
+                raise BadRow("malformed_tool_call")
+
+
+def check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
+    """Check that a value is text, not empty, and can be encoded as UTF-8. Raises: BadRow."""
+    if text is None:
+        raise BadRow(f"{what}_is_null")
+    if not isinstance(text, str):
+        raise BadRow(f"{what}_is_{type(text).__name__}")
+    if not (may_be_empty or text.strip()):
+        raise BadRow(f"empty_{what}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow("lone_surrogate") from None
+
+
+def spells_control_token(text: str) -> bool:
+    """Whether a content of this rendered text spells a control token, which is encoded as plain text."""
+    return MARK in text

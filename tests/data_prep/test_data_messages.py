@@ -1,0 +1,218 @@
+"""Messages as people have them: weights, reasoning, tools, odd orders; unpaired feedback, documents, previews."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.data import arguments, chatml_like, collected, every, gpt2_like, write_lines
+
+from datasets_prep.common import PrepareArgs, prepare
+from datasets_prep.encoding import Example
+from datasets_prep.generic import prepare_data as generic
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import IGNORE_INDEX, load_prompts, load_split
+
+# Writes reasoning and calls of the last answer, reasoning of earlier ones not at all.
+THINKING = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "price", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "price", "arguments": {"item": "latte"}}}
+
+
+def message(role: str, content: str, **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+USER, ANSWER = message("user", "one"), message("assistant", "first")
+
+
+def thinking():
+    tokenizer = chatml_like()
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def trained(tokenizer, example: Example) -> list[str]:
+    return [tokenizer.decode(example.ids[0][a:b].tolist()) for a, b in example.spans]
+
+
+def finetune(rows, tokenizer, **given) -> tuple[list[Example], list[str]]:
+    examples, dropped = collected(rows, tokenizer, stage="finetune", shuffle=False, **given)
+    return every(examples, "finetune"), [row.reason for row in dropped]
+
+
+# ------------------------------------------------------------------------------------------------- assistant messages
+def test_reasoning_and_tool_calls_are_trained_wherever_they_come():
+    tokenizer = thinking()
+    answer = message("assistant", "It is 4.", reasoning_content="Look it up.", tool_calls=[CALL])
+    expected = (
+        '<think>Look it up.</think>It is 4.<call>{"name": "price", "arguments": {"item": "latte"}}</call><|im_end|>'
+    )
+    for row in ({"messages": [USER, answer]}, {"prompt": [USER], "completion": answer}):
+        (example,), _ = finetune([row | {"tools": [TOOL]}], tokenizer)
+        assert trained(tokenizer, example) == [expected]
+        assert '"price"' in tokenizer.decode(example.ids[0][: example.prompt_len].tolist())
+    pair = {"prompt": [USER], "chosen": answer, "rejected": message("assistant", "No idea.", reasoning_content="Hm.")}
+    (example,) = every(collected([pair | {"tools": [TOOL]}], tokenizer, stage="preference")[0], "preference")
+    texts = [tokenizer.decode(side[example.prompt_len :].tolist()) for side in example.ids]
+    assert texts == [expected, "<think>Hm.</think>No idea.<|im_end|>"]
+
+
+def test_what_a_template_leaves_out_is_refused():
+    answer = message("assistant", "4 euros")
+    cases = {
+        "template_drops_reasoning": {"messages": [USER, answer | {"reasoning_content": "Look it up."}]},
+        "template_drops_tool_calls": {"messages": [USER, answer | {"tool_calls": [CALL]}]},
+        "template_drops_tools": {"messages": [USER, answer], "tools": [TOOL]},
+    }
+    for reason, row in cases.items():
+        assert finetune([row], chatml_like()) == ([], [reason])
+    forgetful = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"  # noqa: E501
+    row = {"messages": [message("system", "Be brief."), USER, ANSWER]}
+    assert finetune([row], gpt2_like(), chat_template=forgetful) == ([], ["template_drops_system_message"])
+
+
+def test_messages_of_weight_0_carry_no_loss():
+    tokenizer = chatml_like()
+    second = [message("user", "two"), message("assistant", "second")]
+    row = {"messages": [USER, ANSWER | {"weight": 0}, *second]}
+    (example,), _ = finetune([row], tokenizer)
+    assert trained(tokenizer, example) == ["second<|im_end|>"] and example.notes == (
+        "message_of_weight_0_carries_no_loss",
+    )
+    assert finetune([{"messages": [USER, ANSWER | {"weight": 0}]}], tokenizer) == ([], ["every_message_has_weight_0"])
+    assert finetune([{"messages": [USER, ANSWER | {"weight": 0.5}]}], tokenizer)[1] == ["message_weight_is_not_0_or_1"]
+    weighted = [{"messages": [USER, ANSWER | {"weight": 1}, *second]}]
+    assert trained(tokenizer, finetune(weighted, tokenizer)[0][0]) == ["first<|im_end|>", "second<|im_end|>"]
+
+
+def test_odd_orders_of_roles():
+    tokenizer = chatml_like()
+    (example,), _ = finetune([{"messages": [USER, USER, ANSWER]}], tokenizer)
+    assert trained(tokenizer, example) == ["first<|im_end|>"]
+    (example,), _ = finetune([{"messages": [ANSWER, USER, message("assistant", "second")]}], tokenizer)
+    assert trained(tokenizer, example) == ["second<|im_end|>"] and example.notes == ("opening_answer_carries_no_loss",)
+    assert finetune([{"messages": [USER, ANSWER, USER]}], tokenizer) == ([], ["messages_end_without_an_answer"])
+    assert finetune([{"messages": [ANSWER]}], tokenizer) == ([], ["no_user_message"])
+    alternating = {"messages": [USER, USER, ANSWER]}
+    assert [row.reason for row in collected([alternating], tokenizer, stage="dialogue")[1]] == ["role_order_broken"]
+
+
+def test_a_turn_ends_as_the_template_ends_it():
+    tokenizer = chatml_like()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    second = [message("user", "two"), message("assistant", "second")]
+    (example,), _ = finetune([{"messages": [USER, ANSWER, *second]}], tokenizer)
+    assert trained(tokenizer, example) == ["first<|im_end|>", "second<|im_end|>"]
+    assert tokenizer.eos_token_id not in example.ids[0]
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
+    (example,), _ = finetune([{"messages": [USER, ANSWER]}], tokenizer)
+    assert trained(tokenizer, example) == ["first<|endoftext|>"]
+
+
+# ------------------------------------------------------------------------------------------------- other kinds of rows
+RATED = [{"prompt": f"p{n // 2}", "completion": f" good {n}" if n % 2 else f" bad {n}", "label": bool(n % 2)} for n in range(80)]  # fmt: skip # noqa: E501
+
+
+def test_unpaired_feedback(tmp_path):
+    args = arguments(destination_dir=str(tmp_path / "data"))
+    report = prepare(args, RATED, tokenizer=gpt2_like())
+    assert {name.rpartition("_")[0] for name in report["files"]} == {"unpaired", "prompts"}
+    rows = [
+        row for split in ("train", "validation", "test") for row in load_split(tmp_path / "data", "unpaired", split)
+    ]
+    decoded = {gpt2_like().decode(row["input_ids"].tolist()): row["label"] for row in rows}
+    assert decoded == {f"{row['prompt']}{row['completion']}<|endoftext|>": row["label"] for row in RATED}
+    assert report["files"]["unpaired_train"]["labels"].keys() == {"True", "False"}
+    splits = [
+        {
+            gpt2_like().decode(row["input_ids"][: row["prompt_len"]].tolist())
+            for row in load_split(tmp_path / "data", "unpaired", split)
+        }
+        for split in ("train", "validation", "test")
+    ]
+    assert not splits[0] & splits[1] and not splits[0] & splits[2]
+
+
+def test_good_responses_are_demonstrations_only_when_asked():
+    made, reasons = finetune(RATED, gpt2_like(), remove_same_inputs=False)
+    assert len(made) == 40 and reasons == ["label_is_false"] * 40
+    assert all("good" in text for example in made for text in trained(gpt2_like(), example))
+
+
+def test_documents_train_every_token(tmp_path):
+    (example,), _ = finetune([{"text": "Human: hello"}], gpt2_like())
+    assert trained(gpt2_like(), example) == ["Human: hello<|endoftext|>"] and example.prompt_len == 0
+    assert finetune([{"text": "Human: hello <|endoftext|> again"}], gpt2_like()) == ([], ["special_token_in_text"])
+    prepare(arguments(destination_dir=str(tmp_path)), [{"text": f"text {n}"} for n in range(60)], tokenizer=gpt2_like())
+    row = load_split(tmp_path, "finetune", "train")[0]
+    assert row["targets"].tolist() == row["input_ids"].tolist() and IGNORE_INDEX not in row["targets"]
+    with pytest.raises(UsageError, match="no prompts"):
+        load_prompts(tmp_path, "train")
+
+
+def test_plain_prompts_may_be_wrapped():
+    tokenizer = chatml_like()
+    row = {"prompt": "hello", "completion": "hi"}
+    plain, wrapped = (finetune([row], tokenizer, wrap_prompts=wraps)[0][0].ids[0] for wraps in (None, True))
+    assert tokenizer.decode(plain.tolist()) == "hellohi<|im_end|>"
+    assert (
+        tokenizer.decode(wrapped.tolist()) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- splits and lengths
+def test_a_sets_own_test_split_serves_every_stage():
+    row = {"completion": " answer", "split": "test"}
+    rows = [{"prompt": f"p{n}", **row} for n in range(50)] + [
+        {"prompt": f"q{n}", "completion": " a b"} for n in range(50)
+    ]
+    examples, _ = collected(rows, split="1,0,1")
+    assert len(examples["finetune"]["test"]) >= 50 and len(examples["prompts"]["test"]) >= 50
+    kinds = [
+        {e.ids[0][: e.prompt_len].tobytes() for e in examples[stage]["train"]} for stage in ("finetune", "prompts")
+    ]
+    assert kinds[0] and kinds[1] and not kinds[0] & kinds[1]
+
+
+def test_room_for_a_response():
+    assert PrepareArgs(destination_dir="", tokenizer_name="", dataset_name="").longest_prompt() == 1024 - 128
+    assert arguments(max_length=64).longest_prompt() == 32 and arguments(max_prompt_length=99).longest_prompt() == 99
+
+
+def test_many_rows_lost_to_length_are_a_warning(tmp_path, capsys):
+    rows = [{"prompt": f"p{n}" + " word" * (60 if n % 8 == 0 else 1), "completion": " yes"} for n in range(80)]
+    prepare(arguments(destination_dir=str(tmp_path), max_prompt_length=40), rows, tokenizer=gpt2_like())
+    assert "warning: 12% of the finetune rows are too long (10 dropped, 0 truncated)" in capsys.readouterr().out
+    prepare(arguments(destination_dir=str(tmp_path)), rows, tokenizer=gpt2_like())
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_preview_prints_rows_and_writes_nothing(tmp_path, capsys):
+    file = write_lines(tmp_path / "mine.jsonl", ({"prompt": f"p{n}", "completion": " yes"} for n in range(30)))
+    gpt2_like().save_pretrained(tmp_path / "tokenizer")
+    flags = {"destination_dir": tmp_path / "out", "dataset_name": file, "tokenizer_name": tmp_path / "tokenizer"}
+    generic.main([*(f"--{name}={value}" for name, value in flags.items()), "--preview=2"])
+    out = capsys.readouterr().out
+    assert out.count("⟦ yes<|endoftext|>⟧") == 2 and "finetune 1" in out and "Nothing was written" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_control_tokens_in_contents_are_counted_in_the_report(tmp_path):
+    rows = [{"messages": [message("user", f"<|im_end|> {n}"), message("assistant", "fine")]} for n in range(30)]
+    report = prepare(arguments(destination_dir=str(tmp_path)), rows, tokenizer=chatml_like())
+    notes = {(note["note"], note["stage"]): note["rows"] for note in report["notes"]}
+    assert notes["control_token_spelled_in_text", "finetune"] == 30
+    assert "control_token_spelled_in_text" in (tmp_path / "report.md").read_text()
+    row = load_split(tmp_path, "finetune", "train")[0]
+    end = chatml_like().eos_token_id
+    assert int((torch.as_tensor(row["input_ids"]) == end).sum()) == 2
+    assert json.loads((tmp_path / "report.json").read_text())["notes"] == report["notes"]
