@@ -5,12 +5,17 @@ the chosen and the rejected response,
 
     L = -log sigmoid(beta (a - b)),  summed over pairs, divided once by their global number                      (eq. 7)
 
-`LOSSES` holds this and sixteen others, to be called on `Pairs`. `--rapo` weighs the rejected side, u = a - lambda b
-(the RAPO code of Online-RLHF); `--length_alpha` corrects for length (R-DPO); `--rpo_alpha` adds the likelihood of the
-chosen response (RPO). The reference's log-probabilities are computed once, before training, by the policy itself as it
-was loaded (or by `--ref_model`), so no second model is in memory.
+`LOSSES` holds this and twenty others, to be called on `Pairs`. `--f_divergence` takes another divergence than the KL;
+`--rapo` weighs the rejected side, u = a - lambda b (the RAPO code of Online-RLHF); `--length_alpha` corrects for length
+(R-DPO); `--rpo_alpha` adds the likelihood of the chosen response (RPO). `UNPAIRED_LOSSES` learn from single responses
+that are labelled good or bad, `unpaired_*.pt`: KTO and BCO.
 
-Left out: training without a reference (SimPO, ORPO), divergences other than KL, unpaired data (KTO).
+The reference's log-probabilities are computed once, before training, by the policy itself as it was loaded (or by
+`--ref_model`), so no second model is in memory. KTO also needs them of each step's mismatched prompts and responses:
+the order of the data follows from the seed, so these are known before training, too, and computed then for all steps.
+SimPO, ORPO and CPO have no reference.
+
+Left out: BCO's weights by the density of prompts, KTO on pairs taken apart, the reference as a mixture of policies.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,42 +35,64 @@ from lightrlhf.cli.args import (
     RARE,
     DataArgs,
     EvalArgs,
-    ModelArgs,
     StartArgs,
     TrainArgs,
     check_at_least,
     check_data_dir,
     check_positive,
 )
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, micro_batches, preference_batch
+from lightrlhf.data.batch import micro_batches
 from lightrlhf.data.rows import Given, load_rows
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
 from lightrlhf.maths.ops import wins
 from lightrlhf.maths.preference import (
+    DIVERGENCES,
     GAP_LOSSES,
     LENGTH_LOSSES,
     LOSSES,
     RANKED_LOSSES,
     RAPO,
+    REFERENCE_FREE,
+    REWARDS,
     SMOOTHED,
     SOFT_LABEL_LOSSES,
     Pairs,
     chosen_nll,
     constant_weight,
+    implicit_rewards,
 )
+from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
 from lightrlhf.models.given import load_start
-from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
-from lightrlhf.models.roles import Policy, count_parameters, inference, policy_inputs, vocabulary_size
-from lightrlhf.models.saving import hash_weights
+from lightrlhf.models.roles import count_parameters, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.reference import (
+    Mismatches,
+    check_start,
+    make_batch,
+    reference_logps,
+    score_rows,
+    score_shard,
+    sequence_logps,
+    with_reference,
+)
 from lightrlhf.training.run import Metrics, OnStep, Run
 
-SCORING_TOLERANCE = 1e-2  # nats per token
+FITTING = {  # losses that a flag applies to
+    "label_smoothing": SMOOTHED,
+    "rapo": GAP_LOSSES,
+    "length_alpha": LENGTH_LOSSES,
+    "f_divergence": LENGTH_LOSSES,
+    "rpo_alpha": set(LOSSES),
+    "simpo_gamma": {"simpo"},
+    "desirable_weight": set(UNPAIRED_LOSSES),
+    "undesirable_weight": set(UNPAIRED_LOSSES),
+    "ref_model": {*LOSSES, *UNPAIRED_LOSSES} - set(REFERENCE_FREE),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +127,26 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
         "tv",
         "hellinger",
         "raft",
+        "discopop",
+        "simpo",
+        "orpo",
+        "cpo",
+        "kto",
+        "bco",
     ] = "sigmoid"
-    """Loss of a pair; howto/algorithms/dpo.md has the formulas."""
+    """Loss of a pair, or (kto, bco) of a labelled response; howto/algorithms/dpo.md has the formulas."""
     beta: float = 0.1
     """Strength of the KL constraint to the reference: the temperature of the implicit reward."""
+    f_divergence: Literal["reverse_kl", "alpha", "js", "forward_kl"] = field(default="reverse_kl", metadata=RARE)
+    """Divergence of that constraint."""
+    f_alpha: float = field(default=0.5, metadata=RARE)
+    """Alpha of `--f_divergence alpha`: near 0 the reverse KL, near 1 the forward KL."""
+    simpo_gamma: float | None = field(default=None, metadata=RARE)
+    """Target margin of simpo; half of beta when not given."""
+    desirable_weight: float = field(default=1.0, metadata=RARE)
+    """Weight of good responses in kto and bco; times their number 1 to 4/3 of the same for bad ones is advised."""
+    undesirable_weight: float = field(default=1.0, metadata=RARE)
+    """Weight of bad responses in kto and bco."""
     label_smoothing: float = field(default=0.0, metadata=RARE)
     """Assumed share of pairs with flipped labels."""
     rapo: str | None = field(default=None, metadata=RARE)
@@ -127,18 +171,30 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
         super().__post_init__()
         self.check_model()
         check_positive(self, "learning_rate", "beta")
+        check_positive(self, "desirable_weight", "undesirable_weight")
         for name in ("length_alpha", "rpo_alpha"):
             check_at_least(self, name, 0)
+        if self.simpo_gamma is not None:
+            check_at_least(self, "simpo_gamma", 0)
+        if not 0 < self.f_alpha < 1:
+            raise ValueError(f"--f_alpha {self.f_alpha} must lie between 0 and 1")
         if self.rapo:
             constant_weight(self.rapo)
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 0.5)")
-        for flag, fitting in (("label_smoothing", SMOOTHED), ("rapo", GAP_LOSSES), ("length_alpha", LENGTH_LOSSES)):
-            if getattr(self, flag) and self.loss_type not in fitting:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for flag, fitting in FITTING.items():
+            if getattr(self, flag) != defaults[flag] and self.loss_type not in fitting:
                 raise ValueError(
                     f"--loss_type {self.loss_type} does not support --{flag} {getattr(self, flag)}; "
-                    f"use one of {', '.join(sorted(fitting))}"
+                    f"leave it out, or use one of {', '.join(sorted(fitting))}"
                 )
+        if self.rapo and self.f_divergence != "reverse_kl":
+            raise ValueError(f"--rapo {self.rapo} weighs log-ratios and requires --f_divergence reverse_kl")
+        if self.f_alpha != 0.5 and self.f_divergence != "alpha":
+            raise ValueError(f"--f_alpha {self.f_alpha} requires --f_divergence alpha, not {self.f_divergence}")
+        if self.loss_type == "kto" and self.mini_batch_size * self.devices * self.num_nodes < 2:
+            raise ValueError("--loss_type kto compares responses of a step with each other; try --mini_batch_size 8")
         for name in ("max_length", "max_prompt_length"):
             if getattr(self, name) is not None:
                 check_at_least(self, name, 1)
@@ -151,7 +207,7 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOArgs(DPOLossArgs, EvalArgs):
-    """Direct preference optimisation on preference pairs."""
+    """Direct preference optimisation on preference pairs, or on labelled responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,34 +234,42 @@ def train(
     args.check_start(policy)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
     tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
-    pairs, notes = load_pairs(args, "train", rows, tokenizer)
-    validation = load_pairs(args, "validation", rows, tokenizer)[0] if args.eval_interval else []
+    load = load_unpaired if args.loss_type in UNPAIRED_LOSSES else load_pairs
+    pairs, notes = load(args, "train", rows, tokenizer)  # or labelled responses
+    validation = load(args, "validation", rows, tokenizer)[0] if args.eval_interval else []
     run = Run(args, "dpo", on_step, given, data=None if rows is None else "given/rows")
     policy = load_start(policy, args, tokenizer)
     check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_dir)
     check_positions(pairs + validation, policy, args.data_dir)
     share_prefixes(policy, longest_text(pairs + validation))
+    if args.loss_type == "simpo" and args.beta < 1:
+        notes.append(f"--beta {args.beta} is small for simpo, whose rewards are per token; its authors use 2 to 10")
     for note in notes:
         run.print0(note)
-    run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(policy), len(pairs)))
+    kind = "pairs" if load is load_pairs else "responses"
+    run.print0("{:,} parameters, {:,} trainable; {:,} {}".format(*count_parameters(policy), len(pairs), kind))
+    num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
+    mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
-        reference = reference_logps(run, policy, pairs + validation, tokenizer)
+        reference = reference_logps(run, policy, pairs + validation, tokenizer, mismatches)
     scored = with_reference(pairs + validation, reference["logps"])
     pairs, validation = scored[: len(pairs)], scored[len(pairs) :]
-
-    num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
+    if mismatches and validation:
+        validation = mismatches.add(validation, num_steps, reference)
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     if run.resumed:
         baseline = RunningMean(**run.resumed["extra"]["baseline"])
-    elif args.ref_model is None:
+    elif args.ref_model is None and args.loss_type not in REFERENCE_FREE:
         check_start(run, model, pairs, tokenizer.pad_token_id)
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(pairs, step, args.mini_batch_size)
+        if mismatches:
+            batch = mismatches.add(batch, step, reference)
         shard = run.shard(batch)
         with run.phase("update"):
             metrics = train_step(run, model, shard, tokenizer.pad_token_id, baseline.value)
-        baseline.update(metrics["rewards/chosen"] + metrics["rewards/rejected"], len(batch))
+        baseline.update(*total_reward(metrics, batch))
         run.step += 1
         if run.due(args.log_interval, num_steps):
             run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(shard, started)})
@@ -220,7 +284,7 @@ def train(
 
 @dataclass
 class RunningMean:
-    """Mean implicit reward of both sides over the finished steps, 0 before the first.
+    """Mean implicit reward of all responses of the finished steps, 0 before the first.
 
     The current step is not included: its mean is known only after all its micro-batches.
     """
@@ -232,13 +296,66 @@ class RunningMean:
     def value(self) -> float:
         return self.total / max(self.count, 1)
 
-    def update(self, both: float, num_pairs: int) -> None:
-        """`both`: mean chosen and mean rejected reward of a step, added."""
-        self.total += both * num_pairs
-        self.count += 2 * num_pairs
+    def update(self, total: float, count: int) -> None:
+        """Add the rewards of a step: their sum and their number."""
+        self.total += total
+        self.count += count
+
+
+def total_reward(metrics: Metrics, batch: list[Row]) -> tuple[float, int]:
+    """Sum of the implicit rewards of all responses of a step, and their number."""
+    chosen, rejected = (metrics.get(f"rewards/{side}", 0.0) for side in ("chosen", "rejected"))
+    if "label" not in batch[0]:
+        return (chosen + rejected) * len(batch), 2 * len(batch)
+    desirable = sum(row["label"] for row in batch)
+    return chosen * desirable + rejected * (len(batch) - desirable), len(batch)
 
 
 # ------------------------------------------------------------------------------------------------------------ data
+def load_stage(args: DPOArgs, stage: str, split: str, given: Given | None, tokenizer: Any) -> tuple[list[Row], str]:
+    """Rows of a split, and where they are from. Raises: UsageError, naming the losses that fit what is there."""
+    if given is not None:
+        return load_rows(stage, split, args.data_dir, given, tokenizer), f"the given {split} rows"
+    other_stage = "preference" if stage == "unpaired" else "unpaired"
+    path, other = (Path(args.data_dir, f"{name}_{split}.pt") for name in (stage, other_stage))
+    if not path.is_file() and other.is_file():
+        fitting = LOSSES if stage == "unpaired" else UNPAIRED_LOSSES  # those of the other stage
+        raise UsageError(
+            f"--loss_type {args.loss_type} learns from {path.name}, but {args.data_dir} holds {other.name}; "
+            f"prepare the data again, or use one of --loss_type {', '.join(fitting)}"
+        )
+    return load_rows(stage, split, args.data_dir, None, tokenizer), str(path)
+
+
+def load_unpaired(
+    args: DPOArgs, split: str, given: Given | None = None, tokenizer: Any = None
+) -> tuple[list[Row], list[str]]:
+    """Labelled responses of a split, truncated to `--max_length`, and notes on truncation and balance.
+
+    Raises: UsageError when all training rows have one label (or for kto one prompt), for nothing can be compared then.
+    """
+    rows, path = load_stage(args, "unpaired", split, given, tokenizer)
+    if not rows:
+        return [], []
+    truncated = [truncate(row, args) for row in rows]
+    if split != "train":
+        return truncated, []
+    good = sum(row["label"] for row in rows)
+    bad = len(rows) - good
+    if not good or not bad:
+        raise UsageError(f"{path}: all {len(rows):,} rows have the label {bool(good)}; add rows of the other label")
+    prompts = {tuple(torch.as_tensor(row["input_ids"])[: row["prompt_len"]].tolist()) for row in truncated}
+    if args.loss_type == "kto" and len(prompts) < 2:
+        raise UsageError(f"{path}: all rows have one prompt, but kto compares prompts; use --loss_type bco")
+    shortened = sum(one is not other for one, other in zip(truncated, rows))
+    notes = [f"{shortened:,} of {len(rows):,} responses of {path} were truncated"] if shortened else []
+    ratio = args.desirable_weight * good / (args.undesirable_weight * bad)
+    if args.loss_type == "kto" and not 0.999 < ratio < 1.334:
+        weight = f"{args.undesirable_weight * ratio:.3g}"
+        notes += [f"{good:,} good and {bad:,} bad responses: the paper advises --undesirable_weight {weight} for them"]
+    return truncated, notes
+
+
 def load_pairs(
     args: DPOArgs, split: str, given: Given | None = None, tokenizer: Any = None
 ) -> tuple[list[Row], list[str]]:
@@ -246,8 +363,7 @@ def load_pairs(
 
     Raises: UsageError when a pair lacks what the loss reads, or a prompt leaves no room for a response.
     """
-    path = f"{args.data_dir}/preference_{split}.pt" if given is None else f"the given {split} rows"
-    rows = load_rows("preference", split, args.data_dir, given, tokenizer)
+    rows, path = load_stage(args, "preference", split, given, tokenizer)
     if not rows:
         return [], []
     if args.loss_type in SOFT_LABEL_LOSSES:
@@ -276,7 +392,7 @@ def check_column(rows: list[Row], name: str, flag: str, path: str) -> None:
 
 
 def truncate(row: Row, args: DPOArgs) -> Row:
-    """Truncate the prompt to `max_prompt_length`, then both responses to the rest of `max_length`.
+    """Truncate the prompt to `max_prompt_length`, then its responses to the rest of `max_length`.
 
     A truncated response gets no end token. Returns the row itself when nothing is too long.
     """
@@ -288,7 +404,7 @@ def truncate(row: Row, args: DPOArgs) -> Row:
             f"--max_length {args.max_length} leaves no room for a response after a prompt of {prompt_len} tokens; "
             f"give --max_prompt_length {args.max_length // 2 or 1} too"
         )
-    sides = {name: row[name] for name in ("chosen_input_ids", "rejected_input_ids")}
+    sides = {name: row[name] for name in token_keys(row)}
     if prompt_len == start and all(len(ids) - start <= room for ids in sides.values()):
         return row
     first = start - prompt_len if args.truncation_mode == "keep_end" else 0
@@ -298,80 +414,29 @@ def truncate(row: Row, args: DPOArgs) -> Row:
     return {**row, "prompt_len": prompt_len, **sides}
 
 
-# ------------------------------------------------------------------------------------------------------- reference
-def reference_logps(run: Run[DPOArgs], policy: Policy, rows: list[Row], tokenizer: Any) -> dict[str, Any]:
-    """Log-probabilities of all chosen, then all rejected responses under the reference, with a hash.
-
-    A resumed run reuses those of its checkpoint if the hash of the reference's weights and of the data is the same.
-    Call it before `run.setup`, which loads the trained weights of a resumed run.
-    """
-    reference = policy
-    if run.args.ref_model is not None:
-        load_tokenizer(
-            run.args.data_dir if Path(run.args.data_dir).is_dir() else None, run.args.ref_model
-        )  # refuses a model with another tokenizer
-        plain = ModelArgs(trust_remote_code=run.args.trust_remote_code)
-        reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
-        check_vocabulary(rows, vocabulary_size(reference), run.args.data_dir)
-        check_positions(rows, reference, run.args.data_dir)
-    digest = fingerprint(reference, rows)
-    stored = run.resumed["extra"]["reference"] if run.resumed else None
-    if stored and stored["fingerprint"] == digest:
-        return stored
-    if stored:
-        run.print0("the reference or the data has changed since this run began: computing log-probabilities again")
-    logps = score_pairs(run, reference.to(run.device), rows, tokenizer.pad_token_id)
-    return {"fingerprint": digest, "logps": logps.tolist()}
-
-
-def fingerprint(reference: Policy, rows: list[Row]) -> str:
-    """SHA-256 of a model's weights and of the pairs' tokens."""
-    digest = hash_weights(reference)
-    for row in rows:
-        sides = [torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")]
-        digest.update(repr((row["prompt_len"], sides)).encode())
-    return digest.hexdigest()
-
-
-def with_reference(rows: list[Row], logps: list[float]) -> list[Row]:
-    """The rows with the two log-probabilities under the reference."""
-    halves = zip(rows, logps[: len(rows)], logps[len(rows) :], strict=True)
-    return [{**row, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected} for row, chosen, rejected in halves]
-
-
-def check_start(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> None:
-    """Raises: RunFailure when policy and reference, which start from the same weights, give other log-probabilities."""
-    rows = rows[: max(run.args.micro_batch_size, run.world_size)]
-    pairs = make_pairs(run.args, rows, score_pairs(run, model, rows, pad_id))
-    gap = float((pairs.chosen_ratio / pairs.chosen_lengths).abs().max())
-    if not gap < SCORING_TOLERANCE:
-        raise RunFailure(f"before the first update the policy is {gap} nats per token away from the reference")
-
-
 # -------------------------------------------------------------------------------------------------------- learning
-def sequence_logps(model: nn.Module, batch: Batch) -> Tensor:
-    """Log-probability of each whole response: (2B,), the chosen ones first."""
-    return model(**policy_inputs(batch)).logprobs.sum(1)
+def reference_point(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
+    """KTO's beta z0 of the mini-batch whose rows are on all ranks: beta max(0, mean log-ratio of its mismatched rows).
+
+    It estimates the KL to the reference, and is one number for all micro-batches, so that these change no gradient.
+    """
+    others = [row["mismatch"] for row in rows]
+    reference = torch.tensor([other["ref_logps"] for other in others], device=run.device)
+    total = run.sum_over_ranks((score_shard(run, model, others, pad_id) - reference).sum())
+    return run.args.beta * max(float(total) / run.total(len(rows)), 0.0)
 
 
-def score_pairs(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
-    """Log-probabilities of N pairs, dropout off, computed on all ranks: (2N,) on each, the chosen ones first."""
-    logps = torch.zeros(2, len(rows), device=run.device)
-    here = run.shard(range(len(rows)))
-    logps[:, here] = score_shard(run, model, [rows[i] for i in here], pad_id).reshape(2, -1)
-    return run.sum_over_ranks(logps).reshape(-1)
-
-
-def score_shard(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
-    """Log-probabilities of this rank's B pairs, dropout off: (2B,), the chosen ones first."""
-    logps = torch.zeros(2, len(rows), device=run.device)
-    numbered = [{**row, "index": index} for index, row in enumerate(rows)]
-    with inference(model):
-        for micro in run.pad_passes(micro_batches(numbered, run.args.micro_batch_size)):
-            with run.autocast():
-                scores = sequence_logps(model, preference_batch(micro, pad_id).to(run.device))  # (2B,)
-            logps[:, [row["index"] for row in micro]] = scores.float().reshape(2, -1)
-    return logps.reshape(-1)
+def make_responses(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float) -> Responses:
+    """The inputs of a loss for B labelled responses; logps (B,)."""
+    return Responses(
+        policy_logps=logps,
+        ref_logps=torch.tensor([row["ref_logps"] for row in rows], device=logps.device, dtype=logps.dtype),
+        desirable=torch.tensor([row["label"] for row in rows], device=logps.device, dtype=torch.bool),
+        beta=args.beta,
+        reference_point=baseline,
+        desirable_weight=args.desirable_weight,
+        undesirable_weight=args.undesirable_weight,
+    )
 
 
 def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 0.0) -> Pairs:
@@ -394,6 +459,8 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
         length_alpha=args.length_alpha,
         baseline=baseline,
         margins=column([row["columns"]["margin"] if soft else 0.0 for row in rows]),
+        divergence=partial(DIVERGENCES[args.f_divergence], alpha=args.f_alpha),
+        gamma=args.beta / 2 if args.simpo_gamma is None else args.simpo_gamma,
     )
     if args.rapo is None:
         return pairs
@@ -405,26 +472,37 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
 
 
 def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
-    """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
+    """One optimiser step on this rank's rows; returns the metrics of the global batch."""
     args = run.args
     count = run.total(len(rows))
-    ranked = args.loss_type in RANKED_LOSSES
-    if ranked:
+    if args.loss_type in RANKED_LOSSES:
         rows = with_slopes(run, model, rows, pad_id)
-    sums = torch.zeros(7, device=run.device)
+    if args.loss_type == "kto":
+        baseline = reference_point(run, model, rows, pad_id)
+    sums = torch.zeros(8, device=run.device)
     micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
-        batch = preference_batch(micro, pad_id).to(run.device)
+        batch = make_batch(args, micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            logps = sequence_logps(model, batch)  # (2B,)
-            pairs = make_pairs(args, micro, logps, baseline)
-            loss = ranked_loss(micro, logps) if ranked else LOSSES[args.loss_type](pairs).sum()
-            nll = chosen_nll(pairs).sum()
-            run.backward((loss + args.rpo_alpha * nll) / count)
-        sums += torch.stack([loss, nll, *pair_sums(pairs)]).detach()
-    metrics = pair_metrics(args, (run.sum_over_ranks(sums) / count).tolist())
-    losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll")}
+            loss, parts = loss_of(args, micro, sequence_logps(model, batch), baseline)
+            run.backward(loss / count)
+        sums += torch.stack(parts).detach()
+    metrics = metrics_of(args, (run.sum_over_ranks(sums) / count).tolist(), baseline)
+    losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll") if name in metrics}
     return {**losses, "train/grad_norm": run.optimize("policy"), **metrics}
+
+
+def loss_of(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float) -> tuple[Tensor, list[Tensor]]:
+    """Loss of B rows, a sum, and the eight sums that their metrics are made of."""
+    if args.loss_type in UNPAIRED_LOSSES:
+        responses = make_responses(args, rows, logps, baseline)
+        loss = UNPAIRED_LOSSES[args.loss_type](responses).sum()
+        return loss, [loss, *response_sums(responses)]
+    pairs = make_pairs(args, rows, logps, baseline)
+    ranked = any("slopes" in row for row in rows)
+    loss = ranked_loss(rows, logps) if ranked else LOSSES[args.loss_type](pairs).sum()
+    nll = chosen_nll(pairs).sum()
+    return loss + args.rpo_alpha * nll, [loss, nll, *pair_sums(args, pairs), loss.new_tensor(len(rows))]
 
 
 def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> list[Row]:
@@ -461,9 +539,39 @@ def ranked_loss(rows: list[Row], logps: Tensor) -> Tensor:
     return sum(row["loss"] for row in rows) + (slopes * (logps - logps.detach())).sum()
 
 
-def pair_sums(pairs: Pairs) -> list[Tensor]:
-    """Sums over pairs: implicit rewards of both sides, accuracy (a tie is half right), log-probabilities of both."""
-    chosen, rejected = pairs.beta * pairs.chosen_ratio, pairs.beta * pairs.rejected_ratio
+def metrics_of(args: DPOArgs, means: list[float], baseline: float) -> Metrics:
+    """Metrics of the global batch from the sums of `loss_of`, divided by its number of rows."""
+    if args.loss_type in UNPAIRED_LOSSES:
+        return response_metrics(args, means, baseline)
+    return pair_metrics(args, means[:-1])
+
+
+def response_sums(responses: Responses) -> list[Tensor]:
+    """Sums over responses: accuracy (at the reference point half right), then by label number, rewards and
+    log-probabilities."""
+    margins, good = responses.margins, responses.desirable
+    sums = [wins(margins, torch.zeros_like(margins)).sum()]
+    for label in (good, ~good):
+        chosen = label.to(margins.dtype)
+        sums += [(chosen * values).sum() for values in (chosen, responses.rewards, responses.policy_logps)]
+    return sums
+
+
+def response_metrics(args: DPOArgs, means: list[float], baseline: float) -> Metrics:
+    """Means by metric name; those of a label that no row has are left out."""
+    loss, right, *by_label = means
+    metrics = {"loss": loss, "rewards/accuracies": right}
+    for side, (share, reward, logps) in (("chosen", by_label[:3]), ("rejected", by_label[3:])):
+        if share:
+            metrics |= {f"rewards/{side}": reward / share, f"logps/{side}": logps / share}
+    if by_label[0] and by_label[3]:
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return metrics | {"rewards/reference_point": baseline}
+
+
+def pair_sums(args: DPOArgs, pairs: Pairs) -> list[Tensor]:
+    """Sums over pairs: rewards of both sides, accuracy (a tie is half right), log-probabilities of both."""
+    chosen, rejected = REWARDS.get(args.loss_type, implicit_rewards)(pairs)
     columns = (chosen, rejected, wins(chosen, rejected), pairs.policy_chosen_logps, pairs.policy_rejected_logps)
     return [column.sum() for column in columns]
 
@@ -489,9 +597,10 @@ def evaluate(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, 
     """Metrics of (the first `--eval_iters` micro-batches of) a split; a ranked loss ranks all of it together."""
     args = run.args
     rows = run.eval_rows(rows, args.micro_batch_size)
-    pairs = make_pairs(args, rows, score_pairs(run, model, rows, pad_id), baseline)
-    sums = torch.stack([LOSSES[args.loss_type](pairs).sum(), chosen_nll(pairs).sum(), *pair_sums(pairs)])
-    return {f"val/{name}": value for name, value in pair_metrics(args, (sums / len(rows)).tolist()).items()}
+    if args.loss_type == "kto":
+        baseline = reference_point(run, model, run.shard(rows), pad_id)
+    sums = torch.stack(loss_of(args, rows, score_rows(run, model, rows, pad_id), baseline)[1])
+    return {f"val/{name}": value for name, value in metrics_of(args, (sums / len(rows)).tolist(), baseline).items()}
 
 
 @one_line_errors

@@ -35,6 +35,7 @@ from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_spli
 from lightrlhf.data.tokens import decode, pair_rows
 from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.maths.ops import preference_loss, win_rate
+from lightrlhf.maths.preference import REFERENCE_FREE
 from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary_size
@@ -149,7 +150,8 @@ def evaluate_policy(
     reference = policy
     if reference_dir is not None:
         reference = load_policy(reference_dir, ModelArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
-        if stored(name, "program") == "dpo" and Path(data_dir, f"preference_{args.split}.pt").is_file():
+        has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
+        if has_reward and Path(data_dir, f"preference_{args.split}.pt").is_file():
             pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
             check_vocabulary(pairs, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
             beta = stored(name, "beta")

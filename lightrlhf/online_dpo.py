@@ -36,6 +36,8 @@ from lightrlhf.data.splits import IGNORE_INDEX, Row, check_vocabulary, save_spli
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.maths.ops import win_rate
+from lightrlhf.maths.preference import REFERENCE_FREE
+from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import vocabulary_size
@@ -111,6 +113,11 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs):
         self.check_generation()
         find_device(self.accelerator)
         check_one_machine(self)
+        if self.loss_type in UNPAIRED_LOSSES:
+            raise ValueError(
+                f"--loss_type {self.loss_type} learns from single responses, but this program chooses pairs; "
+                "use a loss of pairs, such as bco_pair"
+            )
         for name in ("iterations", "rollout_mini_batch_size", "eval_prompts"):
             check_at_least(self, name, 1)
         check_at_least(self, "num_generations", 2)
@@ -256,7 +263,8 @@ def learn(
     else:
         fixed = args.ref_model or initial
         changes |= {"sft_experiment_dir": policy, "model_name": None, "eval_interval": 0}
-        changes |= {"ref_model": fixed if args.reference == "initial" else None}
+        is_fixed = args.reference == "initial" and args.loss_type not in REFERENCE_FREE
+        changes |= {"ref_model": fixed if is_fixed else None}
         run_on_devices(dpo.train, dpo.DPOArgs(**shared_flags(args, dpo.DPOArgs) | changes), args.devices)
     keep_policy(folder)
 

@@ -116,6 +116,33 @@ def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     return _collate(ids, actions, pad_id, paired=True)
 
 
+def unpaired_batch(rows: Sequence[Row], pad_id: int) -> Batch:
+    """B right-padded rows; actions are the response tokens."""
+    ids = [row["input_ids"] for row in rows]
+    return _collate(ids, [_response_actions(row["prompt_len"], len(row["input_ids"])) for row in rows], pad_id)
+
+
+def mismatched_rows(rows: Sequence[Row], others: Sequence[Row], width: int) -> list[Row]:
+    """Each row's prompt with the response to another one: that of the next of `rows`, in a circle, with another prompt.
+
+    Where these rows have one prompt only, the first such row of `others` is taken. Responses are cut to `width` tokens.
+    Raises: ValueError when all prompts are the same.
+    """
+    prompts = [torch.as_tensor(row["input_ids"])[: row["prompt_len"]] for row in rows]
+    mismatched = []
+    for i, prompt in enumerate(prompts):
+        places = ((i + step) % len(rows) for step in range(1, len(rows)))
+        other = next((rows[j] for j in places if not torch.equal(prompt, prompts[j])), None)
+        if other is None:
+            ids = ((row, torch.as_tensor(row["input_ids"])[: row["prompt_len"]]) for row in others)
+            other = next((row for row, one in ids if not torch.equal(prompt, one)), None)
+        if other is None:
+            raise ValueError("all prompts are the same")
+        response = torch.as_tensor(other["input_ids"])[other["prompt_len"] :]
+        mismatched.append({"prompt_len": len(prompt), "input_ids": torch.cat([prompt, response])[:width]})
+    return mismatched
+
+
 def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     """2B right-padded rows of dialogues, the B chosen ones first; actions are those of the rows' own masks."""
     sides = [(row, side) for side in ("chosen", "rejected") for row in rows]

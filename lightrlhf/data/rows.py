@@ -1,8 +1,8 @@
 """Rows of a program: loaded from `--data_dir`, or made from texts and rows given from Python.
 
 Given rows are prepared ones, as the `.pt` splits hold them, or texts: prompts (a string, chat messages, or a dict with
-`prompt` and columns for the reward), `prompt` with `completion`, or `prompt` with `chosen` and `rejected`. A dict of
-splits has validation rows too.
+`prompt` and columns for the reward), `prompt` with `completion`, `prompt` with `chosen` and `rejected`, or `prompt`,
+`completion` and `label` (True: a good response). A dict of splits has validation rows too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_promp
 from lightrlhf.data.tokens import encode_prompt, encode_response
 
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
-TEXTS = {"finetune": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+TEXTS = {
+    "finetune": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion"),
+    "prompts": ("prompt",),
+}
 
 
 def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any) -> list[Row]:
@@ -50,12 +55,19 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
         row = {"prompt": row}
     if not isinstance(row, Mapping):
         raise UsageError(f"{where} is a {type(row).__name__}, but {stage} rows are dicts")
+    if stage == "unpaired" and not isinstance(row.get("label"), bool):
+        raise UsageError(f"{where} has the label {row.get('label')!r}; unpaired rows need label: True or False")
+    if stage == "finetune" and row.get("label") is False:
+        raise UsageError(
+            f"{where} has label False, so it is no target; leave it out, or use lightrlhf.dpo's kto or bco"
+        )
     if COLUMNS[stage] - {"columns"} <= row.keys():
-        return {"columns": {}, **row} if stage == "prompts" else dict(row)
+        return {"columns": {}, **row} if "columns" in COLUMNS[stage] else dict(row)
     needed = TEXTS.get(stage, tuple(sorted(COLUMNS[stage])))
     if any(name not in row for name in needed):
         raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(needed)}")
-    columns = {name: value for name, value in row.items() if name not in TEXTS[stage]}
+    texts = (*TEXTS[stage], "label") if stage == "unpaired" else TEXTS[stage]
+    columns = {name: value for name, value in row.items() if name not in texts}
     _check_prompt(row["prompt"], tokenizer, where)
     for name in TEXTS[stage][1:]:
         if not isinstance(row[name], str):
@@ -63,11 +75,13 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     prompt = encode_prompt(tokenizer, row["prompt"])
     if stage == "prompts":
         return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
-    texts = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name])]) for name in TEXTS[stage][1:]}
+    tokens = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name])]) for name in TEXTS[stage][1:]}
     if stage == "preference":
-        sides = {f"{side}_input_ids": texts[side] for side in ("chosen", "rejected")}
+        sides = {f"{side}_input_ids": tokens[side] for side in ("chosen", "rejected")}
         return {"prompt_len": len(prompt), **sides, "columns": columns}
-    ids = texts["completion"]
+    ids = tokens["completion"]
+    if stage == "unpaired":
+        return {"prompt_len": len(prompt), "input_ids": ids, "label": row["label"], "columns": columns}
     targets = torch.cat([torch.full((len(prompt),), IGNORE_INDEX), ids[len(prompt) :]])
     return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}
 

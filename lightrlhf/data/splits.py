@@ -103,6 +103,8 @@ def _check_row(row: Any, stage: str, where: str) -> None:
             raise UsageError(f"{where} has {len(ids)} input_ids but {len(targets)} targets; prepare it again")
         if ((targets < 0) & (targets != IGNORE_INDEX)).any():
             raise UsageError(f"{where} has a negative target other than {IGNORE_INDEX}; prepare it again")
+    if stage == "unpaired" and not isinstance(row["label"], bool):
+        raise UsageError(f"{where} has the label {row['label']!r}, which is neither True nor False; prepare it again")
 
 
 def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
@@ -119,14 +121,19 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
     return prompts
 
 
+def token_keys(row: Row) -> list[str]:
+    """Keys of a row's token ids; of a pair the chosen ones first."""
+    return sorted(key for key in row if key.endswith("input_ids"))
+
+
 def longest_text(rows: Sequence[Row]) -> int:
     """Length in tokens of the longest text of these rows."""
-    return max(len(row[key]) for row in rows for key in row if key.endswith("input_ids"))
+    return max(len(row[key]) for row in rows for key in token_keys(row))
 
 
 def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
     """Check that the model has an embedding for each token id. Raises: UsageError."""
-    ids = [torch.as_tensor(row[key]) for row in rows for key in row if key.endswith("input_ids") and len(row[key])]
+    ids = [torch.as_tensor(row[key]) for row in rows for key in token_keys(row) if len(row[key])]
     smallest, largest = min(int(row.min()) for row in ids), max(int(row.max()) for row in ids)
     if smallest < 0 or largest >= vocab_size:
         raise UsageError(

@@ -1,9 +1,11 @@
 """Losses on preference pairs: DPO and its relatives, one pure function each.
 
 With a and b the log-ratios of policy to reference of the chosen and the rejected response, each loss maps `Pairs` to
-one number per pair, (B,). `LOSSES` holds them by name; `RAPO` has the weights of the rejected side.
+one number per pair, (B,). `LOSSES` holds them by name; `RAPO` has the weights of the rejected side, `DIVERGENCES` the
+rewards of divergences other than the reverse KL. The losses of `REFERENCE_FREE` take log pi_ref = 0.
 
-Left out: losses without a reference (SimPO, ORPO), divergences other than KL, unpaired data (KTO).
+Left out: label smoothing of the losses without a reference, lists of more than two responses. Unpaired responses:
+`maths.unpaired`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXO_SMOOTHING = 1e-3  # EXO compares with smoothed labels; at 0 its loss would be infinite
+DISCOPOP_TEMPERATURE = 0.05  # that of the paper
+LARGEST_EXPONENT = 30.0  # from here an exponential continues as its tangent, so that losses and gradients stay finite
 
 
+# ----------------------------------------------------------------------------------------------------- divergences
+def reverse_kl(log_ratio: Tensor, alpha: float = 0.0) -> Tensor:
+    """Derivative of f(u) = u log u at u = exp(log_ratio), less that at u = 1: the log-ratio itself, as in DPO.
+
+    The policy that maximises a reward less beta times the f-divergence to the reference has the reward
+    beta f'(pi / pi_ref) + c(x) (Wang et al. 2023, 2309.16240, theorem 1). A constant cancels in a pair; each function
+    here has the one that makes the reward 0 at the reference.
+    """
+    return log_ratio
+
+
+def alpha_divergence(log_ratio: Tensor, alpha: float) -> Tensor:
+    """The same for the alpha-divergence (table 1): (1 - u^-alpha) / alpha; the reverse KL for alpha to 0."""
+    return -bounded_expm1(-alpha * log_ratio) / alpha
+
+
+def js(log_ratio: Tensor, alpha: float = 0.0) -> Tensor:
+    """The same for the Jensen-Shannon divergence: log(2u / (1+u)), in logarithms log 2 + log s(log u)."""
+    return math.log(2) + F.logsigmoid(log_ratio)
+
+
+def forward_kl(log_ratio: Tensor, alpha: float = 0.0) -> Tensor:
+    """The same for the forward KL: 1 - 1/u; the alpha-divergence for alpha to 1."""
+    return -bounded_expm1(-log_ratio)
+
+
+def bounded_expm1(exponent: Tensor) -> Tensor:
+    """exp(x) - 1, continued as a straight line from `LARGEST_EXPONENT`."""
+    beyond = F.relu(exponent - LARGEST_EXPONENT)
+    return torch.expm1(exponent.clamp(max=LARGEST_EXPONENT)) + math.exp(LARGEST_EXPONENT) * beyond
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "alpha": alpha_divergence,
+    "js": js,
+    "forward_kl": forward_kl,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- losses
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
     """B pairs of responses, the input of a loss. Tensors are (B,); log-probabilities are summed over a response."""
@@ -38,6 +83,8 @@ class Pairs:
         default_factory=lambda: torch.zeros(())
     )  # annotated reward of the chosen response less that of the rejected one
     baseline: float = 0.0  # BCO's delta
+    divergence: Callable[[Tensor], Tensor] = reverse_kl  # f'(u) by log u, see `DIVERGENCES`
+    gamma: float = 0.0  # SimPO's target margin
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -51,13 +98,13 @@ class Pairs:
 
     @property
     def logits(self) -> Tensor:
-        """z = beta (a - lambda b) + alpha (|y_w| - |y_l|).
+        """z = beta (a - lambda b) + alpha (|y_w| - |y_l|), or with f'(exp a) and f'(exp b) of another divergence.
 
         The length term is R-DPO's (Park et al. 2024, 2403.19159): maximising r(y) - alpha |y| - beta KL gives
         r(y) = beta log(pi/pi_ref) + alpha |y| + c(x), and the difference of two such rewards is z. A chosen response
         that is longer is thereby partly explained, and pulls less.
         """
-        gap = self.chosen_ratio - self.rejected_weight * self.rejected_ratio
+        gap = self.divergence(self.chosen_ratio) - self.rejected_weight * self.divergence(self.rejected_ratio)
         return self.beta * gap + self.length_alpha * (self.chosen_lengths - self.rejected_lengths)
 
 
@@ -177,6 +224,34 @@ def raft(pairs: Pairs) -> Tensor:
     return -pairs.policy_chosen_logps
 
 
+def discopop(pairs: Pairs) -> Tensor:
+    """DiscoPOP, the log-ratio modulated loss (Lu et al. 2024, 2406.08414): with m = s(z / 0.05),
+    -(1-m) log s(z) + m exp(-z); logistic below 0, exponential above, the product in logarithms."""
+    logits, scaled = pairs.logits, pairs.logits / DISCOPOP_TEMPERATURE
+    return -torch.sigmoid(-scaled) * F.logsigmoid(logits) + (F.logsigmoid(scaled) - logits).exp()
+
+
+def simpo(pairs: Pairs) -> Tensor:
+    """SimPO (Meng et al. 2024, 2405.14734, eq. 6): -log s(beta log pi(y_w) / |y_w| - beta log pi(y_l) / |y_l| - gamma);
+    no reference."""
+    chosen, rejected = mean_rewards(pairs)
+    return -F.logsigmoid(chosen - rejected - pairs.gamma)
+
+
+def orpo(pairs: Pairs) -> Tensor:
+    """ORPO (Hong et al. 2024, 2403.07691, eq. 6 and 7): -log P(y_w) - beta log s(log odds(y_w) - log odds(y_l)), where
+    P is the geometric mean of a response's token probabilities and odds = P / (1-P); no reference, and beta is the
+    paper's lambda."""
+    chosen, rejected = log_odds(pairs)
+    return chosen_nll(pairs) - pairs.beta * F.logsigmoid(chosen - rejected)
+
+
+def cpo(pairs: Pairs) -> Tensor:
+    """CPO (Xu et al. 2024, 2401.08417): -log s(beta (log pi(y_w) - log pi(y_l))) - log pi(y_w) / |y_w|; no
+    reference. The likelihood is per token as in the authors' code; the paper writes the sum."""
+    return -F.logsigmoid(pairs.logits) + chosen_nll(pairs)
+
+
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
     """-(1-e) log s(z) - e log s(-z)."""
     return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
@@ -191,18 +266,45 @@ def binary_kl(logits: Tensor, log_p: Tensor | float, log_not_p: Tensor | float) 
 Loss = Callable[[Pairs], Tensor]
 SOFT_LABEL_LOSSES: dict[str, Loss] = {f.__name__: f for f in (rev_kl, kl, tv, hellinger)}
 RANKED_LOSSES: dict[str, Loss] = {f.__name__: f for f in (aot, aot_pair)}  # these look at all pairs of a step together
+REFERENCE_FREE: dict[str, Loss] = {f.__name__: f for f in (simpo, orpo, cpo)}
 LOSSES: dict[str, Loss] = {
     f.__name__: f
-    for f in (sigmoid, robust, ipo, hinge, nca_pair, sppo_hard, exo_pair, bco_pair, apo_zero, apo_down, raft)
-} | (SOFT_LABEL_LOSSES | RANKED_LOSSES)
+    for f in (sigmoid, robust, ipo, hinge, nca_pair, sppo_hard, exo_pair, bco_pair, apo_zero, apo_down, raft, discopop)
+} | (SOFT_LABEL_LOSSES | RANKED_LOSSES | REFERENCE_FREE)
 SMOOTHED = {"sigmoid", "robust", "exo_pair", *RANKED_LOSSES}
-LENGTH_LOSSES = {"sigmoid", "robust", "hinge", "exo_pair", *SOFT_LABEL_LOSSES}  # those of z
+LENGTH_LOSSES = {"sigmoid", "robust", "hinge", "exo_pair", "discopop", *SOFT_LABEL_LOSSES}  # those of z
 GAP_LOSSES = {"ipo", *LENGTH_LOSSES}
 
 
 def chosen_nll(pairs: Pairs) -> Tensor:
     """RPO's addition (Pang et al. 2024, 2404.19733, eq. 1): -log pi(y_w) / |y_w|."""
     return -pairs.policy_chosen_logps / pairs.chosen_lengths
+
+
+def implicit_rewards(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """beta log(pi / pi_ref) of both responses, or beta f'(pi / pi_ref) of another divergence."""
+    return pairs.beta * pairs.divergence(pairs.chosen_ratio), pairs.beta * pairs.divergence(pairs.rejected_ratio)
+
+
+def mean_rewards(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """SimPO's rewards: beta times the mean log-probability of a response's tokens."""
+    chosen, rejected = pairs.policy_chosen_logps, pairs.policy_rejected_logps
+    return pairs.beta * chosen / pairs.chosen_lengths, pairs.beta * rejected / pairs.rejected_lengths
+
+
+def log_odds(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """ORPO's log odds: log P - log(1-P), with log P the mean log-probability of a response's tokens."""
+
+    def odds(logp: Tensor) -> Tensor:
+        return logp - (-torch.expm1(logp.clamp(max=-1e-6))).log()  # finite where P is 1
+
+    return (
+        odds(pairs.policy_chosen_logps / pairs.chosen_lengths),
+        odds(pairs.policy_rejected_logps / pairs.rejected_lengths),
+    )
+
+
+REWARDS = {"simpo": mean_rewards, "orpo": log_odds}  # of the other losses: `implicit_rewards`
 
 
 def rapo_ra(pairs: Pairs, rejected_scores: Tensor) -> Tensor:

@@ -35,11 +35,13 @@ from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.data.splits import load_split
-from lightrlhf.dpo import DPOArgs, main, make_pairs, score_pairs, truncate
+from lightrlhf.dpo import DPOArgs, main, make_pairs, score_rows, truncate
 from lightrlhf.maths import preference
 from lightrlhf.maths.preference import LOSSES, RAPO, Pairs, chosen_nll
+from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
 from lightrlhf.models.loading import load_policy
 from lightrlhf.plot import read_metrics
+from lightrlhf.training import reference
 
 COUPLED = sorted(preference.RANKED_LOSSES)
 
@@ -108,6 +110,16 @@ def pair_by_hand(name: str, r: dict) -> float:
             return ((math.sqrt(q) - math.sqrt(p)) ** 2 + (math.sqrt(1 - q) - math.sqrt(1 - p)) ** 2) / 2
         case "raft":
             return -r["pc"]
+        case "discopop":
+            m = s(z / 0.05) if z > -30 else 0.0
+            return -(1 - m) * log_s(z) + m * math.exp(-z)
+        case "simpo":
+            return -log_s(beta * r["pc"] / r["lc"] - beta * r["pr"] / r["lr"] - r["gamma"])
+        case "orpo":
+            p, q = math.exp(r["pc"] / r["lc"]), math.exp(r["pr"] / r["lr"])
+            return -math.log(p) - beta * log_s(math.log((p / (1 - p)) / (q / (1 - q))))
+        case "cpo":
+            return -log_s(beta * (r["pc"] - r["pr"])) - r["pc"] / r["lc"]
     raise AssertionError(name)
 
 
@@ -117,7 +129,8 @@ def random_rows(**given: float) -> list[dict]:
     for _ in range(7):
         row = {key: -rng.uniform(1, 30) for key in ("pc", "pr", "rc", "rr")} | {"m": rng.gauss(0, 2)}
         row |= {"lc": rng.randint(1, 20), "lr": rng.randint(1, 20), "beta": 0.3, "e": 0.0, "lam": 1.0, "alpha": 0.0}
-        rows.append(row | {"d": 0.0} | given)
+        row |= {"d": 0.0, "gamma": 0.0} | given
+        rows.append(row | {"rc": 0.0, "rr": 0.0} if given.get("free") else row)
     return rows
 
 
@@ -138,6 +151,7 @@ def pairs_of(rows: list[dict]) -> Pairs:
         length_alpha=rows[0]["alpha"],
         margins=column("m"),
         baseline=rows[0]["d"],
+        gamma=rows[0]["gamma"],
     )
 
 
@@ -161,7 +175,11 @@ def assert_equals_the_formula(name: str, rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_loss_and_its_gradient_equal_the_plain_formula(name):
-    assert_equals_the_formula(name, random_rows())
+    assert_equals_the_formula(name, random_rows(free=name in preference.REFERENCE_FREE))
+
+
+def test_simpo_with_a_target_margin():
+    assert_equals_the_formula("simpo", random_rows(gamma=0.4, beta=2.0))
 
 
 @pytest.mark.parametrize("name", sorted(preference.SMOOTHED))
@@ -184,7 +202,8 @@ def test_bco_with_a_baseline():
 
 def test_the_flags_name_every_loss_and_every_weight():
     hints = typing.get_type_hints(DPOArgs)
-    assert set(typing.get_args(hints["loss_type"])) == set(LOSSES)
+    assert set(typing.get_args(hints["loss_type"])) == {*LOSSES, *UNPAIRED_LOSSES}
+    assert set(typing.get_args(hints["f_divergence"])) == set(preference.DIVERGENCES)
     for name in (*RAPO, "const:0.7"):
         assert DPOArgs(model_name="tiny", rapo=name).rapo == name
     with pytest.raises(ValueError, match="--rapo best"):
@@ -328,7 +347,7 @@ def test_padding_on_either_side_changes_no_log_probability(architecture):
 @torch.no_grad()
 def test_scores_come_back_in_the_order_of_the_rows(cafe_data, tokenizer, pairs, tmp_path):
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).train()
-    found = score_pairs(Run(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
+    found = score_rows(Run(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
     expected = [float(logps_by_hand(policy.model, row, side)) for side in ("chosen", "rejected") for row in pairs]
     assert found.tolist() == pytest.approx(expected, abs=1e-3)
     assert policy.training and not found.requires_grad
@@ -365,8 +384,9 @@ def test_the_metrics_of_pairs_and_a_tie_is_half_right(cafe_data):
         return random_rows(beta=0.5)[0] | {"pc": pc, "pr": pr, "rc": -4.0, "rr": -6.0}
 
     pairs = pairs_of([row(-3.0, -8.0), row(-5.0, -7.0), row(-4.0, -2.0), row(-2.0, -6.0)])  # right, tie, wrong, right
-    sums = torch.stack([torch.tensor(6.0), torch.tensor(2.0), *dpo.pair_sums(pairs)]).detach() / 4
-    found = dpo.pair_metrics(arguments(cafe_data, rpo_alpha=0.5), sums.tolist())
+    args = arguments(cafe_data, rpo_alpha=0.5)
+    sums = torch.stack([torch.tensor(6.0), torch.tensor(2.0), *dpo.pair_sums(args, pairs)]).detach() / 4
+    found = dpo.pair_metrics(args, sums.tolist())
     assert found == {
         "loss": 1.75,
         "preference_loss": 1.5,
@@ -383,8 +403,9 @@ def test_the_metrics_of_pairs_and_a_tie_is_half_right(cafe_data):
 def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before():
     mean = dpo.RunningMean()
     assert mean.value == 0
-    mean.update(1.0 + 3.0, 2)
-    mean.update(-1.0 + 0.0, 1)
+    for chosen, rejected, size in ((1.0, 3.0, 2), (-1.0, 0.0, 1)):
+        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected}
+        mean.update(*dpo.total_reward(metrics, [ROW] * size))
     assert mean.value == pytest.approx((2 * 4.0 - 1.0) / 6)
 
 
@@ -617,10 +638,10 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(more, cafe_data, noi
     for later in ("checkpoint-000004", "checkpoint-000006"):
         shutil.rmtree(Path(whole) / later)
     scored: list[int] = []
-    original = dpo.score_pairs
+    original = reference.score_rows
     monkeypatch.setattr(
-        dpo,
-        "score_pairs",
+        reference,
+        "score_rows",
         lambda run, model, rows, pad_id: scored.append(len(rows)) or original(run, model, rows, pad_id),
     )
     main(["--resume_from", whole])
@@ -665,13 +686,13 @@ def test_a_reference_that_is_no_longer_the_same_is_computed_anew(cafe_data, base
 
 def test_a_fingerprint_follows_weights_and_tokens():
     policy, rows = tiny_policy("llama"), [{**ROW}]
-    first = dpo.fingerprint(policy, rows)
-    assert dpo.fingerprint(policy, [{**ROW, "columns": {"group": "x"}}]) == first
-    assert dpo.fingerprint(policy, [{**ROW, "prompt_len": 3}]) != first
-    assert dpo.fingerprint(policy, [{**ROW, "rejected_input_ids": [1, 2, 3, 4, 22]}]) != first
+    first = reference.fingerprint(policy, rows)
+    assert reference.fingerprint(policy, [{**ROW, "columns": {"group": "x"}}]) == first
+    assert reference.fingerprint(policy, [{**ROW, "prompt_len": 3}]) != first
+    assert reference.fingerprint(policy, [{**ROW, "rejected_input_ids": [1, 2, 3, 4, 22]}]) != first
     with torch.no_grad():
         next(policy.parameters())[0, 0] += 1e-6
-    assert dpo.fingerprint(policy, rows) != first
+    assert reference.fingerprint(policy, rows) != first
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks
@@ -766,7 +787,7 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
 
     page = (ROOT / "howto" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
     table = page.split("## Losses")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LOSSES)
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES, *UNPAIRED_LOSSES}
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
     table = page.split("## Metrics")[1].split("\n## ")[0]

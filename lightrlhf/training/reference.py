@@ -1,0 +1,153 @@
+"""Log-probabilities of responses under the policy, and under its reference before training begins.
+
+The reference is the policy as it was loaded, or `--ref_model`: it scores all rows once, so no second model is in memory
+during training. Rows are pairs, or for the losses of `UNPAIRED_LOSSES` labelled responses. A checkpoint keeps what the
+reference has given, with a hash of its weights and of the tokens.
+
+Left out: references that move during training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preference_batch, unpaired_batch
+from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
+from lightrlhf.maths.preference import REFERENCE_FREE
+from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.probes import check_positions
+from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
+from lightrlhf.models.saving import hash_weights
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.training.run import Run
+
+SCORING_TOLERANCE = 1e-2  # nats per token
+
+
+def sequence_logps(model: nn.Module, batch: Batch) -> Tensor:
+    """Log-probability of each whole response: (2B,), the chosen ones first; (B,) of labelled responses."""
+    return model(**policy_inputs(batch)).logprobs.sum(1)
+
+
+def make_batch(args: Any, rows: list[Row], pad_id: int) -> Batch:
+    """B pairs as 2B rows, the chosen ones first, or B labelled responses."""
+    return (unpaired_batch if args.loss_type in UNPAIRED_LOSSES else preference_batch)(rows, pad_id)
+
+
+def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first."""
+    sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
+    logps = torch.zeros(sides, len(rows), device=run.device)
+    here = run.shard(range(len(rows)))
+    logps[:, here] = score_shard(run, model, [rows[i] for i in here], pad_id).reshape(sides, -1)
+    return run.sum_over_ranks(logps).reshape(-1)
+
+
+def score_shard(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+    """Log-probabilities of this rank's B rows, dropout off: (2B,) or (B,), the chosen ones first."""
+    sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
+    logps = torch.zeros(sides, len(rows), device=run.device)
+    numbered = [{**row, "index": index} for index, row in enumerate(rows)]
+    with inference(model):
+        for micro in run.pad_passes(micro_batches(numbered, run.args.micro_batch_size)):
+            with run.autocast():
+                scores = sequence_logps(model, make_batch(run.args, micro, pad_id).to(run.device))  # (2B,) or (B,)
+            logps[:, [row["index"] for row in micro]] = scores.float().reshape(sides, -1)
+    return logps.reshape(-1)
+
+
+class Mismatches:
+    """KTO's mismatched prompts and responses of each step, and of the validation rows after the last step.
+
+    They follow from the order of the data, so the reference scores them before training, and a resumed run has the
+    same. No mismatched text is longer than the longest of the data.
+    """
+
+    def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
+        self.run, self.rows, self.validation, self.num_steps = run, rows, validation, num_steps
+        self.width = longest_text(rows + validation)
+        self.key = (num_steps, len(rows), run.args.seed, run.args.mini_batch_size * run.world_size)
+
+    def score(self, reference: Policy, pad_id: int) -> list[list[float]]:
+        """Log-probabilities under the reference, by step."""
+        size = self.run.args.mini_batch_size
+        batches = (self.run.global_batch(self.rows, step, size) for step in range(self.num_steps))
+        parts = itertools.chain(batches, [self.validation] if self.validation else [])
+        return [score_rows(self.run, reference, self._of(part), pad_id).tolist() for part in parts]
+
+    def add(self, batch: list[Row], step: int, reference: dict[str, Any]) -> list[Row]:
+        """The rows of a step with their `mismatch`, a row with its log-probability under the reference."""
+        columns = zip(batch, self._of(batch), reference["mismatched"][step], strict=True)
+        return [{**row, "mismatch": {**other, "ref_logps": logp}} for row, other, logp in columns]
+
+    def _of(self, batch: list[Row]) -> list[Row]:
+        return mismatched_rows(batch, self.rows, self.width)
+
+
+def reference_logps(
+    run: Run, policy: Policy, rows: list[Row], tokenizer: Any, mismatches: Mismatches | None = None
+) -> dict[str, Any]:
+    """Log-probabilities of all responses under the reference, with a hash; of pairs all chosen ones, then the rejected.
+
+    A resumed run reuses those of its checkpoint if the hash of the reference's weights and of the data is the same.
+    Call it before `run.setup`, which loads the trained weights of a resumed run. None for a loss without a reference.
+    """
+    if run.args.loss_type in REFERENCE_FREE:
+        return {"fingerprint": None, "logps": None}
+    reference = policy
+    if run.args.ref_model is not None:
+        load_tokenizer(
+            run.args.data_dir if Path(run.args.data_dir).is_dir() else None, run.args.ref_model
+        )  # refuses a model with another tokenizer
+        plain = ModelArgs(trust_remote_code=run.args.trust_remote_code)
+        reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
+        check_vocabulary(rows, vocabulary_size(reference), run.args.data_dir)
+        check_positions(rows, reference, run.args.data_dir)
+    digest = fingerprint(reference, rows, mismatches.key if mismatches else ())
+    stored = run.resumed["extra"]["reference"] if run.resumed else None
+    if stored and stored["fingerprint"] == digest:
+        return stored
+    if stored:
+        run.print0("the reference or the data has changed since this run began: computing log-probabilities again")
+    reference = reference.to(run.device)
+    logps = score_rows(run, reference, rows, tokenizer.pad_token_id)
+    found = {"fingerprint": digest, "logps": logps.tolist()}
+    return found | ({"mismatched": mismatches.score(reference, tokenizer.pad_token_id)} if mismatches else {})
+
+
+def fingerprint(reference: Policy, rows: list[Row], key: tuple[int, ...] = ()) -> str:
+    """SHA-256 of a model's weights and of the rows' tokens, and of a key if there is one."""
+    digest = hash_weights(reference)
+    for row in rows:
+        sides = [torch.as_tensor(row[name]).tolist() for name in token_keys(row)]
+        digest.update(repr((row["prompt_len"], sides)).encode())
+    if key:
+        digest.update(repr(key).encode())
+    return digest.hexdigest()
+
+
+def with_reference(rows: list[Row], logps: list[float] | None) -> list[Row]:
+    """The rows with the log-probabilities of their responses under the reference, 0 without one."""
+    names = [f"ref_{name.replace('input_ids', 'logps')}" for name in token_keys(rows[0])]
+    values = torch.tensor(logps or [0.0] * (len(names) * len(rows)), dtype=torch.float64).reshape(len(names), -1)
+    return [{**row, **dict(zip(names, column))} for row, column in zip(rows, values.T.tolist(), strict=True)]
+
+
+def check_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> None:
+    """Raises: RunFailure when policy and reference, which start from the same weights, give other log-probabilities."""
+    rows = rows[: max(run.args.micro_batch_size, run.world_size)]
+    text = token_keys(rows[0])[0]
+    scores = score_rows(run, model, rows, pad_id)[: len(rows)].tolist()
+    given = [(row[f"ref_{text.replace('input_ids', 'logps')}"], len(row[text]) - row["prompt_len"]) for row in rows]
+    gaps = [(score - logp) / length for score, (logp, length) in zip(scores, given)]
+    gap = float(torch.tensor(gaps).abs().max())
+    if not gap < SCORING_TOLERANCE:
+        raise RunFailure(f"before the first update the policy is {gap} nats per token away from the reference")
