@@ -18,9 +18,11 @@ from lightrlhf.data.batch import (
     inference_batch_size,
     inference_batches,
     micro_batches,
+    mismatched_rows,
     pack,
     preference_batch,
     response_batch,
+    unpaired_batch,
 )
 from lightrlhf.data.splits import IGNORE_INDEX, check_vocabulary, load_prompts, load_split
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response
@@ -271,3 +273,33 @@ def test_a_foreign_ignore_index_is_refused(tmp_path):
     torch.save([row], tmp_path / "finetune_train.pt")
     with pytest.raises(UsageError, match="row 0 has a negative target other than -100"):
         load_split(tmp_path, "finetune", "train")
+
+
+# -------------------------------------------------------------------------------------------------- labelled responses
+def labelled(prompt: list[int], response: list[int]) -> dict:
+    return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt + response), "label": True, "columns": {}}
+
+
+def test_labelled_responses_train_on_their_response_tokens():
+    batch = unpaired_batch([labelled([5, 6], [7, EOS]), labelled([5], [8, 9, 4, EOS])], EOS)
+    assert [trained(batch, row) for row in (0, 1)] == [[7, EOS], [8, 9, 4, EOS]]
+    assert not batch.paired and len(unpaired_batch([], EOS)) == 0
+
+
+def mismatched(rows: list[dict], others: tuple = (), width: int = 99) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in mismatched_rows(rows, others, width)]
+
+
+def test_a_prompt_gets_the_next_response_to_another_prompt():
+    rows = [labelled([5], [11]), labelled([5], [12]), labelled([6], [13, 14]), labelled([7], [15])]
+    assert mismatched(rows) == [[5, 13, 14], [5, 13, 14], [6, 15], [7, 11]]
+    assert [row["prompt_len"] for row in mismatched_rows(rows, [], 99)] == [1] * 4
+    assert mismatched(rows, width=2) == [[5, 13], [5, 13], [6, 15], [7, 11]]
+
+
+def test_a_batch_of_one_prompt_borrows_a_response():
+    others = [labelled([5], [11]), labelled([6], [13])]
+    assert mismatched([labelled([5], [12])], others) == [[5, 13]]
+    assert mismatched([labelled([5], [12]), labelled([5], [14])], others) == [[5, 13], [5, 13]]
+    with pytest.raises(ValueError, match="all prompts are the same"):
+        mismatched([labelled([5], [12])], others[:1])

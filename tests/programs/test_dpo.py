@@ -578,11 +578,70 @@ def test_another_reference_is_what_rewards_are_measured_from(cafe_data, sft_dir,
     assert abs(row["rewards/chosen"]) > 1e-3
 
 
-@pytest.mark.parametrize("flags", [["--loss_type", "aot_pair"], ["--loss_type", "kl", "--rapo", "ra"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [["--loss_type", "aot_pair"], ["--loss_type", "kl", "--rapo", "ra"], ["--f_divergence", "js"]], ids=str
+)
 def test_losses_that_need_more_run_from_the_command_line(flags, scored_data, base_model, tmp_path):
     more = ["--data_dir", str(scored_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
     folder = main([*more, *flags, "--max_steps", "2", "--micro_batch_size", "4", "--eval_iters", "1"])
     assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
+
+
+@pytest.mark.parametrize("loss_type", sorted(preference.REFERENCE_FREE))
+def test_a_loss_without_a_reference_computes_none(loss_type, cafe_data, sft_dir, tokenizer, tmp_path, monkeypatch):
+    def fail(*_):
+        raise AssertionError("a reference pass")
+
+    monkeypatch.setattr(reference, "score_rows", fail)
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
+    flags += ["--mini_batch_size", "60", "--micro_batch_size", "60", "--max_steps", "2", "--beta", "1.5"]
+    rows = metrics(main([*flags, "--loss_type", loss_type]))
+    model = load_policy(str(last_checkpoint(sft_dir)), ModelArgs(), tokenizer).eval().model
+    pairs = load_split(cafe_data, "preference", "train")
+    with torch.no_grad():
+        logps = [[float(logps_by_hand(model, row, side)) for side in ("chosen", "rejected")] for row in pairs]
+    lengths = [[len(row[f"{s}_input_ids"]) - row["prompt_len"] for s in ("chosen", "rejected")] for row in pairs]
+    for i, side in enumerate(("chosen", "rejected")):
+        per_token = [logp[i] / length[i] for logp, length in zip(logps, lengths)]
+        rewards = {
+            "simpo": [1.5 * x for x in per_token],
+            "orpo": [x - math.log(1 - math.exp(x)) for x in per_token],
+            "cpo": [1.5 * logp[i] for logp in logps],
+        }[loss_type]
+        assert rows[0][f"rewards/{side}"] == pytest.approx(sum(rewards) / len(pairs), rel=1e-3)
+    assert rows[0]["rewards/margins"] == pytest.approx(rows[0]["rewards/chosen"] - rows[0]["rewards/rejected"])
+    assert (
+        "implicit_accuracy"
+        not in evaluate.main(
+            [
+                "--experiment_dir",
+                str(max(tmp_path.rglob("args.json")).parent),
+                "--max_new_tokens",
+                "4",
+                "--accelerator",
+                "cpu",
+            ]
+        )[0]
+    )
+
+
+def test_the_default_margin_of_simpo_is_half_of_beta(cafe_data, pairs):
+    logps = -torch.arange(1.0, 17.0)
+    assert make_pairs(arguments(cafe_data, loss_type="simpo", beta=2.5), pairs, logps).gamma == 1.25
+    assert make_pairs(arguments(cafe_data, loss_type="simpo", simpo_gamma=0.3), pairs, logps).gamma == 0.3
+
+
+def test_another_divergence_changes_the_rewards_and_the_loss(cafe_data, pairs):
+    logps = -torch.arange(1.0, 17.0)
+    args = arguments(cafe_data, f_divergence="alpha", f_alpha=0.25, beta=0.5)
+    made = make_pairs(args, pairs, logps)
+    ratio = -1.0 - pairs[0]["ref_chosen_logps"]
+    assert float(preference.implicit_rewards(made)[0][0]) == pytest.approx(
+        0.5 * (1 - math.exp(-0.25 * ratio)) / 0.25, rel=1e-5
+    )
+    other = make_pairs(arguments(cafe_data, beta=0.5), pairs, logps)
+    assert not torch.allclose(made.logits, other.logits)
+    assert torch.equal(dpo.pair_sums(arguments(cafe_data, beta=0.5), other)[0], (0.5 * other.chosen_ratio).sum())
 
 
 @pytest.mark.parametrize("mode", ["lora", "last_layer"])
@@ -742,6 +801,19 @@ def refused(flags: list, capsys) -> str:
         ),
         (["--rapo", "ra", "--loss_type", "nca_pair"], "--loss_type nca_pair does not support --rapo ra"),
         (["--length_alpha", "0.1", "--loss_type", "ipo"], "--loss_type ipo does not support --length_alpha 0.1"),
+        (["--f_divergence", "js", "--loss_type", "ipo"], "--loss_type ipo does not support --f_divergence js"),
+        (
+            ["--f_divergence", "js", "--rapo", "ra"],
+            "--rapo ra weighs log-ratios and requires --f_divergence reverse_kl",
+        ),
+        (["--f_divergence", "alpha", "--f_alpha", "1"], "--f_alpha 1.0 must lie between 0 and 1"),
+        (["--f_alpha", "0.3"], "--f_alpha 0.3 requires --f_divergence alpha, not reverse_kl"),
+        (["--simpo_gamma", "1"], "--loss_type sigmoid does not support --simpo_gamma 1.0"),
+        (["--simpo_gamma=-1", "--loss_type", "simpo"], "--simpo_gamma -1"),
+        (
+            ["--loss_type", "simpo", "--ref_model", "x"],
+            "--loss_type simpo does not support --ref_model x; leave it out",
+        ),
         (["--length_alpha=-1"], "--length_alpha -1"),
         (["--rpo_alpha=-1"], "--rpo_alpha -1"),
         (["--margin_scale", "2"], "--margin_scale was removed"),
@@ -790,6 +862,7 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES, *UNPAIRED_LOSSES}
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
+    logged |= {"rewards/reference_point", "val/rewards/reference_point"}  # of labelled responses, see test_unpaired.py
     table = page.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
     shared = {field.name for base in (TrainArgs, DataArgs, EvalArgs, ModelArgs) for field in fields(base)}

@@ -324,3 +324,9 @@ def test_a_given_policy_with_a_tokenizer_of_other_ids_is_refused(cafe_data, toke
     args = SFTArgs(log_dir=str(tmp_path / "logs"), data_dir=str(cafe_data), **SMALL)
     with pytest.raises(UsageError, match="policy: the tokenizer of .* has other token ids"):
         sft.train(args, policy=policy)
+
+
+def test_a_bad_response_is_no_target(tokenizer, tmp_path):
+    rows = [{**row, "label": i > 0} for i, row in enumerate(REPLIES)]
+    with pytest.raises(UsageError, match="given row 0 has label False, so it is no target"):
+        sft.train(SFTArgs(log_dir=str(tmp_path), **SMALL), policy=model_of(tokenizer), tokenizer=tokenizer, rows=rows)

@@ -168,6 +168,16 @@ def test_stop_strings_and_end_tokens_reach_the_responses_and_stay_in_the_pairs(f
         assert {tuple(pair[f"{side}_input_ids"].tolist()) for side in ("chosen", "rejected")} <= sampled
 
 
+def test_a_loss_without_a_reference_gets_none_and_labelled_responses_are_refused(flags, tmp_path, capsys):
+    run = Path(main([*flags, "--log_dir", str(tmp_path), "--iterations", "1", "--loss_type", "cpo"]))
+    stored = json.loads((run / "iteration-01/policy/args.json").read_text())
+    assert stored["loss_type"] == "cpo" and stored["ref_model"] is None
+    for loss_type in ("kto", "bco"):
+        with pytest.raises(SystemExit):
+            main([*flags, "--loss_type", loss_type])
+        assert f"--loss_type {loss_type} learns from single responses" in capsys.readouterr().err
+
+
 def test_offline_is_the_same_loop_with_the_initial_policy_responding(flags, tmp_path, sft_dir):
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--responder", "initial", "--reference", "moving"]))
     told = json.loads((run / "iteration-02/responses.args.json").read_text())
