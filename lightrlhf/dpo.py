@@ -509,13 +509,14 @@ def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: in
     """This rank's rows with the derivatives of a ranked loss by their two log-probabilities.
 
     Ranks need all pairs of a step, gradients only a micro-batch at a time: a first pass without gradients finds the
-    derivative of the loss by each log-probability, a second (`ranked_loss`) carries it into the weights.
+    derivative of the loss by each log-probability, a second (`ranked_loss`) carries it into the weights. Both draw the
+    same dropout.
     """
     total = int(run.total(len(rows)))
     here = run.shard(range(total))  # places of this rank's rows in the global batch
     reference = [[row[f"ref_{side}_logps"] for row in rows] for side in ("chosen", "rejected")]
     gathered = torch.zeros(4, total, device=run.device)
-    gathered[:2, here] = score_shard(run, model, rows, pad_id).reshape(2, -1)
+    gathered[:2, here] = score_shard(run, model, rows, pad_id, dropout=True).reshape(2, -1)
     gathered[2:, here] = torch.tensor(reference, device=run.device)
     logps, ref_logps = run.sum_over_ranks(gathered).chunk(2)  # (2, N) each
     logps = logps.clone().requires_grad_()

@@ -10,6 +10,8 @@ Left out: references that move during training.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +53,27 @@ def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tens
     return run.sum_over_ranks(logps).reshape(-1)
 
 
-def score_shard(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
-    """Log-probabilities of this rank's B rows, dropout off: (2B,) or (B,), the chosen ones first."""
+def score_shard(run: Run, model: nn.Module, rows: list[Row], pad_id: int, dropout: bool = False) -> Tensor:
+    """Log-probabilities of this rank's B rows: (2B,) or (B,), the chosen ones first.
+
+    dropout: as the next training pass over these rows in micro-batches draws it, and without using up random numbers.
+    """
     sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
     logps = torch.zeros(sides, len(rows), device=run.device)
     numbered = [{**row, "index": index} for index, row in enumerate(rows)]
-    with inference(model):
+    with replayed_dropout(run.device) if dropout else inference(model):
         for micro in run.pad_passes(micro_batches(numbered, run.args.micro_batch_size)):
             with run.autocast():
                 scores = sequence_logps(model, make_batch(run.args, micro, pad_id).to(run.device))  # (2B,) or (B,)
             logps[:, [row["index"] for row in micro]] = scores.float().reshape(sides, -1)
     return logps.reshape(-1)
+
+
+@contextmanager
+def replayed_dropout(device: torch.device) -> Iterator[None]:
+    """Context manager: no gradients, and on leaving the random state of before, for later passes to repeat."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        yield
 
 
 class Mismatches:

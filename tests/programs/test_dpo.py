@@ -33,13 +33,14 @@ from helpers import (
 from lightrlhf import dpo, evaluate
 from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.data.batch import preference_batch
+from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs, main, make_pairs, score_rows, truncate
 from lightrlhf.maths import preference
 from lightrlhf.maths.preference import LOSSES, RAPO, Pairs, chosen_nll
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
 from lightrlhf.models.loading import load_policy
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.plot import read_metrics
 from lightrlhf.training import reference
 
@@ -322,6 +323,25 @@ def test_a_ranked_loss_of_a_step_is_that_of_all_its_pairs_together(loss_type, ca
     found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
     logps = dpo.sequence_logps(policy, preference_batch(pairs, tokenizer.pad_token_id))
     loss = LOSSES[loss_type](make_pairs(run.args, pairs, logps)).mean()
+    loss.backward()
+    expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    assert_same_gradients(run.gradients["policy"], expected, atol=5e-6)
+    assert found["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", COUPLED)
+def test_a_ranked_loss_with_dropout_has_the_slopes_of_the_pass_it_trains(loss_type, cafe_data, pairs, noisy_model):
+    """The order of a step's pairs depends on what dropout has drawn: value and gradient are those of one pass."""
+    tokenizer = load_tokenizer(str(cafe_data), str(noisy_model))
+    policy = load_policy(str(noisy_model), ModelArgs(), tokenizer).train()
+    run = Run(arguments(cafe_data, loss_type=loss_type, disable_dropout=False, beta=0.5), policy=policy)
+    torch.manual_seed(7)
+    found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
+    torch.manual_seed(7)
+    ordered = next(micro_batches(pairs, 8))  # as one micro-batch
+    logps = reference.sequence_logps(policy, preference_batch(ordered, tokenizer.pad_token_id))
+    loss = LOSSES[loss_type](make_pairs(run.args, ordered, logps)).mean()
+    policy.zero_grad()
     loss.backward()
     expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     assert_same_gradients(run.gradients["policy"], expected, atol=5e-6)
