@@ -188,21 +188,26 @@ def test_validation_measures_all_rows_with_one_reference_point(data, base_model,
     assert last["val/loss"] == pytest.approx(loss, abs=1e-3)
 
 
-def test_the_reference_scores_each_step_s_mismatches_before_training(data, base_model, tmp_path, monkeypatch):
-    """They are those that training reads: at the reference, z0 of the first step is 0 to rounding."""
+def test_the_reference_scores_each_step_s_mismatches_before_training(
+    data, base_model, tokenizer, tmp_path, monkeypatch
+):
     scored: list[int] = []
-    original = reference.score_rows
+    trained: list[dict] = []
+    score, step = reference.score_rows, dpo.train_step
     monkeypatch.setattr(
-        reference, "score_rows", lambda run, m, rows, pad: scored.append(len(rows)) or original(run, m, rows, pad)
+        reference, "score_rows", lambda run, m, rows, pad: scored.append(len(rows)) or score(run, m, rows, pad)
+    )
+    monkeypatch.setattr(
+        dpo, "train_step", lambda run, m, rows, *more: trained.extend(rows) or step(run, m, rows, *more)
     )
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
-    folder = main(
-        [*flags, "--loss_type", "kto", "--max_steps", "3", "--mini_batch_size", "16", "--learning_rate", "1e-9"]
-    )
-    everything = sum(len(load_split(data, "unpaired", split)) for split in ("train", "validation"))
+    main([*flags, "--loss_type", "kto", "--max_steps", "3", "--mini_batch_size", "16", "--learning_rate", "1e-2"])
     held_out = len(load_split(data, "unpaired", "validation"))
-    assert scored[:5] == [everything, 16, 16, 16, held_out]
-    assert all(row["rewards/reference_point"] < 1e-4 for row in metrics(folder) if "train/loss" in row)
+    assert scored[:5] == [len(load_split(data, "unpaired", "train")) + held_out, 16, 16, 16, held_out]
+    model = load_policy(str(base_model), ModelArgs(), tokenizer).eval().model
+    with torch.no_grad():
+        expected = [float(logp_by_hand(model, row["mismatch"])) for row in trained]
+    assert [row["mismatch"]["ref_logps"] for row in trained] == pytest.approx(expected, abs=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
