@@ -882,7 +882,6 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES, *UNPAIRED_LOSSES}
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
-    logged |= {"rewards/reference_point", "val/rewards/reference_point"}  # of labelled responses, see test_unpaired.py
     table = page.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
     shared = {field.name for base in (TrainArgs, DataArgs, EvalArgs, ModelArgs) for field in fields(base)}
