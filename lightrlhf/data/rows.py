@@ -2,7 +2,8 @@
 
 Given rows are prepared ones, as the `.pt` splits hold them, or texts: prompts (a string, chat messages, or a dict with
 `prompt` and columns for the reward), `prompt` with `completion`, `prompt` with `chosen` and `rejected`, or `prompt`,
-`completion` and `label` (True: a good response). A dict of splits has validation rows too.
+`completion` and `label` (True: a good response). After a prompt of messages a response may be an assistant message. A
+dict of splits has validation rows too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_prompts, load_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 
@@ -70,12 +72,14 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     columns = {name: value for name, value in row.items() if name not in texts}
     _check_prompt(row["prompt"], tokenizer, where)
     for name in TEXTS[stage][1:]:
-        if not isinstance(row[name], str):
-            raise UsageError(f"{where}: {name} is a {type(row[name]).__name__}, not a text")
-    prompt = encode_prompt(tokenizer, row["prompt"])
+        _check_response(row[name], row["prompt"], tokenizer, f"{where}: {name}")
+    asked = row["prompt"]
+    tools = None if isinstance(asked, str) else row.get("tools")
+    prompt = encode_prompt(tokenizer, asked, tools)
     if stage == "prompts":
         return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
-    tokens = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name])]) for name in TEXTS[stage][1:]}
+    asked = row["prompt"]
+    tokens = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name], asked)]) for name in TEXTS[stage][1:]}
     if stage == "preference":
         sides = {f"{side}_input_ids": tokens[side] for side in ("chosen", "rejected")}
         return {"prompt_len": len(prompt), **sides, "columns": columns}
@@ -84,6 +88,15 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
         return {"prompt_len": len(prompt), "input_ids": ids, "label": row["label"], "columns": columns}
     targets = torch.cat([torch.full((len(prompt),), IGNORE_INDEX), ids[len(prompt) :]])
     return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}
+
+
+def _check_response(response: Any, prompt: Any, tokenizer: Any, where: str) -> None:
+    is_message = isinstance(response, Mapping) and response.get("role") == "assistant" and "content" in response
+    if not isinstance(response, str) and not (is_message and not isinstance(prompt, str)):
+        remedy = " or, after messages, an assistant message" if not isinstance(prompt, str) else ""
+        raise UsageError(f"{where} is a {type(response).__name__}, not a text{remedy}")
+    if isinstance(prompt, str) and (found := controls(tokenizer).beside_tags.search(str(response))):
+        raise UsageError(f"{where} spells the control token {found[0]}; leave it out, end tokens are added")
 
 
 def _check_prompt(prompt: Any, tokenizer: Any, where: str) -> None:
