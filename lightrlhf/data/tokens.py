@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jinja2.exceptions import TemplateError
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import MARK, Messages, check_spelling, controls, protected, render
@@ -79,28 +80,49 @@ def _continuation_prefix(tokenizer: Any, size: int, eos_token: str) -> tuple[str
     return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
-def messages_of(tokenizer: Any, ids: Sequence[int]) -> list[dict[str, str]] | None:
+def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:
     """Messages that the chat template renders as exactly these prompt ids; None if there are none.
 
-    Inverts the template: the text it writes around the turns is found by rendering a dialogue of known words.
+    Inverts the template: the text it writes around the turns is found by rendering a dialogue of known words, with and
+    without a system message.
     """
     if not tokenizer.chat_template:
         return None
-    words = ["first-turn-words", "second-turn-words", "third-turn-words"]
-    known = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
-    shape = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
-    parts = re.split("|".join(words), shape)
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    if len(parts) != 4 or not all(parts[1:3]) or not (text.startswith(parts[0]) and text.endswith(parts[3])):
+    for first in ([], ["system"]):
+        messages = _parsed_messages(tokenizer, text, first)
+        if messages and encode_prompt(tokenizer, messages) == list(ids):
+            return messages
+    return None
+
+
+def _parsed_messages(tokenizer: Any, text: str, first: list[str]) -> Messages | None:
+    """Messages of a rendered prompt that begins with the roles `first` and goes on with user and assistant."""
+    words = ["first-turn-words", "second-turn-words", "third-turn-words"]
+    turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
+    opening = [{"role": role, "content": "opening-words"} for role in first]
+    try:
+        shape = render(tokenizer, [*opening, *turns], add_generation_prompt=True)
+    except TemplateError:
         return None
-    start, after_user, after_assistant, end = parts
-    rounds = text[len(start) : len(text) - len(end)].split(after_assistant)
-    *answered, last = [turn.split(after_user) for turn in rounds]
+    parts = re.split("|".join(["opening-words", *words]), shape)
+    start, *before_user = parts[: len(first) + 1]
+    after_user, after_assistant, end = parts[len(first) + 1 :] if len(parts) == len(first) + 4 else ("", "", "")
+    if not (after_user and after_assistant and all(before_user) and text.startswith(start) and text.endswith(end)):
+        return None
+    text = text[len(start) : len(text) - len(end)]
+    contents = []
+    for separator in before_user:
+        content, found, text = text.partition(separator)
+        if not found:
+            return None
+        contents.append(content)
+    *answered, last = [turn.split(after_user) for turn in text.split(after_assistant)]
     if len(last) != 1 or any(len(turn) != 2 for turn in answered):
         return None
-    contents = [content for turn in (*answered, last) for content in turn]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return messages if encode_prompt(tokenizer, messages) == list(ids) else None
+    said = [content for turn in (*answered, last) for content in turn]
+    roles = [*first, *(("user", "assistant")[i % 2] for i in range(len(said)))]
+    return [{"role": role, "content": content} for role, content in zip(roles, [*contents, *said])]
 
 
 def encode_response(

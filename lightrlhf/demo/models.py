@@ -25,6 +25,7 @@ import torch
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import Rollout, response_batch
+from lightrlhf.data.chat import controls
 from lightrlhf.data.macro_parsers import make_parser, parsed_segments, token_ends
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.data.tokens import decode, encode_prompt, messages_of
@@ -280,8 +281,16 @@ def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], segments: 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
 def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
-    """Decode a prompt, such that encoding it gives `ids` again: messages if the template reproduces them, else text."""
-    return messages_of(tokenizer, ids) or tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    """Decode a prompt, such that encoding it gives `ids` again: messages if the template reproduces them, else text.
+
+    Raises: UsageError for a prompt with control tokens that no messages give, such as one with tools.
+    """
+    if messages := messages_of(tokenizer, ids):
+        return [*messages]
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if found := controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or "")):
+        raise UsageError(f"a prompt with {found[0]} in it cannot be shown as messages; choose another")
+    return text
 
 
 def example_prompt(data_dir: str) -> list[int]:

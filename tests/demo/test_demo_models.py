@@ -268,7 +268,15 @@ def test_a_dialogue_is_read_back_from_its_ids(kind, tokenizer, tmp_path):
         ids = encode_prompt(made, talk)
         assert messages_of(made, ids) == talk
         assert messages_of(made, ids[:-1]) is None
-        assert encode_prompt(made, as_prompt(made, ids[:-1])) == ids[:-1] or kind == "sentencepiece"
+    with pytest.raises(UsageError, match="cannot be shown as messages"):
+        as_prompt(made, encode_prompt(made, [*TALK, TALK[-1]])[:-1])
+    ids = encode_prompt(made, "Guest: a tea")
+    assert encode_prompt(made, as_prompt(made, ids)) == ids or kind == "sentencepiece"
+
+
+def test_a_system_message_is_read_back():
+    talk = [{"role": "system", "content": "Be kind."}, *TALK]
+    assert messages_of(chatml_like(), encode_prompt(chatml_like(), talk)) == talk
 
 
 def test_a_text_that_the_template_would_not_reproduce_is_no_dialogue():
@@ -276,7 +284,6 @@ def test_a_text_that_the_template_would_not_reproduce_is_no_dialogue():
     text = made.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     ids = made(text.replace("Hi there", " Hi there "), add_special_tokens=False)["input_ids"]
     assert messages_of(made, ids) is None
-    assert encode_prompt(made, as_prompt(made, ids)) == ids
 
 
 def test_the_summary_form_matches_the_training_data():
