@@ -27,7 +27,7 @@ from torch import Tensor
 from lightrlhf.cli.args import INPUT, RARE, DeviceArgs, GenerationArgs, ModelArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
+from lightrlhf.data.splits import Row, check_vocabulary, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt
 from lightrlhf.generation.engine import check_room, generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
@@ -67,6 +67,8 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
     """Folder of the `.pt` splits with the prompts."""
     split: Literal["train", "validation", "test"] = "test"
     """Split of `data_dir`."""
+    prompts_from: Literal["prompts", "finetune", "preference"] | None = field(default=None, metadata=RARE)
+    """Whose prompts of `data_dir`: by default those of `prompts_*.pt` where there are some, else of `finetune_*.pt`."""
     prompts_file: str | None = field(default=None, metadata=INPUT | {"required": "prompts"})
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
     num_prompts: int | None = 2000
@@ -80,7 +82,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
     rm_experiment_dir: str | None = None
     """Reward model that scores the responses; the best of each prompt becomes `response`."""
     ref_scores: bool = False
-    """Also score the data's own answers: `ref_response, ref_reward`, and `rejected_*` of preference pairs."""
+    """Also score the answers that the data has to these prompts: `ref_response, ref_reward`, of pairs `rejected_*`."""
     output_dir: str = "results"
     """Root of the results: `{output_dir}/{data}/temperature={t}/{model}.jsonl`."""
     output_file: str | None = None
@@ -108,6 +110,8 @@ class GenerateArgs(GenerationArgs, RemoteArgs):
             raise ValueError("--data_dir or --prompts_file is required, and not both: the source of the prompts")
         if self.data_dir is not None:
             check_data_dir(self)
+        if self.prompts_from and self.data_dir is None:
+            raise ValueError(f"--prompts_from {self.prompts_from} requires --data_dir")
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
             raise ValueError(f"--prompts_file {self.prompts_file} does not exist")
         if self.rm_experiment_dir is not None and not Path(self.rm_experiment_dir).is_dir():
@@ -188,18 +192,14 @@ def at_each_temperature(args: GenerateArgs) -> Iterator[GenerateArgs]:
 def load_prompt_rows(args: GenerateArgs) -> list[Row]:
     """Rows with `prompt` or `prompt_ids` and the data's other columns, in the order of the data.
 
-    Raises: UsageError naming file and row when a prompt is neither text nor messages.
+    Raises: UsageError naming file and row when a prompt is neither text nor messages; when answers are to be scored
+    and the data has none to these prompts.
     """
     if args.data_dir is None:
         file = args.prompts_file or ""
         rows = [{**row, "prompt": prompt_of(row, f"{file}: row {n}")} for n, row in enumerate(read_jsonl(file), 1)]
-    elif args.ref_scores:
-        rows = answered(args.data_dir, args.split)
     else:
-        rows = [
-            {**row.get("columns", {}), "prompt_ids": torch.as_tensor(row["input_ids"]).tolist()}
-            for row in load_prompts(args.data_dir, args.split)
-        ]
+        rows = prompts_of_data(args, args.data_dir)
     chosen = subset(len(rows), args.num_prompts, args.subset_seed)
     return [{**rows[i], "index": number} for number, i in enumerate(chosen)]
 
@@ -216,19 +216,32 @@ def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
     raise UsageError(f"{where} has no prompt; a column `prompt` with a text or a list of {{role, content}} is required")
 
 
-def answered(data_dir: str, split: str) -> list[Row]:
-    """Prompts with the data's own answers: the preference pairs where there are some, else the demonstrations."""
-    if (Path(data_dir) / f"preference_{split}.pt").is_file():
+def prompts_of_data(args: GenerateArgs, data_dir: str) -> list[Row]:
+    """The prompts of `--prompts_from`, with `--ref_scores` also the data's answers to them."""
+    path = Path(data_dir) / f"prompts_{args.split}.pt"
+    source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
+    if source != "prompts":
+        return answered(data_dir, source, args.split, args.ref_scores)
+    if args.ref_scores:
+        raise UsageError(
+            f"--ref_scores True: the prompts of {path} have no answers; add --prompts_from preference or finetune"
+        )
+    return [
+        {**row.get("columns", {}), "prompt_ids": torch.as_tensor(row["input_ids"]).tolist()}
+        for row in load_split(data_dir, "prompts", args.split)
+    ]
+
+
+def answered(data_dir: str, stage: str, split: str, with_answers: bool) -> list[Row]:
+    """The prompts of preference pairs or of demonstrations, with or without their answers."""
+    sides = {"ref": "input_ids"}
+    if stage == "preference":
         sides = {"ref": "chosen_input_ids", "rejected": "rejected_input_ids"}
-        rows = load_split(data_dir, "preference", split)
-    else:
-        sides = {"ref": "input_ids"}
-        rows = load_split(data_dir, "finetune", split)
     results = []
-    for row in rows:
+    for row in load_split(data_dir, stage, split):
         start = row["prompt_len"]
         ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
-        answers = {f"{name}_ids": example[start:] for name, example in ids.items()}
+        answers = {f"{name}_ids": example[start:] for name, example in ids.items() if with_answers}
         results.append({**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers})
     return results
 
@@ -250,8 +263,16 @@ class Local:
         self.policy: Policy = load_policy(args.model_name, models, self.tokenizer).eval().to(device)
         self.scorer = reward_model(args, device)
 
+    def prepared(self, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
+        """The rows with `prompt_ids`. Raises: UsageError when one exceeds the model's vocabulary or its positions."""
+        prompts = [row.get("prompt_ids") or encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
+        if prompts:
+            check_vocabulary([{"input_ids": ids} for ids in prompts], vocabulary_size(self.policy), "the prompts")
+            check_room(self.policy.model, prompts, args)
+        return [{**row, "prompt_ids": ids} for row, ids in zip(rows, prompts)]
+
     def respond(self, args: GenerateArgs, rows: Sequence[Row]) -> Iterator[Row]:
-        """The rows with their responses, in order."""
+        """The prepared rows with their responses, in order."""
         yield from respond(self.policy, self.tokenizer, args, rows)
 
 
@@ -265,9 +286,12 @@ class Remote:
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()
 
+    def prepared(self, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
+        """The rows with their prompts as text, or messages."""
+        return [with_text(row, self.tokenizer) for row in rows]
+
     def respond(self, args: GenerateArgs, rows: Sequence[Row]) -> Iterator[Row]:
-        """The rows with their responses, in order."""
-        rows = [with_text(row, self.tokenizer) for row in rows]
+        """The prepared rows with their responses, in order."""
         replies = self.servers.replies(request for row in rows for request in requests(row, args, self.tokenizer))
         for row in rows:
             own = [next(replies) for _ in range(args.num_generations)]
@@ -284,15 +308,9 @@ def make_engine(args: GenerateArgs, device: torch.device) -> Local | Remote:
 
 
 def respond(policy: Policy, tokenizer: Any, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
-    """K responses to each row by a local model; rows have `index` and `prompt_ids` or `prompt`.
-
-    Raises: UsageError when a prompt does not fit the model's vocabulary or its positions.
-    """
-    rows = [{**row, "prompt_ids": row.get("prompt_ids") or encode_prompt(tokenizer, row["prompt"])} for row in rows]
-    check_vocabulary([{"input_ids": row["prompt_ids"]} for row in rows], vocabulary_size(policy), "the prompts")
+    """K responses to each row by a local model; rows have `index` and `prompt_ids`."""
     k = args.num_generations
     prompts = [row["prompt_ids"] for row in rows for _ in range(k)]
-    check_room(policy.model, prompts, args)
     noise = torch.cat([noise_of(args, row["index"]) for row in rows])  # (N K, max_new_tokens)
     ends, slots = end_ids(tokenizer, policy.model), args.rollout_mini_batch_size
     sampled = generate(policy, prompts, args, ends, noise, slots, tokenizer)
@@ -422,8 +440,9 @@ def write_shard(
     path = output if shard.world_size == 1 else shard_path(output, shard)
     chunk = max(1, CHUNKS * args.rollout_mini_batch_size // args.num_generations)
     label = "generate" if shard.rank == 0 else ""
+    rows = engine.prepared(args, shard.of(prompts))  # before the progress bar, which an error would tear
     with JsonlWriter(path, settings, args.RENAMED) as writer:
-        writer.extend(shard.of(prompts), chunk, work, label, whole_chunks=args.rollout_engine == "local")
+        writer.extend(rows, chunk, work, label, whole_chunks=args.rollout_engine == "local")
     if shard.world_size > 1:
         merge(output, settings, shard, len(prompts))
 

@@ -131,6 +131,7 @@ def test_a_file_of_an_older_release_is_resumed(tmp_path, flags):
 
 def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data, rm_dir, tokenizer):
     options = ["--rm_experiment_dir", rm_dir, "--ref_scores", "True", "--num_prompts", "4"]
+    options += ["--prompts_from", "preference"]
     rows = generated(tmp_path, [*flags, *options])
     data = load_split(cafe_data, "preference", "train")
     pairs = {tuple(row["chosen_input_ids"].tolist()): row for row in data}
@@ -145,6 +146,40 @@ def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data,
     ids = torch.tensor([rows[0]["prompt_ids"] + rows[0]["response_ids"][1]])
     alone = (last_token(model(ids, ids >= 0), ids >= 0).item() - mean) / std
     assert rows[0]["rewards"][1] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["finetune", "preference"])
+def test_scoring_the_datas_answers_changes_no_prompt(tmp_path, flags, rm_dir, stage):
+    flags = [*flags, "--prompts_from", stage, "--rm_experiment_dir", rm_dir]
+    plain, scored = (generated(tmp_path, [*flags, "--ref_scores", yes], f"{yes}.jsonl") for yes in ("False", "True"))
+    assert all("ref_reward" in row and ("rejected_reward" in row) == (stage == "preference") for row in scored)
+    answers = ("ref_response", "ref_reward", "rejected_response", "rejected_reward")
+    assert plain == [{name: value for name, value in row.items() if name not in answers} for row in scored]
+
+
+def test_prompts_without_answers_are_refused_when_answers_are_to_be_scored(tmp_path, flags, rm_dir, capsys):
+    with pytest.raises(SystemExit) as stop:
+        generated(tmp_path, [*flags, "--rm_experiment_dir", rm_dir, "--ref_scores", "True"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "prompts_train.pt have no answers; add --prompts_from preference" in error
+
+
+def test_without_prompts_of_its_own_those_of_the_demonstrations_are_taken(tmp_path, flags, cafe_data, rm_dir):
+    for name in ("finetune_train.pt", "preference_train.pt", "tokenizer"):
+        (tmp_path / "data" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / name).symlink_to(cafe_data / name)
+    flags = [*flags, "--data_dir", str(tmp_path / "data")]
+    rows = generated(tmp_path, [*flags, "--rm_experiment_dir", rm_dir, "--ref_scores", "True"], "scored.jsonl")
+    data = load_split(cafe_data, "finetune", "train")
+    assert [row["prompt_ids"] for row in rows] == [row["input_ids"][: row["prompt_len"]].tolist() for row in data]
+    assert [row["response_ids"] for row in generated(tmp_path, flags)] == [row["response_ids"] for row in rows]
+
+
+def test_an_error_comes_before_the_progress_bar(tmp_path, flags, capsys):
+    with pytest.raises(SystemExit):
+        generated(tmp_path, [*flags, "--max_new_tokens", "999"])
+    told = capsys.readouterr().err
+    assert "--max_new_tokens 999" in told and "prompts/s" not in told and "generate:" not in told
 
 
 def test_temperatures_have_a_file_each_and_zero_is_greedy(tmp_path, cafe_data, sft_dir, monkeypatch):
@@ -191,6 +226,10 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
         (["--data_dir", ".", "--base_url", "http://a/v1"], "--base_url http://a/v1"),
         (["--data_dir", ".", "--temperatures", "0", "--num_generations", "2"], "--num_generations 2"),
         (["--data_dir", ".", "--temperatures", "1", "2", "--output_file", "x"], "--temperatures"),
+        (
+            ["--prompts_file", "setup.py", "--prompts_from", "finetune"],
+            "--prompts_from finetune requires",
+        ),
         (["--data_dir", ".", "--ref_scores", "True"], "--ref_scores True needs --rm_experiment_dir"),
         (["--data_dir", ".", "--num_responses=2"], "--num_generations"),
         (["--data_dir", ".", "--mini_batch_size=2"], "--rollout_mini_batch_size"),
