@@ -18,7 +18,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -54,7 +54,9 @@ from lightrlhf.storage.run_dir import data_dir_of
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
+    finish,
     keep_policy,
+    kept_if_started,
     link_checkpoint,
     mean,
     open_directory,
@@ -70,12 +72,14 @@ if TYPE_CHECKING:
 
 CHUNK = 256  # dialogues between two writes
 STAGES = ("generate", "rank", "tokenize", "train")
+FILES = ("dialogues.jsonl", "rewards.jsonl", "pairs/report.json", "policy")  # of each stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
+    ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
     SPLIT_FROM: ClassVar[str] = "refuel"  # whose older runs may be resumed
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
         **refuel.RegressionArgs.REMOVED,
@@ -90,7 +94,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
     experiment_name: str = "rlhf-iterative-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
-    """One stage of the first unfinished iteration, or all stages of all iterations."""
+    """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
     output_dir: str | None = None
@@ -131,22 +135,27 @@ def train(
     given = given_objects(dialogues=dialogues, user=user, reward=reward)
     args.check_start()
     args.check_reward(reward)
-    if dialogues is None:
+    if not is_given:
         check_data_dir(args)
-        splits = ("train", "validation") if args.eval_dialogues else ("train",)
-        dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
-    held_out = [row.before(0) for row in dialogues.get("validation", [])[: args.eval_dialogues]]
+
+    @functools.cache
+    def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them
+        return load_dialogues(args.data_dir, split) if dialogues is None else dialogues.get(split, [])
+
+    if args.stage in ("all", "generate"):
+        rows_of("train")  # a mistake is told before any work
     data = "given/dialogues" if is_given else args.data_dir
     directory, policy = open_directory(args, "iterative_refuel", data, given, old_name=args.SPLIT_FROM)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, policy)
-    evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, held_out, user, reward)
+    with kept_if_started(args, directory):
+        evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)
     for number in range(1, args.iterations + 1):
         folder = directory / f"iteration-{number:02d}"
         is_new = not (folder / "policy").is_dir()
         try:
             for stage in (STAGES if args.stage == "all" else (args.stage,)) if is_new else ():
                 if stage == "generate":
-                    generate_dialogues(args, folder, number, policy, tokenizer, dialogues["train"], user)
+                    generate_dialogues(args, folder, number, policy, tokenizer, rows_of("train"), user)
                 elif stage == "rank":
                     rank(args, folder, reward)
                 elif stage == "tokenize":
@@ -155,12 +164,12 @@ def train(
                     train_iteration(args, folder, number, policy)
         except PolicyCollapsed as problem:
             print(f"{problem}; iteration {number - 1} is the last", flush=True)
-            break
+            return finish(args, directory, left="")
         if not (folder / "policy").is_dir():
             break  # a single stage before training
         policy = str(checkpoints(folder / "policy")[-1])
         link_checkpoint(directory, number, policy)
-        evaluate_iteration(args, folder, policy, tokenizer, held_out, user, reward)
+        evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
         metrics = report(directory)
         if is_new and args.stage != "all":
             break
@@ -169,14 +178,40 @@ def train(
                 on_step(number, metrics)
         except StopTraining:
             break
-    print(f"finished: {directory}")
-    return directory
+    return finish(args, directory, unfinished(args, directory))
+
+
+def unfinished(args: IterativeRefuelArgs, directory: Path) -> str:
+    """Stages and iterations that were not run, such as `rank, tokenize and train of iteration 1, iteration 2`."""
+    numbers = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
+    if not numbers:
+        return ""
+    folder = directory / f"iteration-{numbers[0]:02d}"
+    stages = [stage for stage, file in zip(STAGES, FILES, strict=True) if not (folder / file).exists()]
+    first = f"iteration {numbers[0]}"
+    if len(stages) < len(STAGES):
+        first = " and ".join(filter(None, (", ".join(stages[:-1]), stages[-1]))) + f" of {first}"
+    return ", ".join([first, *(f"iteration {number}" for number in numbers[1:])])
 
 
 def require_stage(path: Path, stage: str) -> None:
     """Raises: UsageError when the stage that writes `path` has not been run."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; run --stage {stage} first, or --stage all")
+
+
+def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
+    """All rows of the file that a stage writes; size: how many it has, by default as its settings say.
+
+    Raises: UsageError when the stage has not been run, or was interrupted.
+    """
+    require_stage(path, stage)
+    rows = read_jsonl(path)
+    if size is None:
+        size = int(json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))["num_rows"])
+    if len(rows) < size:
+        raise UsageError(f"{path} has {len(rows)} of {size} rows; run --stage {stage} again, or --stage all")
+    return rows
 
 
 def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Sequence[Dialogue]) -> Policy:
@@ -210,8 +245,7 @@ def generate_dialogues(
 
 def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunction | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
-    require_stage(folder / "dialogues.jsonl", "generate")
-    rows = read_jsonl(folder / "dialogues.jsonl")
+    rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
     content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
     with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
@@ -236,8 +270,8 @@ def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: Pr
     """
     if (folder / "pairs" / "report.json").is_file():
         return
-    require_stage(folder / "rewards.jsonl", "rank")
-    rows, rewards = read_jsonl(folder / "dialogues.jsonl"), read_jsonl(folder / "rewards.jsonl")
+    rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
+    rewards = rows_of_stage(folder / "rewards.jsonl", "rank", len(rows))
     counts: Counter[str] = Counter()
     splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
     for row, scores in zip(rows, rewards, strict=True):
@@ -287,7 +321,7 @@ def evaluate_iteration(
     folder: Path,
     policy: str,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Dialogue],
+    rows_of: Callable[[str], Sequence[Dialogue]],
     user: User | None,
     reward: RewardFunction | None,
 ) -> None:
@@ -295,7 +329,10 @@ def evaluate_iteration(
 
     All policies get the same openings, noise and user; the scorer is that of training.
     """
-    if not rows or (folder / "evaluation.json").is_file():
+    if not args.eval_dialogues or (folder / "evaluation.json").is_file():
+        return
+    rows = [row.before(0) for row in rows_of("validation")[: args.eval_dialogues]]
+    if not rows:
         return
     device, slots = find_device(args.accelerator), args.rollout_mini_batch_size
     model = load_frozen(args, policy, tokenizer, rows)

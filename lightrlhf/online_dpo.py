@@ -51,7 +51,9 @@ from lightrlhf.storage.run_dir import data_dir_of, stored
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
+    finish,
     keep_policy,
+    kept_if_started,
     link_checkpoint,
     mean,
     open_directory,
@@ -156,7 +158,8 @@ def train(
     given = given_objects(prompts=prompts, reward=reward)
     directory, initial = open_directory(args, "online_dpo", data_dir or "given/prompts", given)
     tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial), initial
-    evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
+    with kept_if_started(args, directory):
+        evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
     for number, shard in enumerate(shards, start=1):
         folder = directory / f"iteration-{number:02d}"
         is_new = not (folder / "policy").is_dir()
@@ -175,8 +178,8 @@ def train(
                 on_step(number, metrics)
         except StopTraining:
             break
-    print(f"finished: {directory}")
-    return directory
+    left = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
+    return finish(args, directory, ", ".join(f"iteration {number}" for number in left))
 
 
 # ----------------------------------------------------------------------------------------------------------- stages

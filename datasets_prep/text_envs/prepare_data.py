@@ -119,6 +119,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_remote()
+        if self.stage not in ("all", "finetune"):
+            raise ValueError(f"--stage {self.stage}: text environments have the stage finetune alone")
         for name in ("num_held_out", "reflection_words", "num_hidden_layers", "num_attention_heads"):
             check_at_least(self, name, 1)
         check_at_least(self, "vocab_size", 256 + 2)

@@ -30,7 +30,8 @@ ALIASES = {"--model_name_or_path": "--model_name"}
 def parse(args_class: type[Args], argv: list[str] | None = None, description: str | None = None) -> Args:
     """Parse command-line flags (and ``--config file.yaml``) into the frozen dataclass `args_class`.
 
-    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults.
+    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults, except for flags that the
+    class lists as `ONCE`: what one call was asked for.
     Raises: SystemExit 2 with one line that names the flag, the value and the remedy.
     """
     from jsonargparse import ArgumentParser, set_parsing_settings
@@ -122,7 +123,8 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
             f"--resume_from {directory} was started from Python with its own {', '.join(given)}; "
             "resume it there with the same ones"
         )
-    values = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
+    once = getattr(args_class, "ONCE", ())
+    values = {name: value for name, value in stored.items() if name not in (*NOT_FLAGS, *once)}
     try:
         return update_names(args_class, values, f"--resume_from {directory}")
     except UsageError:

@@ -25,6 +25,7 @@ from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import NOT_FLAGS, to_dict, update_names
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
+from lightrlhf.models.saving import upload
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.run_dir import make_parent, new_run_dir
 from lightrlhf.training.provenance import check_given
@@ -110,6 +111,34 @@ def mean(values: Iterable[float]) -> float:
     """Mean of numbers; 0 of none."""
     numbers = [float(value) for value in values]
     return sum(numbers) / max(len(numbers), 1)
+
+
+@contextmanager
+def kept_if_started(args: Any, directory: Path) -> Iterator[None]:
+    """Context manager: remove a new experiment dir if its first step is refused; it holds its arguments alone."""
+    try:
+        yield
+    except UsageError:
+        if not args.resume_from and [path.name for path in directory.iterdir()] == ["args.json"]:
+            shutil.rmtree(directory)
+        raise
+
+
+def finish(args: Any, directory: Path, left: str) -> Path:
+    """Upload the last policy if requested, and print that the run is finished, or in one line what is left of it.
+
+    left: stages and iterations that were not run. Raises: RunFailure when the upload fails.
+    """
+    done = len(checkpoints(directory))
+    if left:
+        print(f"{done} of {args.iterations} iterations done, left: {left}; --resume_from {directory} does them")
+        return directory
+    print(f"finished: {directory}")
+    if args.push_to_hub and done:
+        policy = checkpoints(directory)[-1].resolve()
+        upload(policy, args.push_to_hub)
+        print(f"uploaded {policy} to {args.push_to_hub}")
+    return directory
 
 
 # ---------------------------------------------------------------------------------------------------------- stages

@@ -17,9 +17,11 @@ from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
+from lightrlhf.generation.dialogues import load_dialogues
 from lightrlhf.generation.users import ScriptedUser
 from lightrlhf.iterative_refuel import IterativeRefuelArgs, main
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training import iterate
 
 SIZES = ["--iterations", "2", "--num_data", "10", "--num_turns", "3", "--max_new_tokens", "6", "--eta", "2"]
 SIZES += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3", "--eval_dialogues", "4"]
@@ -137,17 +139,81 @@ def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_
     assert (initial / "eval" / "test_by_turn.png").stat().st_size > 5_000
 
 
-def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path):
+def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path, capsys):
     for stage in ("rank", "train"):
         with pytest.raises(SystemExit):
             main([*flags, "--output_dir", str(tmp_path / stage), "--stage", stage])
     run = tmp_path / "run"
     flags = [*flags, "--output_dir", str(run)]
+    told = []
     for stage in ("generate", "rank", "tokenize", "train"):
         main([*flags, "--stage", stage])
+        told.append(capsys.readouterr().out.splitlines()[-1])
+    assert told == [
+        f"{done} of 2 iterations done, left: {left}iteration 2; --resume_from {run} does them"
+        for done, left in (
+            (0, "rank, tokenize and train of iteration 1, "),
+            (0, "tokenize and train of iteration 1, "),
+            (0, "train of iteration 1, "),
+            (1, ""),
+        )
+    ]
     assert not (run / "iteration-02").exists()
-    main(["--resume_from", str(run), "--stage", "all"])
+    main(["--resume_from", str(run)])  # all that is left, whatever stage the run began with
+    assert capsys.readouterr().out.splitlines()[-1] == f"finished: {run}"
     assert_same_run(run, finished)
+    main(["--resume_from", str(run), "--stage", "generate", "--iterations", "3"])
+    assert "2 of 3 iterations done, left: rank, tokenize and train of iteration 3;" in capsys.readouterr().out
+
+
+def test_an_interrupted_stage_is_not_the_input_of_the_next(finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    stored = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run)}))
+    folder = run / "iteration-02"
+    (run / "checkpoint-000002").unlink()
+    for name in ("policy", "pairs"):
+        shutil.rmtree(folder / name)
+    for name, stage, following in (("rewards", "rank", "tokenize"), ("dialogues", "generate", "rank")):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:7]))
+        with pytest.raises(SystemExit) as stop:
+            main(["--resume_from", str(run), "--stage", following])
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert stop.value.code == 2 and f"has 7 of 10 rows; run --stage {stage} again" in error
+
+
+def test_a_stage_reads_only_the_dialogues_it_needs(flags, talk_data, tmp_path, monkeypatch):
+    read = []
+
+    def load(data_dir, split):
+        read.append(split)
+        return load_dialogues(data_dir, split)
+
+    monkeypatch.setattr(iterative_refuel, "load_dialogues", load)
+    flags = [*flags, "--output_dir", str(tmp_path / "run")]
+    for stage, splits in (
+        ("generate", ["train", "validation"]),
+        ("rank", []),
+        ("tokenize", []),
+        ("generate", ["train"]),
+    ):
+        read.clear()
+        main([*flags, "--stage", stage])
+        assert read == splits
+
+
+def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr(iterate, "upload", lambda folder, repository: sent.append((folder, repository)))
+    stored = json.loads((finished / "args.json").read_text())
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run), "push_to_hub": "somebody/talk"}))
+    main(["--resume_from", str(run), "--iterations", "3", "--stage", "generate"])
+    assert not sent
+    main(["--resume_from", str(run), "--iterations", "2"])
+    assert sent == [(last_checkpoint(run / "iteration-02" / "policy"), "somebody/talk")]
+    assert "uploaded" in capsys.readouterr().out
 
 
 def assert_same_run(run: Path, other: Path) -> None:

@@ -239,6 +239,26 @@ def test_bad_flags_are_one_line(wrong, message, flags, tmp_path, capsys):
     assert not list(tmp_path.rglob("args.json"))
 
 
+def test_a_refused_run_leaves_no_experiment_dir(flags, tmp_path, sft_dir, capsys):
+    given = dict(zip(flags[::2], flags[1::2])) | {"--rm_experiment_dir": sft_dir, "--log_dir": str(tmp_path)}
+    del given["--reward_function"]
+    with pytest.raises(SystemExit) as stop:
+        main([word for pair in given.items() for word in pair])
+    assert stop.value.code == 2 and "holds a language model" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("args.json"))
+
+
+def test_a_stopped_run_says_what_is_left(flags, tmp_path, capsys):
+    args = parse(OnlineDPOArgs, [*flags, "--log_dir", str(tmp_path)])
+
+    def stop(iteration, metrics):
+        raise StopTraining
+
+    run = online_dpo.train(args, on_step=stop)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"1 of 2 iterations done, left: iteration 2; --resume_from {run} does them"
+
+
 def test_a_run_with_other_flags_is_not_resumed(finished, capsys):
     with pytest.raises(SystemExit):
         main(["--resume_from", str(finished), "--beta", "0.3"])
