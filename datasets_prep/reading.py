@@ -1,28 +1,54 @@
 """Raw rows of a dataset: from a hub id, a local file or a folder of files, one at a time.
 
-Files are streamed, so they may be of any size. A damaged file (a truncated gzip stream, bytes that are not UTF-8, a
-line that is not a JSON object, a duplicate key) is refused with its name and the line, since nothing after the damage
-can be trusted. The contents of rows are checked later, row by row.
+| files | read by |
+|---|---|
+| `.jsonl`, `.json` (one object a line, one array of objects, or `{"data": [...]}`) | Python's `json` |
+| `.csv`, `.tsv` (every cell stays text) | Python's `csv` |
+| `.parquet`, `.arrow`, folders of `save_to_disk`, hub ids | `datasets` |
+
+Text files may be gzipped (`.gz`). They are not read by `datasets`, because its readers change values without a word:
+from JSON, "2024-05-01" becomes a timestamp and 1 becomes 1.0 beside 1.5; from CSV, 007 becomes 7, NA becomes null, and
+a row with one cell too many loses its first one. Files are streamed, so they may be of any size. A damaged file (a
+truncated gzip stream, bytes that are not UTF-8, a line that is not a JSON object, a duplicate key, a row of too many
+cells) is refused with its name and the line, since nothing after the damage can be trusted. The contents of rows are
+checked later, row by row.
+
+Arrow gives each of its structs every key that occurs in any row, null where the row has none: such nulls inside a
+column are left out, so that a message or the arguments of a tool call have the keys that were written.
+
+Left out: the type inference of hub datasets that are JSON or CSV files (download those and name the folder), `.txt`.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import gzip
+import io
 import json
+import re
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+TEXT = (".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*TEXT, *(f"{suffix}.gz" for suffix in TEXT), ".parquet", ".arrow")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
     "dev": "validation",
     "eval": "validation",
     "test": "test",
 }
+NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")  # of `datasets` itself
+CHUNK = 1000  # rows of a parquet or arrow file at a time
+PIECE = 1 << 20  # characters of a JSON array at a time
+DATA = re.compile(rb'\{\s*"data"\s*:\s*\[\s*[{\]]')
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (source, values)
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,7 @@ class Raw:
 
 
 class Source:
-    """Iterable over the raw rows of `name`.
+    """Iterable over the raw rows of `name`, from the first row each time.
 
     `given` are the held-out splits of the source, which need not be carved out of train.
     Raises: UsageError if there is no such file, folder or hub dataset.
@@ -44,34 +70,43 @@ class Source:
     def __init__(self, name: str, config: str | None = None, revision: str | None = None) -> None:
         self.name = name
         path = Path(name).expanduser()
+        self._parts: list[tuple[str | None, Callable[[], Rows]]]
         if path.exists():
-            files = _files_of(path)
-            self._parts = [(_split_of(file, root=path), _reader(file)) for file in files]
+            self._parts = [(_split_of(file, root=path), partial(_read, file)) for file in _files_of(path)]
         elif name.endswith(SUFFIXES) or name.startswith((".", "/", "~")):
             raise UsageError(f"--dataset_name {name}: no such file or folder")
         else:
             self._parts = _hub_parts(name, config, revision)
         splits = {split for split, _ in self._parts}
         alone = len(splits) == 1
-        self._parts = [(None if alone else split, reader) for split, reader in self._parts]
+        self._parts = [(None if alone else split, read) for split, read in self._parts]
         self.given = frozenset(split for split in splits if split not in (None, "train") and not alone)
 
     def __iter__(self) -> Iterator[Raw]:
-        for split, reader in self._parts:
-            for source, values in reader:
+        for split, read in self._parts:
+            for source, values in read():
                 yield Raw(values, source, split)
 
 
+# -------------------------------------------------------------------------------------------------------------- files
 def _files_of(path: Path) -> list[Path]:
+    """The files of a folder, with a folder of `save_to_disk` in place of its files."""
+    kinds = ", ".join(SUFFIXES)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise UsageError(f"--dataset_name {path}: its name must end in {', '.join(SUFFIXES)}")
+            raise UsageError(f"--dataset_name {path}: its name must end in {kinds}")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
-    files = [file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_infos.json")]
+    found = (file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+    shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    places = {file.parent if _is_saved(file.parent) else file for file in shown}
+    files = sorted(place for place in places if place.name not in NO_ROWS)
     if not files:
-        raise UsageError(f"--dataset_name {path}: the folder has no file that ends in {', '.join(SUFFIXES)}")
+        raise UsageError(f"--dataset_name {path}: the folder has no file that ends in {kinds}")
     return files
+
+
+def _is_saved(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
 def _split_of(file: Path, root: Path) -> str | None:
@@ -83,77 +118,301 @@ def _split_of(file: Path, root: Path) -> str | None:
     return None
 
 
-def _reader(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    return _read_parquet(file) if file.name.endswith(".parquet") else _read_json_lines(file)
+def _read(file: Path) -> Rows:
+    if file.is_dir():
+        return _read_saved(file)
+    if file.name.endswith((".parquet", ".arrow")):
+        return _read_tables(file)
+    return _read_text(file, _csv_rows if file.name.removesuffix(".gz").endswith((".csv", ".tsv")) else _json_rows)
 
 
-def _read_json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
+class _BadLine(Exception):
+    """Damage, and its line if that is not the one behind the last row."""
+
+    def __init__(self, words: str, line: int | None = None) -> None:
+        super().__init__(words)
+        self.line = line
+
+
+def _read_text(file: Path, parse: Callable[[IO[bytes], str], Iterator[tuple[int, dict[str, Any]]]]) -> Rows:
+    """Rows of `parse(stream, name)`, which yields (line, values). Raises: RunFailure with file and line."""
+    line = 0
     try:
-        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.isspace():
-                    yield f"{file}:{number}", _parse(line)
+        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
+            for line, values in parse(cast(IO[bytes], stream), file.name):
+                yield f"{file}:{line}", values
     except _BadLine as problem:
-        raise RunFailure(f"{file}:{number}: {problem}") from None
+        raise RunFailure(f"{file}:{problem.line or line + 1}: {problem}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise RunFailure(f"{file}:{number + 1}: the gzip stream is damaged or truncated ({problem})") from None
+        raise RunFailure(f"{file}:{line + 1}: the gzip stream is damaged or truncated ({problem})") from None
     except OSError as problem:
         raise RunFailure(f"{file}: cannot be read ({problem.strerror or problem})") from None
 
 
-class _BadLine(Exception):
-    pass
+# --------------------------------------------------------------------------------------------------------------- JSON
+def _json_rows(stream: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    start = cast(io.BufferedReader, stream).peek(4096)[:4096].removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(b"["):
+        return _array(stream, r"\s*\[", "]")
+    if DATA.match(start) and not _is_first_of_lines(stream):
+        return _array(stream, r'\s*\{\s*"data"\s*:\s*\[', "]}")
+    return _lines(stream)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as problem:
-        raise _BadLine(f"byte {problem.start + 1} is not UTF-8; convert the file to UTF-8") from None
-    except (ValueError, RecursionError) as problem:
-        raise _BadLine(f"not a JSON object ({str(problem)[:80]}); one object a line is expected") from None
+def _is_first_of_lines(stream: IO[bytes]) -> bool:
+    """Whether the first line that is not blank may be an object of its own, with others below it."""
+    full = (line for line in stream if not line.isspace())
+    several = next(full, b"").rstrip().endswith(b"}") and next(full, None) is not None
+    stream.seek(0)
+    return several
+
+
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(stream, start=1):
+        if line.isspace():
+            continue
+        try:
+            values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
+        except UnicodeDecodeError as problem:
+            raise _BadLine(_not_utf8(problem.start), number) from None
+        except _BadLine as problem:
+            raise _BadLine(str(problem), number) from None
+        except (ValueError, RecursionError) as problem:
+            raise _BadLine(f"not a JSON object ({str(problem)[:80]}); one object a line is expected", number) from None
+        yield number, _object(values, "one object a line is expected", number)
+
+
+def _array(stream: IO[bytes], opening: str, closing: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Elements of an array of objects, of which some pieces are in memory; `opening` is a regular expression."""
+    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder(object_pairs_hook=_unique)
+    text, at, line = "", 0, 1
+
+    def read() -> bool:
+        """Read as much again as is there, so that a long object costs linear time; False at the end of the file."""
+        nonlocal text, at
+        piece = stream.read(max(PIECE, len(text) - at))
+        try:
+            text, at = text[at:] + decode(piece, final=not piece), 0
+        except UnicodeDecodeError as problem:
+            where = line + text.count("\n", at) + problem.object.count(b"\n", 0, problem.start)
+            raise _BadLine("bytes that are not UTF-8; convert the file to UTF-8", where) from None
+        return bool(piece)
+
+    def move(to: int) -> None:
+        nonlocal at, line
+        line, at = line + text.count("\n", at, to), to
+
+    def seen() -> str:
+        """The next character that is not blank, "" at the end of the file."""
+        while True:
+            move(_match(r"\s*", text, at))
+            if at < len(text) or not read():
+                return text[at : at + 1]
+
+    while not re.match(opening, text) and read():
+        pass
+    move(_match(opening, text))
+    first = True
+    while seen() != "]":
+        if not first:
+            if seen() != ",":
+                raise _BadLine("the array of rows is not closed, or its rows are not separated by commas", line)
+            move(at + 1)
+            seen()
+        first = False
+        while True:
+            try:
+                values, end = parse.raw_decode(text, at)
+                break
+            except _BadLine as problem:
+                raise _BadLine(f"{problem} in the object that begins here", line) from None
+            except json.JSONDecodeError as problem:  # perhaps only because the object goes on
+                where = line + text.count("\n", at, problem.pos)
+                if not read():
+                    raise _BadLine(f"not JSON ({problem.msg})", where) from None
+            except (ValueError, RecursionError) as problem:
+                raise _BadLine(f"not JSON ({str(problem)[:80]})", line) from None
+        yield line, _object(values, "an array of objects is expected", line)
+        move(end)
+    for mark in closing:
+        if seen() != mark:
+            raise _BadLine(f"{mark} is expected behind the array of rows", line)
+        move(at + 1)
+    if seen():
+        raise _BadLine("text behind the end of the array of rows", line)
+
+
+def _match(pattern: str, text: str, at: int = 0) -> int:
+    """Where the match of a pattern that does match ends."""
+    return cast(re.Match[str], re.compile(pattern).match(text, at)).end()
+
+
+def _object(values: Any, expected: str, line: int) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise _BadLine(f"a JSON {type(values).__name__}; one object a line is expected")
+        raise _BadLine(f"a JSON {type(values).__name__}; {expected}", line)
     return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _BadLine(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        raise _BadLine(f"the key {_repeated([name for name, _ in pairs])!r} occurs twice")
     return values
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _repeated(names: list[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _not_utf8(start: int) -> str:
+    return f"byte {start + 1} is not UTF-8; convert the file to UTF-8"
+
+
+# ---------------------------------------------------------------------------------------------------------------- CSV
+def _csv_rows(stream: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of text by the names in the first one; a `.csv` without any comma there is separated by semicolons."""
+    csv.field_size_limit(sys.maxsize)
+    head = _decoded(stream)
+    first = next(head, "")
+    separator = "\t" if ".tsv" in name else ";" if ";" in first and "," not in first else ","
+    rows = csv.reader(_chain(first, head), delimiter=separator, strict=True)
+    names: list[str] | None = None
+    line = 1
+    while True:
+        try:
+            cells = next(rows, None)
+        except csv.Error as problem:
+            raise _BadLine(f"not a row of separated values ({problem}); is a quote left open?", line) from None
+        if cells is None:
+            return
+        if names is None:
+            names = cells
+            if (twice := _repeated(names)) is not None:
+                raise _BadLine(f"the column {twice!r} occurs twice", line)
+        elif cells:
+            if len(cells) != len(names):
+                raise _BadLine(f"{len(cells)} cells for {len(names)} columns; quote cells with a {separator!r}", line)
+            yield line, dict(zip(names, cells))
+        line = rows.line_num + 1
+
+
+def _decoded(stream: IO[bytes]) -> Iterator[str]:
+    for number, line in enumerate(stream, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as problem:
+            raise _BadLine(_not_utf8(problem.start), number) from None
+
+
+def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+# -------------------------------------------------------------------------------------------------------------- arrow
+def _read_tables(file: Path) -> Rows:
+    """Rows of a parquet or arrow file, of which one batch is in memory."""
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            for values in batch.to_pylist():
+        for batch in _parquet_batches(file) if file.name.endswith(".parquet") else _arrow_batches(file):
+            for values in _decode(pyarrow.Table.from_batches([batch])):
                 number += 1
                 yield f"{file}:{number}", values
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        raise RunFailure(f"{file}: not a readable parquet file, after row {number} ({first_line(problem)})") from None
+        kind = file.suffix.removeprefix(".")
+        raise RunFailure(f"{file}: not a readable {kind} file, after row {number} ({first_line(problem)})") from None
 
 
-def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Any]]:
+def _parquet_batches(file: Path) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        yield from table.iter_batches(batch_size=CHUNK)
+
+
+def _arrow_batches(file: Path) -> Iterator[Any]:
+    import pyarrow
+
+    _check_arrow_end(file)
+    with pyarrow.memory_map(str(file)) as memory:
+        try:
+            batches: Any = pyarrow.ipc.open_stream(memory)
+        except pyarrow.ArrowInvalid:  # the other of arrow's two formats
+            opened = pyarrow.ipc.open_file(memory)
+            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+        for batch in batches:
+            batch.validate(full=True)
+            yield from (batch.slice(start, CHUNK) for start in range(0, len(batch), CHUNK))
+
+
+def _check_arrow_end(file: Path) -> None:
+    """Raises: ValueError for a file cut short, of which pyarrow reads the batches before the cut without a word."""
+    with file.open("rb") as stream:
+        stream.seek(max(file.stat().st_size - 8, 0))
+        end = stream.read()
+    if end != b"\xff\xff\xff\xff\0\0\0\0" and not end.endswith(b"ARROW1"):
+        raise ValueError("it has no end mark, so it is truncated")
+
+
+def _read_saved(folder: Path) -> Rows:
+    """Rows of a folder written by `Dataset.save_to_disk`."""
+    import datasets
+    import pyarrow
+
+    number = 0
+    try:
+        rows = datasets.load_from_disk(str(folder))
+        for file in rows.cache_files:
+            _check_arrow_end(Path(file["filename"]))
+        for values in _present(rows):
+            number += 1
+            yield f"{folder}:{number}", values
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as problem:
+        raise RunFailure(
+            f"{folder}: not a readable folder of save_to_disk, after row {number} ({first_line(problem)})"
+        ) from None
+
+
+def _decode(table: Any) -> Iterator[dict[str, Any]]:
+    """Rows of an arrow table, decoded as its types for `datasets` say."""
+    import datasets
+
+    if (twice := _repeated(table.column_names)) is not None:
+        raise ValueError(f"the column {twice!r} occurs twice")
+    return _present(datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="unused"))
+
+
+def _present(rows: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a `datasets.Dataset` without the nulls that fill its structs."""
+    features = rows.features
+    for values in rows:
+        yield {name: _without_fill(value, features[name]) for name, value in values.items()}
+
+
+def _without_fill(value: Any, feature: Any) -> Any:
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {name: _without_fill(inner, feature[name]) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list) and (inside := getattr(feature, "feature", None)) is not None:
+        return [_without_fill(inner, inside) for inner in value]
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------- hub
+def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Callable[[], Rows]]]:
     import datasets
 
     try:
         splits = datasets.load_dataset(name, config, revision=revision)
     except Exception as problem:  # the hub client, its network library and the builder raise errors of their own
-        line = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise UsageError(
-            f"--dataset_name {name}: no such file or folder, and loading it from the hub failed ({line})"
+            f"--dataset_name {name}: no such file or folder, and loading it from the hub failed ({first_line(problem)})"
         ) from None
     known = {split: SPLIT_NAMES.get(split.split("_")[0], "train") for split in splits}
-    return [(known[split], _read_hub(f"{name}/{split}", splits[split])) for split in splits]
+    return [(known[split], partial(_read_hub, f"{name}/{split}", splits[split])) for split in splits]
 
 
-def _read_hub(name: str, rows: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    for index, values in enumerate(rows):
+def _read_hub(name: str, rows: Any) -> Rows:
+    for index, values in enumerate(_present(rows)):
         yield f"{name}:{index}", values

@@ -20,6 +20,7 @@ from lightrlhf.data.chat import MARK, render_shown, shown_messages, shown_tools,
 from lightrlhf.data.tokens import answer_text
 
 Row = dict[str, Any]
+Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_TAG = re.compile(r"</?think(?:ing)?>")

@@ -1,8 +1,8 @@
 """Prompt collections and SFT datasets of messages, for online preference learning.
 
-Reads RLHFlow's prompt collections (`context_messages`) and SFT datasets (`messages` or `conversations`), with `{role,
-content}` or `{from, value}` messages. A prompt collection yields prompts only; an SFT dataset yields prompts, and
-finetune rows that train every assistant turn.
+Reads RLHFlow's prompt collections (`context_messages`) and SFT datasets (`messages` or `conversations`), as
+`datasets_prep.generic` does, with longer prompts. A prompt collection yields prompts only; an SFT dataset yields
+prompts, and finetune rows that train every assistant turn.
 
     python -m datasets_prep.prompts.prepare_data --destination_dir=data/prompts \\
         --dataset_name=RLHFlow/iterative-prompt-v1-iter1-20K --tokenizer_name=meta-llama/Meta-Llama-3-8B-Instruct
@@ -11,13 +11,12 @@ finetune rows that train every assistant turn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from datasets_prep.common import BadRow, PrepareArgs, column, run
+from datasets_prep.common import PrepareArgs, run
+from datasets_prep.formats import to_row
 from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("finetune", "prompts")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +29,6 @@ class PromptsArgs(PrepareArgs):
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int = 1024
     """Maximum tokens of a prompt; rows with a longer one are dropped."""
-
-
-def to_row(raw: dict[str, Any]) -> dict[str, Any]:
-    """`{prompt: messages}` of a prompt collection, `{messages}` of an SFT dataset. Raises: BadRow."""
-    if "context_messages" in raw:
-        return {"prompt": as_messages(column(raw, "context_messages", list)), "stage": "prompts"}
-    name = "messages" if "messages" in raw else "conversations"
-    return {"messages": as_messages(column(raw, name, list))}
-
-
-def as_messages(turns: list[Any]) -> list[dict[str, Any]]:
-    """`{role, content}` messages from `{role, content}` or `{from, value}` turns. Raises: BadRow."""
-    messages: list[dict[str, Any]] = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise BadRow(f"message_is_{type(turn).__name__}")
-        role = turn.get("role", turn.get("from"))
-        if role not in ROLES:
-            raise BadRow("unknown_role")
-        messages.append({"role": ROLES[role], "content": turn.get("content", turn.get("value"))})
-    return messages
 
 
 @one_line_errors

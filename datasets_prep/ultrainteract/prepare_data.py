@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets_prep.common import BadRow, PrepareArgs, column, run
-from datasets_prep.prompts.prepare_data import as_messages
+from datasets_prep.formats import as_messages
 from lightrlhf.cli.errors import one_line_errors
 
 STAGES = ("dialogue",)

@@ -12,6 +12,10 @@ from pathlib import Path
 import torch
 from helpers.data import gpt2_like
 
+from datasets_prep.common import PrepareArgs
+from lightrlhf.cli.parser import parse
+from lightrlhf.sft import SFTArgs
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "howto" / "add_a_dataset.md").read_text(encoding="utf-8")
 
@@ -24,17 +28,21 @@ def test_add_a_dataset(tmp_path):
     votes = tmp_path / "datasets_prep" / "votes"
     assert len((votes / "prepare_data.py").read_text().splitlines()) <= 45
     (votes / "__init__.py").touch()
-    for source in [*ROOT.glob("datasets_prep/*.py"), ROOT / "datasets_prep" / "generic"]:
+    for source in ROOT.glob("datasets_prep/*"):
         (votes.parent / source.name).symlink_to(source)
     gpt2_like().save_pretrained(tmp_path / "tokenizer")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    commands = re.findall(r"^python -m datasets_prep\S+ .*$", PAGE, re.MULTILINE)
-    assert len(commands) == 2
+    commands = re.findall(r"^python -m \S+ .*$", PAGE, re.MULTILINE)
+    (training,) = [command for command in commands if "datasets_prep" not in command]
+    assert len(commands) == 5 and parse(SFTArgs, shlex.split(training)[3:]).data_dir == "data/mine"
     for command in commands:
+        if command == training or "--preview" in command and not hasattr(PrepareArgs, "preview"):
+            continue
         words = shlex.split(command.replace("facebook/opt-350m", "tokenizer"))
         done = subprocess.run(
             [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    assert torch.load(tmp_path / "data" / "mine" / "preference_train.pt", weights_only=True)
+    for name in ("mine", "questions"):
+        assert torch.load(tmp_path / "data" / name / "finetune_train.pt", weights_only=True)
     assert "⟦" in (tmp_path / "data" / "votes" / "report.md").read_text()

@@ -186,7 +186,7 @@ def test_gsm8k(tmp_path):
     "row, expected",
     [
         ({"prompt": "a b", "completion": " c d"}, ("a b", " c d")),
-        ({"prompt": "a b", "completion": [message(ASSISTANT, " c d")]}, ("a b", " c d")),
+        ({"prompt": "a b", "completion": [message(ASSISTANT, "c d")]}, ("\n\nHuman: a b\n\nAssistant:", " c d")),
         ({"prompt": [message(USER, "a")], "completion": "yes"}, ("\n\nHuman: a\n\nAssistant:", " yes")),
         ({"prompt": "a", "chosen": " good", "rejected": " bad"}, ("a", " good", " bad")),
         ({"chosen": "Is it wet? Yes it is.", "rejected": "Is it wet? No."}, ("Is it wet?", " Yes it is.", " No.")),
@@ -266,7 +266,7 @@ def test_no_bad_row_is_trained_on_and_none_stops_the_run(tmp_path, name):
     assert "1" in used, "the good row is gone"
     cut = {f"{column}: a megabyte" for column in READ[name]}  # a long response is cut, a long prompt dropped
     assert missed <= cut, missed
-    assert all(reason and " " not in reason for reason in where.values())
+    assert all(reason and "\n" not in reason and len(reason) < 250 for reason in where.values())
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_broken_dialogues_are_bad_rows(text):
 def test_pairs_that_answer_different_prompts_are_bad_rows():
     with pytest.raises(BadRow, match="prompts_differ"):
         helpful_harmless.to_row(HH | {"rejected": HH["rejected"].replace("wet", "dry")})
-    with pytest.raises(BadRow, match="prompts_differ"):
+    with pytest.raises(BadRow, match="different prompts"):
         generic.to_row({"chosen": TRL_HH["chosen"], "rejected": [message(USER, "?"), message(ASSISTANT, "No.")]})
 
 

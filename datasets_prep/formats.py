@@ -1,0 +1,660 @@
+"""Formats of raw rows: from the columns that people have to the row that `datasets_prep.common` prepares.
+
+A row is read as the first of these formats whose columns it has, not null:
+
+| format | columns | row |
+|---|---|---|
+| OpenAI's pairs | `input` (with `messages`), `preferred_output, non_preferred_output` | prompt, chosen, rejected |
+| unpaired preferences | `prompt, completion, label`, or `messages, label` | prompt, completion, label |
+| pairs | `prompt, chosen, rejected`; or `chosen, rejected`, both with the prompt | prompt, chosen, rejected |
+| prompt and completion | `prompt, completion` | prompt, completion; messages if it is several |
+| dialogues | `messages`, or ShareGPT's `conversations` | messages; prompt if nothing is answered |
+| prompts | `prompt`, or RLHFlow's `context_messages` | prompt |
+| text | `text` | text |
+
+Alpaca's `instruction`, `input` and `history` are a prompt, its `output` the completion. `system` and `tools` belong to
+all but text. A row with the columns of two formats is refused, unless both say the same (`messages` beside an equal
+`chosen`) or the other is `text`, which people add as a rendering; such columns are kept as plain ones, and noted. A
+response is text, or a message where it has more than that (reasoning, tool calls).
+
+Changed, and noted: messages after the last answer of a dialogue are cut. Refused, because any remedy of ours would
+change what is trained: two user messages in a row, a dialogue that the assistant opens, sides of a pair that are
+several messages, steps with a label each (TRL's `prompt, completions, labels`: no program here learns from them, and
+joining steps needs a separator that the data does not name).
+
+Left out: images and sounds (refused), templates' own arguments (`chat_template_kwargs`, noted).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from datasets_prep.reading import Raw
+from datasets_prep.turns import BadRow, Messages, Row
+from lightrlhf.cli.errors import UsageError
+
+FORMATS = (
+    ("input", "preferred_output", "non_preferred_output"),
+    ("prompt", "completions", "labels"),
+    ("prompt", "completion", "label"),
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+    ("prompt", "completion"),
+    ("messages", "label"),
+    ("messages",),
+    ("prompt",),
+    ("text",),
+)
+STEPS = ("prompt", "completions", "labels")
+ALIASES = {"conversations": "messages", "context_messages": "prompt"}
+ALPACA = ("instruction", "input", "history", "output")
+OURS = tuple(dict.fromkeys([*(name for names in FORMATS for name in names), *ALPACA, "system", "tools"]))
+# columns that must not be left unread: with them a row means something else
+DECISIVE = ("prompt", "completion", "chosen", "rejected", "messages", "preferred_output", "non_preferred_output")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SYNONYMS = {  # for the nearest format of columns that no format has
+    "prompt": "question query instruction problem task user input request post context".split(),
+    "completion": "answer response output solution reply assistant target summary".split(),
+    "chosen": "preferred accepted winner better best good positive".split(),
+    "rejected": "dispreferred loser worse worst bad negative".split(),
+    "messages": "conversation dialogue dialogues dialog chat turns trajectory".split(),
+    "text": "content document body passage article story".split(),
+}
+QUESTIONS = ("question", "query", "instruction", "problem", "input")  # beside a pair of texts, surely its prompt
+ROLES = (
+    dict.fromkeys(("user", "human"), "user")
+    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
+    | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
+    | {"system": "system", "developer": "developer"}
+)
+MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
+MISPLACED = {  # (roles that a message may follow, what is wrong elsewhere); None is the start
+    "system": ((None,), "a system message that is not the first: move it to the start"),
+    "developer": ((None,), "a developer message that is not the first: move it to the start"),
+    "user": ((None, "system", "developer", "assistant", "tool"), "two user messages in a row: join them into one"),
+    "tool": (("assistant", "tool"), "a tool message that follows no assistant message: put the call before it"),
+}
+OPENS, TWICE = (
+    "the assistant opens the dialogue: begin with a user message",
+    "two assistant messages in a row: join them into one",
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ columns
+def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
+    """`{our name: column of the data}` from pairs such as `prompt=question`. Raises: ValueError."""
+    pairs = list(pairs)
+    flag = f"--columns {','.join(pairs)}"
+    mapping: dict[str, str] = {}
+    for pair in pairs:
+        ours, _, theirs = (part.strip() for part in pair.partition("="))
+        if not (ours and theirs):
+            raise ValueError(f"{flag}: {pair!r} is no pair such as prompt=question")
+        name = ALIASES.get(ours, ours)
+        if name not in OURS:
+            hint = f"did you mean {theirs}={ours}?" if theirs in OURS else f"the names are {', '.join(OURS)}"
+            raise ValueError(f"{flag}: {ours} is no column that is read; {hint}")
+        if name in mapping or theirs in mapping.values():
+            raise ValueError(f"{flag}: {ours if name in mapping else theirs} occurs twice")
+        mapping[name] = theirs
+    needed = mapping.keys() & set(DECISIVE)
+    if not any(needed <= set(names) for names in FORMATS):
+        raise ValueError(f"{flag}: no format has {' and '.join(sorted(needed))}")
+    return mapping
+
+
+def check_columns(mapping: dict[str, str], rows: Iterable[Raw], look: int = 1000) -> None:
+    """Raises: UsageError for a column of `mapping` that none of the first `look` rows has."""
+    found = dict.fromkeys(name for raw in islice(rows, look if mapping else 0) for name in raw.values)
+    for ours, theirs in mapping.items():
+        if found and theirs not in found:
+            near = difflib.get_close_matches(theirs, found, n=1)
+            hint = f"; did you mean {ours}={near[0]}?" if near else ""
+            raise UsageError(f"--columns {ours}={theirs}: no column {theirs} among {_some(found)}{hint}")
+
+
+def to_row(raw: dict[str, Any], mapping: dict[str, str] | None = None) -> Row:
+    """The row of raw columns, of which `mapping` names some.
+
+    Every column that was not read is in `columns`. `notes` are what was changed or not read, for the report to count.
+    Raises: BadRow with the reason.
+    """
+    mapping = mapping or {}
+    by_column = {theirs: ours for ours, theirs in mapping.items()}
+    column_of: dict[str, str] = {}  # by our name, or its own
+    for column, value in raw.items():
+        name = by_column.get(column) or ALIASES.get(column, column)
+        if value is None or (name in mapping and mapping[name] != column):
+            continue
+        if name in column_of:
+            raise BadRow(f"two formats: {column_of[name]} and {column}; choose one: --columns {name}={column}")
+        column_of[name] = column
+    values = {name: raw[column] for name, column in column_of.items()}
+    nulls = {by_column.get(column) or ALIASES.get(column, column) for column in raw if raw[column] is None}
+    reader = _Reader(values, column_of, nulls & set(OURS), set(mapping))
+    row = reader.row()
+    if column_of.get("prompt") == "context_messages" and row.keys() <= {"prompt", "tools"}:
+        row["stage"] = "prompts"
+    read = {column_of[name] for name in reader.used if name in column_of}
+    left = {column: value for column, value in raw.items() if column not in read}
+    left = {c: v for c, v in left.items() if v is not None or (by_column.get(c) or ALIASES.get(c, c)) not in OURS}
+    row["columns"] = {column: plain(value) for column, value in left.items()}
+    return row | ({"notes": reader.notes} if reader.notes else {})
+
+
+def plain(value: Any) -> Any:
+    """`value` as plain data for a `.pt` file; other objects as text."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+class _Reader:
+    """Reads one row: `used` are the names it was read from, `notes` what was changed or not read."""
+
+    def __init__(self, values: dict[str, Any], shown: dict[str, str], nulls: set[str], mapped: set[str]) -> None:
+        self.values, self.nulls, self.mapped = dict(values), nulls, mapped
+        self.shown = dict(shown)  # our name: the column's, for errors
+        self.columns = sorted(shown.values())
+        self.tools: list[dict[str, Any]] = []
+        self.used: set[str] = set()
+        self.notes: list[str] = []
+
+    def row(self) -> Row:
+        values = self.values
+        for name in MEDIA:
+            if values.get(name):
+                raise BadRow(f"column {name}: images and sounds are not read")
+        self._read_alpaca()
+        self._read_dialogue_before_a_pair()
+        names = next((names for names in FORMATS if self._fits(names)), None)
+        if names is None:
+            raise self._no_format()
+        self.used |= set(names)
+        if names == STEPS:
+            raise BadRow("steps with a label each are not read; nearest: prompt, completion, label of the whole answer")
+        if names[0] == "input":
+            self._read_openai_preference()
+        if names != ("text",):
+            self._read_tools()
+        row = (
+            {"text": _text(values["text"], "text")} if names == ("text",)
+            else self._pair() if "chosen" in names or names[0] == "input"
+            else self._dialogue() if names[0] == "messages"
+            else self._answered() if "completion" in names
+            else {"prompt": self._prompt()}
+        )  # fmt: skip
+        self._check_others(names, row)
+        return row | ({"tools": self.tools} if self.tools else {})
+
+    def _fits(self, names: tuple[str, ...]) -> bool:
+        return set(names) <= self.values.keys() and self.mapped & {*DECISIVE, "label", "text"} <= {*names, *self.used}
+
+    def _no_format(self) -> BadRow:
+        for name in sorted(self.mapped & self.nulls):
+            return BadRow(f"{name}_is_null")
+        return BadRow(no_format(self.values, self.nulls, self.columns))
+
+    def _read_alpaca(self) -> None:
+        """`instruction`, `input`, `history` and `output` as prompt and completion."""
+        values = self.values
+        answered = "output" in values or {"chosen", "rejected"} <= values.keys()
+        if "instruction" not in values or not answered or "prompt" in values and "output" not in values:
+            return
+        if twice := {"prompt", "completion"} & values.keys():
+            raise BadRow(_two_formats(["instruction", "output"], sorted(twice)))
+        text = _text(values["instruction"], "instruction")
+        if added := values.get("input"):
+            text += "\n" + _text(added, "input")
+        history = _listed(values.get("history") or [], "history")
+        if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+            raise BadRow("history: pairs of texts are expected")
+        before = [
+            {"role": role, "content": content} for turn in history for role, content in zip(("user", "assistant"), turn)
+        ]
+        values["prompt"] = [*before, {"role": "user", "content": text}]
+        self.used |= {"instruction", "input", "history"}
+        self.shown["prompt"] = "instruction"
+        if "output" in values:
+            values["completion"] = values["output"]
+            self.used.add("output")
+            self.shown["completion"] = "output"
+
+    def _read_dialogue_before_a_pair(self) -> None:
+        """A dialogue that ends with the user, beside a pair, is the prompt of it."""
+        values = self.values
+        if {"chosen", "rejected", "messages"} <= values.keys() and "prompt" not in values:
+            messages = as_messages(_listed(values["messages"], "messages"))
+            if messages and messages[-1]["role"] in ("user", "tool"):
+                values["prompt"] = messages
+                del values["messages"]
+                self.used.add("messages")
+
+    def _read_openai_preference(self) -> None:
+        values = self.values
+        given = values["input"]
+        if isinstance(given, str):
+            given = _parsed(given)
+        if not isinstance(given, dict) or "messages" not in given:
+            raise BadRow("input has no messages; nearest: prompt, chosen, rejected")
+        values["prompt"] = _listed(given["messages"], "messages")
+        if given.get("tools"):
+            values["tools"] = given["tools"]
+        if unknown := sorted(given.keys() - {"messages", "tools", "parallel_tool_calls"}):
+            raise BadRow(f"unknown key of input: {unknown[0]}")
+        values["chosen"] = _listed(values["preferred_output"], "preferred_output")
+        values["rejected"] = _listed(values["non_preferred_output"], "non_preferred_output")
+        self.used |= {"prompt", "chosen", "rejected"}
+
+    def _read_tools(self) -> None:
+        """The schemas of `tools`, each with its type. Raises: BadRow."""
+        values = self.values
+        if "messages" in values and "tools" not in values and "functions" in values:  # OpenAI's older name
+            values["tools"] = values["functions"]
+            self.used.add("functions")
+        if "chat_template_kwargs" in values:
+            self.notes.append("chat_template_kwargs kept as a column: the template is given no arguments")
+        self.used.add("tools")
+        for tool in _listed(values.get("tools") or [], "tools"):
+            tool = _parsed(tool) if isinstance(tool, str) else tool
+            if not isinstance(tool, dict) or not ("name" in tool or isinstance(tool.get("function"), dict)):
+                raise BadRow("tools: a list of functions' schemas is expected")
+            self.tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+
+    def _prompt(self) -> str | Messages:
+        """The prompt as text, or as messages if it, `system` or `tools` are such. Raises: BadRow."""
+        value = self.values["prompt"]
+        prompt = as_messages(value) if isinstance(value, list) else _text(value, "prompt")
+        if isinstance(prompt, str) and (self._system() or self.tools):
+            prompt = user_message(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        prompt = self._with_system(prompt)
+        check_order(prompt)
+        if prompt[-1]["role"] not in ("user", "tool"):
+            raise BadRow(f"the prompt ends with the {prompt[-1]['role']}: end it with a user message")
+        return prompt
+
+    def _system(self) -> str:
+        self.used.add("system")
+        value = self.values.get("system") or ""
+        return _text(value, "system") if value else ""
+
+    def _with_system(self, messages: Messages) -> Messages:
+        text = self._system()
+        if not text.strip():
+            return messages
+        if messages and messages[0]["role"] in ("system", "developer"):
+            if messages[0]["content"] != text:
+                raise BadRow("two system messages: one in the column system, another in the dialogue")
+            return messages
+        return [{"role": "system", "content": text}, *messages]
+
+    def _dialogue(self) -> Row:
+        """`{messages}` up to the last answer, which a label is of; `{prompt}` if there is none. Raises: BadRow."""
+        row = self._cut(self._with_system(as_messages(_listed(self.values["messages"], "messages"))))
+        if "label" not in self.used:
+            return row
+        if "messages" not in row:
+            raise BadRow("a label of a dialogue without an answer")
+        *prompt, last = row["messages"]
+        return {"prompt": prompt, "completion": answer(last), "label": truth(self.values["label"])}
+
+    def _cut(self, messages: Messages) -> Row:
+        check_order(messages)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            if messages[-1]["role"] != "user":
+                raise BadRow("a dialogue of a system message alone")
+            self.notes.append("a dialogue without an answer: read as a prompt")
+            return {"prompt": messages}
+        if messages[answers[-1] + 1 :]:
+            self.notes.append("messages after the last answer cut")
+        return {"messages": messages[: answers[-1] + 1]}
+
+    def _answered(self) -> Row:
+        """`{prompt, completion[, label]}`, or `{messages}` whose earlier answers have weight 0. Raises: BadRow."""
+        value = self.values["completion"]
+        label = {"label": truth(self.values["label"])} if "label" in self.used else {}
+        if isinstance(value, (list, dict)):
+            messages = as_messages([value] if isinstance(value, dict) else value)
+            prompt = as_dialogue(self._prompt())
+            if len(messages) == 1:
+                return {"prompt": prompt, "completion": answer(messages[0]), **label}
+            if label:
+                raise BadRow("a label of several messages: label one assistant message")
+            if messages[0]["role"] != "assistant":
+                raise BadRow("the completion begins with no assistant message: move the start to the prompt")
+            before = [message | ({"weight": 0} if message["role"] == "assistant" else {}) for message in prompt]
+            return self._cut([*before, *messages])
+        return {"prompt": self._prompt(), "completion": _text(value, "completion"), **label}
+
+    def _pair(self) -> Row:
+        """`{prompt, chosen, rejected}`, whose prompt is separate or begins both sides. Raises: BadRow."""
+        chosen, rejected = (_side(self.values[name], name) for name in ("chosen", "rejected"))
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            if "prompt" in self.values:
+                return {"prompt": self._prompt(), "chosen": chosen, "rejected": rejected}
+            if self.values.keys() & set(QUESTIONS):
+                raise self._no_format()
+            common = os.path.commonprefix([chosen, rejected])
+            prompt = common[: common.rfind(" ")] if " " in common else ""  # ends at a word boundary
+            if not prompt.strip():
+                raise BadRow("chosen and rejected have no prompt in common; nearest: prompt, chosen, rejected")
+            self.values["prompt"], start = prompt, len(prompt)
+            self.used.add("prompt")
+            return {"prompt": self._prompt(), "chosen": chosen[start:], "rejected": rejected[start:]}
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise BadRow("one side of the pair is text, the other messages")
+        if not chosen or not rejected:
+            raise BadRow("a side of the pair is empty")
+        if chosen[0]["role"] != "assistant" and rejected[0]["role"] != "assistant":
+            return self._pair_of_dialogues(chosen, rejected)
+        if len(chosen) > 1 or len(rejected) > 1:
+            raise BadRow("sides of several messages: one assistant message each after the prompt")
+        if "prompt" not in self.values:
+            raise BadRow("a pair without a prompt; nearest: prompt, chosen, rejected")
+        return {"prompt": as_dialogue(self._prompt()), "chosen": answer(chosen[0]), "rejected": answer(rejected[0])}
+
+    def _pair_of_dialogues(self, chosen: Messages, rejected: Messages) -> Row:
+        sides = [chosen, rejected]
+        common = min(len(side) for side in sides) - 1
+        same = next((n for n in range(common) if chosen[n] != rejected[n]), common)
+        if {side[same]["role"] for side in sides} != {"assistant"}:
+            raise BadRow("chosen and rejected have different prompts")
+        if any(len(side) > same + 1 for side in sides):
+            raise BadRow("sides of several messages: one assistant message each after the prompt")
+        prompt = chosen[:same]
+        if "prompt" in self.values and not _says({"messages": prompt}, "prompt", self.values["prompt"]):
+            raise BadRow("the prompt differs from the one that chosen and rejected begin with")
+        self.values["prompt"] = prompt
+        self.used.add("prompt")
+        return {"prompt": self._prompt(), "chosen": answer(chosen[same]), "rejected": answer(rejected[same])}
+
+    def _check_others(self, names: tuple[str, ...], row: Row) -> None:
+        """Note the columns of other formats that say the same. Raises: BadRow if they say something else."""
+        kept = [name for name in (*DECISIVE, "text") if name in self.values and name not in self.used]
+        if unread := sorted(self.mapped & self.values.keys() - self.used):
+            raise BadRow(f"--columns names {unread[0]}, which {', '.join(names)} does not go with")
+        if not self.mapped:
+            other = [name for name in kept if not self._agrees(names, row, name)]
+            second = next((f for f in FORMATS if set(other) <= set(f) <= self.values.keys()), None)
+            if other and second is None:
+                raise self._no_format()
+            if other and second:
+                raise BadRow(_two_formats([self.shown[name] for name in names], [self.shown[name] for name in second]))
+        read_as = ", ".join(self.shown.get(name, name) for name in names)
+        self.notes += [f"{self.shown[name]} kept as a column beside {read_as}" for name in kept]
+        more = {name for other in FORMATS if set(names) < set(other) for name in other} & self.nulls
+        self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & {*DECISIVE, "label"})]
+
+    def _agrees(self, names: tuple[str, ...], row: Row, name: str) -> bool:
+        """Whether column `name` of another format says nothing else; of `text` beside answers that is assumed."""
+        return names != ("prompt",) if name == "text" else _says(row, name, self.values[name])
+
+
+def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> str:
+    """The columns found and the nearest format, with the flag that maps them to it."""
+    found = [name for name in values if isinstance(values[name], (str, list, dict))]
+    decisive = {name for name in found if name in DECISIVE}
+    formats = [f for f in FORMATS if f != STEPS and decisive <= set(f)] or [f for f in FORMATS if f != STEPS]
+
+    def assigned(names: tuple[str, ...]) -> dict[str, str]:
+        result: dict[str, str] = {}
+        for name in names:
+            free = [column for column in found if column not in result.values() and column not in names]
+            like = {name, *SYNONYMS.get(name, [])}
+            words = {column: set(re.split(r"[\W_]+", column.lower())) for column in free}
+            match = name if name in values else next((column for column in free if words[column] & like), None)
+            if match:
+                result[name] = match
+        return result
+
+    def closeness(names: tuple[str, ...]) -> tuple[bool, int, int]:
+        count = len(assigned(names))
+        return count == len(names), count, -len(names)
+
+    best = max(formats, key=closeness)
+    near = assigned(best)
+    if null := sorted((set(best) - near.keys()) & nulls, key=OURS.index) or ([] if near else sorted(nulls)):
+        return f"{null[0]}_is_null"
+    if not near:
+        best = ("prompt", "completion")
+    pairs = [f"{name}={near.get(name, 'COLUMN')}" for name in best if near.get(name) != name]
+    flag = ",".join(pairs or [f"{name}={name}" for name in best])
+    return f"no known format: columns {_some(columns) or 'none'}; nearest: {', '.join(best)} (--columns {flag})"
+
+
+def _two_formats(one: list[str], other: list[str]) -> str:
+    flags = ["--columns " + ",".join(f"{name}={name}" for name in names) for names in (one, other)]
+    return f"two formats: {', '.join(one)} and {', '.join(other)}; choose one: {' or '.join(flags)}"
+
+
+def _says(row: Row, name: str, value: Any) -> bool:
+    """Whether column `name` of another format says nothing but what the row says."""
+    if "text" in row:
+        return False
+    whole = row.get("messages")
+    if whole is None:
+        last = row.get("chosen", row.get("completion"))
+        last = [] if last is None else [last if isinstance(last, dict) else {"role": "assistant", "content": last}]
+        whole = [*as_dialogue(row["prompt"]), *last]
+    asked = [message["content"].strip() for message in whole if message["role"] == "user"]
+    if isinstance(value, str):
+        if name == "completion":
+            return value.strip() == whole[-1]["content"].strip()
+        return name == "prompt" and value.strip() in (asked[:1] + asked[-1:])
+    if name not in ("prompt", "messages") or not isinstance(value, list):
+        return False
+    try:
+        messages = as_messages(value)
+    except BadRow:
+        return False
+    return whole[: len(messages)] == messages and (name == "prompt" or len(messages) == len(whole))
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+def as_messages(turns: list[Any]) -> Messages:
+    """Messages of OpenAI's `{role, content, …}` or ShareGPT's `{from, value}`, with every key kept.
+
+    A call that ShareGPT writes as a turn of its own joins the assistant's message before it. Raises: BadRow.
+    """
+    messages: Messages = []
+    for turn in turns:
+        message = as_message(turn)
+        is_call = (turn.get("from") or turn.get("role")) == "function_call"
+        if is_call and messages and messages[-1]["role"] == "assistant":
+            before = messages[-1]
+            messages[-1] = before | {"tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    return messages
+
+
+def as_message(turn: Any) -> dict[str, Any]:
+    """One message, with the keys of MESSAGE_KEYS that it has. Raises: BadRow, which names an unknown key."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"message_is_{type(turn).__name__}")
+    keys = {"from": "role", "value": "content"}
+    given = {key: value for key, value in turn.items() if value is not None}
+    if twice := [key for key, name in keys.items() if key in given and name in given]:
+        raise BadRow(f"a message with both {keys[twice[0]]} and {twice[0]}")
+    given = {keys.get(key, key): value for key, value in given.items()}
+    raw_role = given.get("role")
+    if not isinstance(raw_role, str) or raw_role not in ROLES:
+        raise BadRow("unknown_role")
+    role = ROLES[raw_role]
+    if raw_role == "function_call":
+        calls = _parsed(given.pop("content", None))
+        given["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    elif "function_call" in given:  # OpenAI's older form
+        given["tool_calls"] = [*given.get("tool_calls", []), given.pop("function_call")]
+    weight = _weight(given, role)
+    unknown = sorted(key for key in given.keys() - MESSAGE_KEYS if given[key] not in ("", [], {}))
+    if unknown:
+        raise BadRow(f"unknown key of a message: {unknown[0]}")
+    message: dict[str, Any] = {"role": role, "content": _content(given)}
+    if role != "assistant" and (wrong := given.keys() & {"reasoning_content", "tool_calls"}):
+        raise BadRow(f"{min(wrong)} in a {role} message")
+    for key in ("reasoning_content", "tool_call_id", "name"):
+        if key in given:
+            message[key] = _text(given[key], key)
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in _listed(given["tool_calls"], "tool_calls")]
+    return message | ({} if weight is None else {"weight": weight})
+
+
+def _weight(given: dict[str, Any], role: str) -> int | None:
+    """The weight in `weight` or `train`, which are removed. Raises: BadRow."""
+    weights = [given.pop(key) for key in ("weight", "train") if key in given]
+    if not weights:
+        return None
+    if any(not isinstance(weight, (int, float)) or weight not in (0, 1) for weight in weights):
+        raise BadRow("a message's weight is neither 0 nor 1")
+    if len(set(weights)) > 1:
+        raise BadRow("a message's weight and train disagree")
+    if role == "assistant":
+        return int(weights[0])
+    if weights[0]:
+        raise BadRow(f"weight 1 in a {role} message: only the assistant's are trained")
+    return None
+
+
+def _content(given: dict[str, Any]) -> str:
+    """The text of a message; of parts, their texts joined. Raises: BadRow."""
+    content = given.get("content")
+    if content is None:
+        if given.get("tool_calls"):
+            return ""
+        raise BadRow("message_content_is_null")
+    if not isinstance(content, list):
+        return _text(content, "message_content")
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise BadRow(f"a part of a message is {type(part).__name__}")
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadRow(f"a part of a message is no text but {kind if isinstance(kind, str) else 'of no type'}")
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """`{type, [id], function: {name, arguments: dict}}` of a tool call in any usual form. Raises: BadRow."""
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
+    function = call.pop("function", None) or {key: call.pop(key) for key in ("name", "arguments") if key in call}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a tool call without a function's name")
+    if unknown := sorted((call.keys() - {"type", "id"}) | (function.keys() - {"name", "arguments"})):
+        raise BadRow(f"unknown key of a tool call: {unknown[0]}")
+    if call.get("type", "function") != "function":
+        raise BadRow("a tool call that is no function")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":  # of a function without any
+        arguments = {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise BadRow("a tool call's arguments are no JSON object")
+    named = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **({"id": call["id"]} if "id" in call else {}), "function": named}
+
+
+def check_order(messages: Messages) -> None:
+    """Raises: BadRow with what to do, if no chat template expects such an order."""
+    if not messages:
+        raise BadRow("no_messages")
+    before = None
+    for message in messages:
+        role = message["role"]
+        if role == "assistant":
+            if before not in ("user", "tool"):
+                raise BadRow(TWICE if before == "assistant" else OPENS)
+        else:
+            allowed, wrong = MISPLACED[role]
+            if before not in allowed:
+                raise BadRow(wrong)
+        before = role
+
+
+def answer(message: dict[str, Any]) -> str | dict[str, Any]:
+    """An assistant message as a response: its text if it has nothing else. Raises: BadRow."""
+    if message["role"] != "assistant":
+        raise BadRow("the response is no assistant message")
+    message = dict(message)
+    if message.pop("weight", 1) == 0:
+        raise BadRow("the response has weight 0")
+    return message["content"] if message.keys() == {"role", "content"} else message
+
+
+def as_dialogue(prompt: str | Messages) -> Messages:
+    """A prompt as messages; text is what the user says."""
+    return user_message(prompt) if isinstance(prompt, str) else prompt
+
+
+def user_message(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def truth(value: Any) -> bool:
+    """A label as True or False, from a truth value, 0 and 1, or (of CSV) their words. Raises: BadRow."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    known = words.get(value.strip().lower()) if isinstance(value, str) else None
+    if known is None and isinstance(value, (bool, int, float)) and value in (0, 1):
+        known = bool(value)
+    if known is None:
+        raise BadRow("label is neither true nor false: rename the column if it is no feedback on the completion")
+    return known
+
+
+def _side(value: Any, name: str) -> str | Messages:
+    if isinstance(value, (list, dict)):
+        return as_messages([value] if isinstance(value, dict) else value)
+    return _text(value, name)
+
+
+def _text(value: Any, name: str) -> str:
+    """Raises: BadRow for what is no text, or is messages written as text (a list in a CSV cell)."""
+    if not isinstance(value, str):
+        raise BadRow(f"{name}_is_{type(value).__name__}")
+    if name in DECISIVE and MESSAGES_AS_TEXT.match(value):
+        raise BadRow(f"{name} is a list of messages written as text: use .jsonl, or one column of messages")
+    return value
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """A list, also from JSON text, as CSV and some tools columns have it. Raises: BadRow."""
+    if isinstance(value, str):
+        value = _parsed(value)
+        if not isinstance(value, list):
+            raise BadRow(f"{name} is text that is no JSON list")
+    if not isinstance(value, list):
+        raise BadRow(f"{name}_is_{type(value).__name__}")
+    return value
+
+
+def _parsed(text: Any) -> Any:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,464 @@
+"""Files as people have them, each format in each container: the rows that are read, or the line of the refusal.
+
+`python tests/data_prep/test_formats.py` prints the table: the files tried, and what each was read as.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datasets_prep.common import rows_of
+from datasets_prep.encoding import Dropped
+from datasets_prep.formats import check_columns, parse_columns, to_row
+from datasets_prep.generic import prepare_data as generic
+from datasets_prep.reading import Source
+from datasets_prep.turns import BadRow
+from lightrlhf.cli.errors import UsageError
+
+Rows = list[dict[str, Any]]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def tool(text: str, **more: Any) -> dict:
+    return {"role": "tool", "content": text, **more}
+
+
+def call(name: str = "weather", **arguments: Any) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+SCHEMA = {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+CALLED = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
+TALK = [user("Hi"), said("Hello."), user("Bye"), said("See you.")]
+CALLS = [user("Weather?"), said("", tool_calls=[call(city="Oslo")]), tool("Rain"), said("It rains.")]
+SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+ALPACA = {"instruction": "Translate", "input": "hei", "output": "hi"}
+STEPWISE = {"prompt": "2+2?", "completions": ["Two and two", "is 4"], "labels": [True, True]}
+
+
+# --------------------------------------------------------------------------------------------------------- containers
+def text_of(name: str, rows: Rows) -> str:
+    name = name.removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".json"):
+        return json.dumps(rows, indent=2)
+    out = io.StringIO(newline="")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    separator = "\t" if name.endswith(".tsv") else ","
+    writer = csv.writer(out, delimiter=separator)
+    writer.writerow(columns)
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in cells])
+    return out.getvalue()
+
+
+def write(path: Path, rows: Rows | bytes) -> Path:
+    """A file, or a folder of `save_to_disk` where the name has no suffix."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(rows, bytes):
+        path.write_bytes(rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    elif not path.suffix:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    else:
+        text = text_of(path.name, rows).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def read(path: Path, columns: Iterable[str] = ()) -> list[dict | str]:
+    """Each row without its source, or the reason why it is dropped; the error of a file that is refused."""
+    try:
+        mapping = parse_columns(columns)
+        source = Source(str(path))
+        check_columns(mapping, source)
+        rows = list(rows_of(source, partial(to_row, mapping=mapping), None))
+    except (UsageError, ValueError) as problem:
+        return [str(problem).replace(str(path.parent) + "/", "")]
+    hidden = {"source", "split"}
+    return [
+        row.reason if isinstance(row, Dropped) else {k: v for k, v in row.items() if k not in hidden and (k, v) != ("columns", {})}
+        for row in rows
+    ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+# (file, rows or bytes, the rows read or what a refusal says, pairs of --columns)
+CASES: list[tuple[str, Rows | bytes, list[Any], list[str]]] = []
+
+
+def case(file: str, rows: Rows | bytes, *expected: Any, columns: str = "") -> None:
+    CASES.append((file, rows, list(expected), columns.split(",") if columns else []))
+
+
+# fmt: off
+# OpenAI's messages
+case("openai.jsonl", [{"messages": [SYSTEM, *TALK]}], {"messages": [SYSTEM, *TALK]})
+case("openai.json", [{"messages": TALK, "id": 7}] * 2, *[{"messages": TALK, "columns": {"id": 7}}] * 2)
+case("openai.jsonl.gz", [{"messages": TALK}], {"messages": TALK})
+case("openai.csv", [{"messages": TALK}], {"messages": TALK})
+case("openai_saved", [{"messages": TALK}], {"messages": TALK})
+case("developer.jsonl", [{"messages": [{"role": "developer", "content": "Be brief."}, *TALK]}],
+     {"messages": [{"role": "developer", "content": "Be brief."}, *TALK]})
+case("parts.jsonl", [{"messages": [user([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]), TALK[1]]}],  # type: ignore[arg-type]
+     {"messages": TALK[:2]})
+case("image_part.jsonl", [{"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), TALK[1]]}],  # type: ignore[arg-type]
+     "a part of a message is no text but image_url")
+case("images.parquet", [{"messages": TALK, "images": [b"\x89PNG"]}], "column images: images and sounds are not read")
+case("calls.jsonl", [{"messages": [user("Weather?"), {"role": "assistant", "content": None, "tool_calls": CALLED, "refusal": None},
+                                   tool("Rain", tool_call_id="c1"), said("It rains.")], "tools": json.dumps(TOOLS)}],
+     {"messages": [CALLS[0], said("", tool_calls=[{"id": "c1"} | call(city="Oslo")]), tool("Rain", tool_call_id="c1"),
+                   CALLS[3]], "tools": TOOLS})
+case("calls.parquet", [{"messages": CALLS, "tools": TOOLS}, {"messages": TALK, "tools": None}],
+     {"messages": CALLS, "tools": TOOLS}, {"messages": TALK})
+case("other_calls.arrow", [{"messages": [user("a"), said("", tool_calls=[call("f", x=1)]), tool("b"), said("", tool_calls=[call("g", y="z")])]}],
+     {"messages": [user("a"), said("", tool_calls=[call("f", x=1)]), tool("b"), said("", tool_calls=[call("g", y="z")])]})
+case("functions.jsonl", [{"messages": [user("Weather?"), said("", function_call={"name": "weather", "arguments": "{}"}),
+                                       {"role": "function", "name": "weather", "content": "Rain"}, said("Wet.")], "functions": [SCHEMA]}],
+     {"messages": [CALLS[0], said("", tool_calls=[call()]), tool("Rain", name="weather"), said("Wet.")], "tools": TOOLS})
+case("bad_arguments.jsonl", [{"messages": [user("a"), said("", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}])]}],
+     "a tool call's arguments are no JSON object")
+case("thinking.jsonl", [{"messages": [user("Hi"), said("Hello.", reasoning_content="Greet.")]}],
+     {"messages": [user("Hi"), said("Hello.", reasoning_content="Greet.")]})
+case(
+    "unknown_key.jsonl",
+    [{"messages": [user("Hi"), said("Hello.", thoughts="Greet.")]}],
+    "unknown key of a message: thoughts",
+)
+case(
+    "harmless_keys.jsonl",
+    [{"messages": [user("Hi"), said("Hello.", refusal=None, audio=None, annotations=[])]}],
+    {"messages": TALK[:2]},
+)
+case("weights.jsonl", [{"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("See you.", train=True)]}],
+     {"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("See you.", weight=1)]})
+case("half_weight.jsonl", [{"messages": [user("Hi"), said("Hello.", weight=0.5)]}], "weight is neither 0 nor 1")
+case("user_weight.jsonl", [{"messages": [user("Hi") | {"weight": 1}, said("Hello.")]}], "weight 1 in a user message")
+case("openai_pairs.jsonl", [{"input": {"messages": [user("Hi")], "tools": [], "parallel_tool_calls": True},
+                             "preferred_output": [said("Hello.")], "non_preferred_output": [said("What?")]}],
+     {"prompt": [user("Hi")], "chosen": "Hello.", "rejected": "What?"})
+case("openai_pairs.csv", [{"input": {"messages": [user("Hi")]}, "preferred_output": [said("Yo.")], "non_preferred_output": [said("No.")]}],
+     {"prompt": [user("Hi")], "chosen": "Yo.", "rejected": "No."})
+# order of messages
+case(
+    "two_users.jsonl",
+    [{"messages": [user("Hi"), user("there"), said("Hello.")]}],
+    "two user messages in a row: join them",
+)
+case(
+    "two_answers.jsonl",
+    [{"messages": [user("Hi"), said("Hello."), said("You?")]}],
+    "two assistant messages in a row: join",
+)
+case(
+    "opens.jsonl",
+    [{"messages": [said("Welcome!"), *TALK]}],
+    "the assistant opens the dialogue: begin with a user message",
+)
+case("ends_with_user.jsonl", [{"messages": [*TALK, user("Wait")]}],
+     {"messages": TALK, "notes": ["messages after the last answer cut"]})
+case("only_user.jsonl", [{"messages": [SYSTEM, user("Hi")]}],
+     {"prompt": [SYSTEM, user("Hi")], "notes": ["a dialogue without an answer: read as a prompt"]})
+case("late_system.jsonl", [{"messages": [*TALK, SYSTEM, *TALK]}], "a system message that is not the first: move it")
+case(
+    "orphan_tool.jsonl",
+    [{"messages": [user("Hi"), tool("Rain"), said("Wet.")]}],
+    "a tool message that follows no assistant",
+)
+case("narrator.jsonl", [{"messages": [{"role": "narrator", "content": "Once"}, *TALK]}], "unknown_role")
+# ShareGPT
+case("sharegpt.jsonl", [{"conversations": SHARED, "id": "x"}], {"messages": TALK[:2], "columns": {"id": "x"}})
+case("sharegpt.parquet", [{"conversations": SHARED, "system": "Be kind."}, {"conversations": SHARED, "system": None}],
+     {"messages": [SYSTEM, *TALK[:2]]}, {"messages": TALK[:2]})
+case("sharegpt_tools.json", [{"conversations": [
+        {"from": "human", "value": "Weather?"}, {"from": "gpt", "value": "Let me see."},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "observation", "value": "Rain"}, {"from": "gpt", "value": "It rains."}], "tools": json.dumps([SCHEMA])}],
+     {"messages": [user("Weather?"), said("Let me see.", tool_calls=[call(city="Oslo")]), tool("Rain"), said("It rains.")],
+      "tools": TOOLS})
+case("sharegpt_pairs.jsonl", [{"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "What?"}}],
+     {"prompt": [user("Hi")], "chosen": "Hello.", "rejected": "What?"})
+# Alpaca
+ALPACA_ROW = {"prompt": [user("Translate\nhei")], "completion": "hi"}
+case("alpaca.json", [ALPACA, ALPACA | {"input": "", "text": "Below is …"}],
+     ALPACA_ROW, ALPACA_ROW | {"prompt": [user("Translate")], "columns": {"text": "Below is …"},
+                               "notes": ["text kept as a column beside instruction, output"]})
+case("alpaca.csv", [ALPACA | {"system": "Be kind."}], {"prompt": [SYSTEM, user("Translate\nhei")], "completion": "hi"})
+case("alpaca.tsv", [ALPACA], ALPACA_ROW)
+case("alpaca_history.jsonl", [ALPACA | {"history": [["Hi", "Hello."]]}],
+     {"prompt": [user("Hi"), said("Hello."), user("Translate\nhei")], "completion": "hi"})
+case("alpaca_pairs.jsonl", [{"instruction": "Greet", "input": "", "chosen": "A hello.", "rejected": "A no."}],
+     {"prompt": [user("Greet")], "chosen": "A hello.", "rejected": "A no."})
+# TRL's eight
+case("text.jsonl", [{"text": "The sky is blue."}], {"text": "The sky is blue."})
+case("text.csv", [{"text": 'Line one,\n"line two"'}], {"text": 'Line one,\n"line two"'})
+case("prompt_only.parquet", [{"prompt": "The sky"}], {"prompt": "The sky"})
+case(
+    "prompt_only_chat.jsonl",
+    [{"prompt": [user("Hi")], "answer": "x"}],
+    {"prompt": [user("Hi")], "columns": {"answer": "x"}},
+)
+case(
+    "prompt_completion.csv",
+    [{"prompt": "The sky", "completion": " is blue."}],
+    {"prompt": "The sky", "completion": " is blue."},
+)
+case("prompt_completion_chat.jsonl", [{"prompt": [user("Hi")], "completion": [said("Hello.", reasoning_content="Greet.")]}],
+     {"prompt": [user("Hi")], "completion": said("Hello.", reasoning_content="Greet.")})
+case("several_completions.jsonl", [{"prompt": TALK[:3], "completion": [said("", tool_calls=[call()]), tool("Rain"), said("Wet.")]}],
+     {"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("", tool_calls=[call()]), tool("Rain"), said("Wet.")]})
+case(
+    "pairs.csv",
+    [{"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}],
+    {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."},
+)
+case("pairs_chat.parquet", [{"prompt": [user("Hi")], "chosen": [said("Hello.")], "rejected": [said("What?")]}],
+     {"prompt": [user("Hi")], "chosen": "Hello.", "rejected": "What?"})
+case("pairs_implicit.jsonl", [{"chosen": TALK, "rejected": [*TALK[:3], said("No.")]}],
+     {"prompt": TALK[:3], "chosen": "See you.", "rejected": "No."})
+case("pairs_implicit_text.jsonl", [{"chosen": "The sky is blue", "rejected": "The sky is red"}],
+     {"prompt": "The sky is", "chosen": " blue", "rejected": " red"})
+case("pairs_thinking.jsonl", [{"prompt": [user("Hi")], "chosen": [said("Hello.", reasoning_content="Greet.")], "rejected": [said("What?")]}],
+     {"prompt": [user("Hi")], "chosen": said("Hello.", reasoning_content="Greet."), "rejected": "What?"})
+case("pairs_of_episodes.jsonl", [{"chosen": [TALK[0], said("a"), *TALK[2:]], "rejected": [TALK[0], said("b"), *TALK[2:]]}],
+     "sides of several messages: one assistant message each after the prompt")
+case(
+    "pairs_of_two_prompts.jsonl",
+    [{"chosen": TALK[:2], "rejected": [user("Ho"), TALK[1]]}],
+    "chosen and rejected have different prompts",
+)
+case(
+    "unpaired.jsonl",
+    [{"prompt": "Sky?", "completion": " Red.", "label": False}],
+    {"prompt": "Sky?", "completion": " Red.", "label": False},
+)
+case("unpaired.csv", [{"prompt": "Sky?", "completion": " Blue.", "label": "True"}, {"prompt": "Sky?", "completion": " Red.", "label": "0"}],
+     {"prompt": "Sky?", "completion": " Blue.", "label": True}, {"prompt": "Sky?", "completion": " Red.", "label": False})
+case("unpaired_chat.parquet", [{"prompt": [user("Hi")], "completion": [said("Hello.")], "label": True}],
+     {"prompt": [user("Hi")], "completion": "Hello.", "label": True})
+case("unpaired_dialogue.jsonl", [{"messages": TALK, "label": False}, {"messages": TALK[:1], "label": True}, {"messages": TALK, "label": None}],
+     {"prompt": TALK[:3], "completion": "See you.", "label": False}, "a label of a dialogue without an answer",
+     {"messages": TALK, "notes": ["label is null: read as messages"]})
+case("no_label.jsonl", [{"prompt": "Sky?", "completion": " Red.", "label": "sky"}], "label is neither true nor false")
+case("stepwise.jsonl", [STEPWISE], "steps with a label each are not read; nearest: prompt, completion, label")
+# other columns, several formats
+case("collection.jsonl", [{"context_messages": [user("Hi")]}], {"prompt": [user("Hi")], "stage": "prompts"})
+case("mixed_rows.jsonl", [{"prompt": "a", "completion": "b", "n": 1}, {"messages": TALK}, {"text": "c", "n": "one"}],
+     {"prompt": "a", "completion": "b", "columns": {"n": 1}}, {"messages": TALK}, {"text": "c", "columns": {"n": "one"}})
+case("questions.jsonl", [{"question": "Sky?", "answer": "Blue."}],
+     "no known format: columns answer, question; nearest: prompt, completion (--columns prompt=question,completion=answer)")
+case("mapped.jsonl", [{"question": "Sky?", "answer": "Blue.", "source": "x"}], {"prompt": "Sky?", "completion": "Blue.", "columns": {"source": "x"}},
+     columns="prompt=question,completion=answer")
+case("orca.jsonl", [{"system": "Be kind.", "question": "Hi", "chosen": "Yo.", "rejected": "No."}],
+     "nearest: prompt, chosen, rejected (--columns prompt=question)")
+case("orca_mapped.csv", [{"system": "Be kind.", "question": "Hi", "chosen": "Yo.", "rejected": "No."}],
+     {"prompt": [SYSTEM, user("Hi")], "chosen": "Yo.", "rejected": "No."}, columns="prompt=question")
+case("lmsys.parquet", [{"conversation": TALK, "model": "m"}], "nearest: messages (--columns messages=conversation)")
+case("ultrachat.parquet", [{"prompt": "Hi", "prompt_id": "x", "messages": TALK}],
+     {"messages": TALK, "columns": {"prompt": "Hi", "prompt_id": "x"}, "notes": ["prompt kept as a column beside messages"]})
+case("ultrafeedback.parquet", [{"prompt": "Hi", "chosen": TALK[:2], "rejected": [user("Hi"), said("What?")], "messages": TALK[:2], "score": 8.5}],
+     {"prompt": [user("Hi")], "chosen": "Hello.", "rejected": "What?", "columns": {"messages": TALK[:2], "score": 8.5},
+      "notes": ["messages kept as a column beside prompt, chosen, rejected"]})
+case("two_formats.jsonl", [{"prompt": "Sky?", "completion": " Blue.", "messages": TALK}],
+     "two formats: prompt, completion and messages; choose one: --columns prompt=prompt,completion=completion or --columns messages=messages")
+case("two_formats_chosen.jsonl", [{"prompt": "Sky?", "completion": " Blue.", "messages": TALK}],
+     {"messages": TALK, "columns": {"prompt": "Sky?", "completion": " Blue."},
+      "notes": [f"{name} kept as a column beside messages" for name in ("prompt", "completion")]}, columns="messages=messages")
+case(
+    "half_a_pair.jsonl",
+    [{"prompt": "Sky?", "chosen": " Blue."}],
+    "nearest: prompt, chosen, rejected (--columns rejected=COLUMN)",
+)
+case("null_side.jsonl", [{"prompt": "Sky?", "chosen": " Blue.", "rejected": None}], "rejected_is_null")
+case("null_completion.jsonl", [{"prompt": "Sky?", "completion": None}],
+     {"prompt": "Sky?", "notes": ["completion is null: read as prompt"]})
+case(
+    "nothing_known.csv",
+    [{"a": "1", "b": "2"}],
+    "columns a, b; nearest: prompt, completion (--columns prompt=COLUMN,completion=COLUMN)",
+)
+case(
+    "list_as_text.csv",
+    [{"prompt": [user("Hi")], "completion": "Hello."}],
+    "prompt is a list of messages written as text",
+)
+case("repr.csv", [{"messages": str(TALK)}], "messages is text that is no JSON list")
+case("typo.jsonl", [{"question": "Sky?", "answer": "Blue."}], "no column qestion among question, answer; did you mean prompt=question?",
+     columns="prompt=qestion")
+case("swapped.jsonl", [{"question": "Sky?"}], "question is no column that is read; did you mean prompt=question?",
+     columns="question=prompt")
+case("impossible.jsonl", [{"a": "b", "c": []}], "no format has messages and prompt", columns="prompt=a,messages=c")
+# containers
+case("data.json", b'{"data": [\n {"text": "a"},\n {"text": "b"}\n]}\n', {"text": "a"}, {"text": "b"})
+case("columns_called_data.jsonl", b'{"data": [{"role": "user"}], "text": "a"}\n{"data": [], "text": "b"}\n',
+     {"text": "a", "columns": {"data": [{"role": "user"}]}}, {"text": "b", "columns": {"data": []}})
+case(
+    "more_than_data.json",
+    b'{"data": [{"text": "a"}], "version": 1}',
+    {"text": "a"},
+    "more_than_data.json:1: } is expected",
+)
+case("array.json.gz", gzip.compress(b'[{"text": "a"}, {"text": "b"}]'), {"text": "a"}, {"text": "b"})
+case("open_array.json", b'[{"text": "a"},\n{"text": "b"', "open_array.json:2: not JSON")
+case("kept_values.jsonl", b'{"text": "a", "n": 1, "when": "2024-05-01"}\n{"text": "b", "n": 1.5, "when": "soon"}\n',
+     {"text": "a", "columns": {"n": 1, "when": "2024-05-01"}}, {"text": "b", "columns": {"n": 1.5, "when": "soon"}})
+case(
+    "kept_values.csv",
+    b"text,code\nNA,007\n1.50,\n",
+    {"text": "NA", "columns": {"code": "007"}},
+    {"text": "1.50", "columns": {"code": ""}},
+)
+case(
+    "semicolons.csv",
+    b"\xef\xbb\xbfprompt;completion\r\nSky, blue?;Yes.\r\n",
+    {"prompt": "Sky, blue?", "completion": "Yes."},
+)
+case("ragged.csv", b"prompt,completion\na,b\nSky, blue?,Yes.\n", "ragged.csv:3: 3 cells for 2 columns")
+case("open_quote.csv", b'prompt,completion\na,b\n"Sky?,Yes.\nc,d\n', "open_quote.csv:3: not a row of separated values")
+case("same_column.csv", b"prompt,prompt\na,b\n", "same_column.csv:1: the column 'prompt' occurs twice")
+case("latin1.csv", "text\ncafé\n".encode("latin-1"), "latin1.csv:2: byte 4 is not UTF-8")
+case("damaged.csv.gz", gzip.compress(b"text\na\n")[:-6], "damaged.csv.gz:3: the gzip stream is damaged")
+case("damaged.arrow", b"ARROW", "damaged.arrow: not a readable arrow file")
+case("notes.txt", b"hello", "notes.txt: its name must end in .jsonl")
+# fmt: on
+
+
+@pytest.mark.parametrize("file, rows, expected, columns", CASES, ids=[file for file, *_ in CASES])
+def test_table(tmp_path, file, rows, expected, columns):
+    found = read(write(tmp_path / file, rows), columns)
+    if found and isinstance(found[-1], str) and ":" in found[-1] and len(found) < len(expected):
+        expected = expected[-1:]  # a damaged file is refused as a whole
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected):
+        assert wanted in row if isinstance(wanted, str) and isinstance(row, str) else row == wanted
+
+
+def test_the_table_is_large_enough():
+    assert len(CASES) >= 90 and len({file for file, *_ in CASES}) == len(CASES)
+
+
+# ------------------------------------------------------------------------------------------------------------ details
+def test_a_null_in_arrow_is_no_key_but_one_in_json_is(tmp_path):
+    calls = [said("", tool_calls=[call("f", x=1)]), said("", tool_calls=[call("g", y=None, z=2)])]
+    rows = [{"messages": [user("a"), answer]} for answer in calls]
+    assert read(write(tmp_path / "a.jsonl", rows)) == rows
+    from_arrow = read(write(tmp_path / "a.parquet", rows))
+    assert from_arrow == [rows[0], {"messages": [user("a"), said("", tool_calls=[call("g", z=2)])]}]
+
+
+def test_json_columns_of_datasets_keep_their_nulls(tmp_path):
+    import datasets
+
+    value, json_type = datasets.Value("string"), datasets.Json()
+    message = {"role": value, "content": value, "tool_calls": json_type}
+    rows = [{"messages": [user("a"), said("", tool_calls=[call("g", y=None)])]}]
+    for name in ("a.parquet", "saved"):
+        stored = datasets.Dataset.from_list(rows, features=datasets.Features({"messages": datasets.List(message)}))
+        stored.to_parquet(tmp_path / name) if name.endswith("parquet") else stored.save_to_disk(tmp_path / name)
+        assert read(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize("label", [None, 2, -1, "yes", [], 0.5])
+def test_labels_that_are_no_truth_values_never_reach_the_targets(label):
+    raw = {"prompt": "a", "completion": "b", "label": label}
+    if label is None:
+        assert to_row(raw)["notes"] == ["label is null: read as prompt, completion"]
+    else:
+        with pytest.raises(BadRow, match="label is neither"):
+            to_row(raw)
+
+
+def test_a_mapped_column_takes_the_place_of_another():
+    raw = {"prompt": "kept", "question": "Sky?", "completion": "Blue."}
+    row = to_row(raw, parse_columns(["prompt=question"]))
+    assert row == {"prompt": "Sky?", "completion": "Blue.", "columns": {"prompt": "kept"}}
+
+
+def test_a_mapped_column_is_read_or_refused():
+    with pytest.raises(BadRow, match="--columns names system, which text does not go with"):
+        to_row({"text": "a", "sys": "b"}, {"system": "sys"})
+    with pytest.raises(BadRow, match="label_is_null"):
+        to_row({"prompt": "a", "completion": "b", "good": None}, {"label": "good"})
+
+
+def test_reasons_do_not_name_the_contents_of_a_row():
+    reasons = {
+        row for file, rows, _, columns in CASES if isinstance(rows, list)
+        for row in read_once(file, rows, columns) if isinstance(row, str)
+    }  # fmt: skip
+    assert len(reasons) > 20 and not [reason for reason in reasons if "\n" in reason or len(reason) > 250]
+    assert not any("Sky" in reason or "Hello" in reason for reason in reasons)
+
+
+def read_once(file: str, rows: Rows | bytes, columns: list[str]) -> list[dict | str]:
+    with tempfile.TemporaryDirectory() as folder:
+        return read(write(Path(folder) / file, rows), columns)
+
+
+@pytest.mark.parametrize(
+    "columns, words",
+    [
+        ("prompt", "'prompt' is no pair such as prompt=question"),
+        ("prompt=", "is no pair"),
+        ("prompt=a,prompt=b", "prompt occurs twice"),
+        ("prompt=a,completion=a", "a occurs twice"),
+        ("title=a", "title is no column that is read; the names are input, "),
+    ],
+)
+def test_invalid_mappings_are_one_line_before_anything_is_read(tmp_path, capsys, columns, words):
+    flags = [f"--destination_dir={tmp_path / 'out'}", "--dataset_name=none.jsonl", "--tokenizer_name=none"]
+    with pytest.raises(SystemExit) as stop:
+        generic.main([*flags, "--columns", columns])
+    error = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and words in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def main() -> None:
+    """Print the table: file, what it was read as or refused with."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    refused = 0
+    for file, rows, _, columns in CASES:
+        found = read_once(file, rows, columns)
+        refused += isinstance(found[-1], str)
+        flag = f" --columns {','.join(columns)}" if columns else ""
+        shown = [row if isinstance(row, str) else ", ".join(key for key in row if key != "columns") for row in found]
+        print(f"| {file}{flag} | {'; '.join(dict.fromkeys(shown))} |")
+    print(f"{len(CASES)} files tried, {len(CASES) - refused} read, {refused} refused")
+
+
+if __name__ == "__main__":
+    main()
