@@ -221,6 +221,7 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
     data, models, batch = bench.data(scale), bench.models(scale, None), scale.batch
     micro, larger = min(bench.small_pass, batch), min(2 * bench.small_pass, batch)
     flags = {"model_name": models / "policy", "mini_batch_size": batch, "learning_rate": LEARNING_RATE}
+    flags["use_targets"] = False  # as its peers
     tokens = bench.counts(scale)["tokens"]
     packed = {"packing": True, "max_length": 512}
     packed_batch = max(round(tokens / scale.steps / packed["max_length"]), 1)

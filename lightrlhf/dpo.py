@@ -105,8 +105,8 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
     """Experiment dir, checkpoint or folder of another reference; the starting policy when not given."""
     learning_rate: float = 1e-6
     """Peak learning rate."""
-    lr_warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    lr_warmup_ratio: float | None = 0.03
+    """Share of all steps for a linear warm-up from 0."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     loss_type: Literal[

@@ -107,8 +107,8 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs):
     """Prompts of the evaluation after each iteration: the first ones of the validation split."""
     epochs: int = 1
     """Passes over the pairs of an iteration."""
-    lr_warmup_steps: int = 5
-    """Steps of linear warm-up from 0 in each iteration: a fresh Adam at the full rate can throw a policy far off."""
+    lr_warmup_ratio: float | None = 0.1
+    """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

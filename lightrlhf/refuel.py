@@ -93,8 +93,8 @@ class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
     """Peak learning rate."""
     optimizer_eps: float = field(default=1e-8, metadata=RARE)
     """Added to the denominator of the optimiser's step."""
-    lr_warmup_ratio: float | None = field(default=0.1, metadata=RARE)
-    """Share of all steps for a linear warm-up from 0, instead of `lr_warmup_steps`."""
+    lr_warmup_ratio: float | None = 0.1
+    """Share of all steps for a linear warm-up from 0."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
 

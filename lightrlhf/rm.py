@@ -58,9 +58,9 @@ class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
     """Folder below `log_dir` for the runs of one algorithm."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
-    lr_warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
-    loss_type: Literal["per_sample", "last_token", "average", "pair"] = "per_sample"
+    lr_warmup_ratio: float | None = 0.03
+    """Share of all steps for a linear warm-up from 0."""
+    loss_type: Literal["per_sample", "last_token", "average", "pair"] = "last_token"
     """Scores compared: token by token, the last ones, their means, or one of a model that reads both responses."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
     L = -sum_t log pi(y_t | x, y_<t) / N,  N the counted tokens of the whole mini-batch over all ranks
 
-`--use_targets True` counts the response alone, otherwise the whole text; never padding. With label smoothing e each
+The response alone counts, with `--use_targets False` the whole text; never padding. With label smoothing e each
 token's loss is (1-e) of the above plus e times the mean of -log pi over the vocabulary (Szegedy et al. 2016, sec. 7).
 
 Left out: data mixtures, curricula and multi-epoch shuffling buffers.
@@ -40,9 +40,9 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
     """Folder below `log_dir` for the runs of one algorithm."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
-    lr_warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
-    use_targets: bool = False
+    lr_warmup_ratio: float | None = 0.03
+    """Share of all steps for a linear warm-up from 0."""
+    use_targets: bool = True
     """Loss on the response alone, otherwise on the whole text."""
     label_smoothing: float = field(default=0.0, metadata=RARE)
     """Probability mass of each target that is spread evenly over the vocabulary."""

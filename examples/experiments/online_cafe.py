@@ -45,6 +45,7 @@ ONLINE = {
     "mini_batch_size": 32,
     "micro_batch_size": 32,
     "learning_rate": 2e-4,
+    "lr_warmup_steps": 5,
     "beta": 0.3,
     "rpo_alpha": 0.5,
     "rollout_mini_batch_size": 128,

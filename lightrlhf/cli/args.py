@@ -107,10 +107,12 @@ class OptimizerArgs:
     """Largest global gradient norm; 0 switches clipping off."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     """Learning-rate schedule (transformers.get_scheduler)."""
-    lr_warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
-    lr_warmup_ratio: float | None = field(default=None, metadata=RARE)
-    """Share of all steps for that warm-up, instead of `lr_warmup_steps`."""
+    lr_warmup_ratio: float | None = None
+    """Share of all steps for a linear warm-up from 0."""
+    lr_warmup_steps: int | None = field(default=None, metadata=RARE)
+    """Steps of that warm-up, instead of `lr_warmup_ratio`."""
+
+    PRECEDENCE: ClassVar = {"lr_warmup_ratio": "lr_warmup_steps"}  # typed, the first drops a stored second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +149,10 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             )
         for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
             check_at_least(self, name, 1)
-        for name in ("keep_last", "lr_warmup_steps", "gradient_clip_val", "weight_decay", "seed"):
+        for name in ("keep_last", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
+        if self.lr_warmup_steps is not None:
+            check_at_least(self, "lr_warmup_steps", 0)
         for flag, package in (("logger", "wandb"), ("strategy", "deepspeed")):
             if getattr(self, flag) == package and find_spec(package) is None:
                 raise ValueError(
@@ -162,6 +166,8 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             )
         if self.lr_warmup_ratio is not None and not 0 <= self.lr_warmup_ratio <= 1:
             raise ValueError(f"--lr_warmup_ratio {self.lr_warmup_ratio} must lie in [0, 1]")
+        if self.lr_warmup_steps is not None:
+            object.__setattr__(self, "lr_warmup_ratio", None)
         check_positive(self, "optimizer_eps")
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:

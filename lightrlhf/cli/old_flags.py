@@ -27,6 +27,14 @@ def refuse_old_flags(args_class: Any, words: list[str]) -> None:
             raise UsageError(f"--{flag} was removed: {removed[flag][1]}")
 
 
+def flags_of(stored: dict[str, Any]) -> dict[str, Any]:
+    """The flags in a run's `args.json`, as that run meant them: in older releases a warm-up ratio won over steps."""
+    flags = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
+    if flags.get("lr_warmup_ratio") is not None and "lr_warmup_steps" in flags:
+        flags["lr_warmup_steps"] = None
+    return flags
+
+
 def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
     """Stored flags under today's names; a renamed flag keeps its value.
 
@@ -65,6 +73,10 @@ def with_new_names(args_class: Any, word: str, before: str) -> str:
         return word  # jsonargparse says what is wrong with it
     if not isinstance(stored, dict):
         return word
-    values = {name: one for name, one in stored.items() if name not in NOT_FLAGS or "program" not in stored}
+    values = flags_of(stored) if "program" in stored else stored
+    steps, ratio = values.get("lr_warmup_steps"), values.get("lr_warmup_ratio")
+    defaults = (None, getattr(args_class, "lr_warmup_ratio", None))
+    if steps is not None and ratio not in defaults:  # older releases meant the second, of a file by --print_config too
+        raise UsageError(f"--config {path} has both lr_warmup_steps {steps} and lr_warmup_ratio {ratio}; remove one")
     text = json.dumps(update_names(args_class, values, f"--config {path}"), default=str)
     return f"{flag}={text}" if equals else text

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.old_flags import NOT_FLAGS, refuse_old_flags, update_names, with_new_names
+from lightrlhf.cli.old_flags import flags_of, refuse_old_flags, update_names, with_new_names
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
@@ -65,6 +65,9 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
         parser.error(str(problem))
     namespace = parser.parse_args(words)
     values = {name: getattr(namespace, name) for name in flags}
+    for typed, dropped in getattr(args_class, "PRECEDENCE", {}).items():
+        if _flag_value(words, f"--{typed}") is not None and _flag_value(words, f"--{dropped}") is None:
+            values[dropped] = None
     try:
         return args_class(**values)
     except ValueError as error:
@@ -124,7 +127,7 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
             "resume it there with the same ones"
         )
     once = getattr(args_class, "ONCE", ())
-    values = {name: value for name, value in stored.items() if name not in (*NOT_FLAGS, *once)}
+    values = {name: value for name, value in flags_of(stored).items() if name not in once}
     try:
         return update_names(args_class, values, f"--resume_from {directory}")
     except UsageError:

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.parser import NOT_FLAGS, to_dict, update_names
+from lightrlhf.cli.old_flags import flags_of, update_names
+from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
@@ -75,8 +76,7 @@ def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], 
     stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     if stored.get("program") not in programs:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {programs[0]}")
-    flags = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
-    flags = update_names(type(args), flags, source)
+    flags = update_names(type(args), flags_of(stored), source)
     changed = [k for k, v in to_dict(args).items() if k not in FREE and v != flags.get(k)]
     if changed:
         raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; start a new run")

@@ -205,9 +205,7 @@ class Run(Generic[AnyArgs]):
                 wrapped = self.fabric.setup_module(module)  # first, for sharding replaces the parameters
                 optimizer = self.fabric.setup_optimizers(make_optimizer(args, module, learning_rate))
         wrapped.train()
-        warmup = args.lr_warmup_steps
-        if args.lr_warmup_ratio is not None:
-            warmup = math.ceil(args.lr_warmup_ratio * num_updates)
+        warmup = self._warmup(num_updates)
         scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, warmup, num_updates)
         if self.resumed:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -217,6 +215,18 @@ class Run(Generic[AnyArgs]):
                 group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
         self.learners[name] = Learner(wrapped, optimizer, scheduler)
         return wrapped
+
+    def _warmup(self, num_updates: int) -> int:
+        """Steps of the warm-up; notes one that takes more than a third of the run."""
+        args, flag = self.args, "lr_warmup_steps" if self.args.lr_warmup_steps is not None else "lr_warmup_ratio"
+        steps, ratio = args.lr_warmup_steps, args.lr_warmup_ratio or 0.0
+        is_long = 3 * steps > num_updates if steps is not None else 3 * ratio > 1  # a ratio is rounded up
+        if is_long and args.lr_scheduler_type != "constant" and not self.learners:
+            self.print0(
+                f"warning: --{flag} {getattr(args, flag)} warms up for more than a third of the {num_updates:,} "
+                "optimiser steps of this run; give a smaller one, such as --lr_warmup_ratio 0.03"
+            )
+        return math.ceil(ratio * num_updates) if steps is None else steps
 
     def freeze(self, module: nn.Module) -> nn.Module:
         """Freeze a module: no gradients, eval mode, unsharded on this rank's device."""

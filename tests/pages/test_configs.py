@@ -1,4 +1,4 @@
-"""The paper's settings: every file is one that `--config` reads, and holds the numbers of its table."""
+"""Settings of others: every file is one that `--config` reads, and holds the numbers of its table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.pages import args_class
 
 from lightrlhf.cli.parser import parse
 
-CONFIGS = sorted((ROOT / "examples" / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "examples" / "configs" / "ma_rlhf").rglob("*.yaml"))
 BATCHES = {  # of the table, over all devices
     "gemma-2b": {"sft": 512, "sft_webgpt": 64, "rm": 64, "rm_webgpt": 32, "ppo": 256},
     "gemma-7b": {"sft": 128, "sft_webgpt": 128, "rm": 128, "rm_hh": 64, "rm_webgpt": 32, "ppo": 256, "ppo_webgpt": 256},

@@ -7,8 +7,9 @@ import importlib.util
 import re
 
 import pytest
+import yaml
 from helpers import ROOT
-from helpers.pages import args_class, commands_of, parse_flags, programs
+from helpers.pages import args_class, blocks, commands_of, parse_flags, programs
 
 PAGE = (ROOT / "howto" / "migrating.md").read_text(encoding="utf-8")
 SCRIPTS = {
@@ -44,6 +45,27 @@ sheeprl/algos/rlhf/rlhf_ppo.py --data_dir=data/rlhf-helpful_harmless/mini-opt --
     --sft_experiment_dir=logs/sft --rm_experiment_dir=logs/rm --actor_learning_rate=1e-6 \
     --critic_learning_rate=1e-6 --ppo_epochs=1 --init_kl_coeff=0.02
 """
+# What it does without a flag, by our names; `gone` and renamed ones are left out.
+TRAINING = {"seed": 42, "epochs": 1, "save_interval": 500, "eval_interval": 100, "log_interval": 5, "eval_iters": None}
+TRAINING |= {"mini_batch_size": 4, "micro_batch_size": 4, "gradient_clip_val": 1.0, "weight_decay": 0.0}
+TRAINING |= {"optimizer": "AdamW", "optimizer_eps": 1e-6, "optimizer_beta1": 0.9, "optimizer_beta2": 0.95}
+TRAINING |= {"finetune_mode": "all", "disable_dropout": False, "lora_rank": 8, "lora_alpha": 1, "lora_dropout": 0}
+SUPERVISED = TRAINING | {"learning_rate": 1e-4, "lr_warmup_steps": 100, "lr_scheduler_type": "cosine"}
+PREPARATION = {"max_length": 512, "max_prompt_length": 256, "mask_prompt": True, "remove_same_responses": True}
+PREPARATION |= {"remove_same_inputs": True, "minimum_response_length": 2, "save_skipped_examples": False}
+PREPARATION |= {"shuffle": True, "seed": 42, "validation_percentage": 0.1, "num_samples": None}
+DEFAULTS = {
+    "datasets_prep.helpful_harmless.prepare_data": PREPARATION,
+    "datasets_prep.summarization.prepare_data": PREPARATION,
+    "lightrlhf.sft": SUPERVISED | {"use_targets": False, "label_smoothing": 0.0},
+    "lightrlhf.rm": SUPERVISED | {"loss_type": "per_sample"},
+    "lightrlhf.ppo": TRAINING
+    | {"rollout_size": 128, "rollout_mini_batch_size": 32, "ppo_epochs": 1, "normalize_rewards": True}
+    | {"normalize_advantages": True, "adaptive_kl_coeff": False, "clip_rewards": True, "reward_clip_value": 5}
+    | {"init_kl_coeff": 0.1, "clip_coeff": 0.2, "vf_coeff": 0.1, "gae_gamma": 1, "gae_lambd": 0.95}
+    | {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6, "lr_scheduler_type": "constant"}
+    | {"max_new_tokens": 128, "top_k": 0, "top_p": 1, "temperature": 1},
+}
 # Every flag of its args.py.
 FLAGS = """
     log_dir data_dir seed epochs save_interval eval_interval log_interval eval_iters num_workers mini_batch_size
@@ -75,6 +97,54 @@ def test_sheeprls_commands_are_accepted_and_mean_what_they_say(command, tmp_path
         name, value = flag.removeprefix("--").split("=")
         given = getattr(args, name)
         assert given == (type(given)(value) if type(given) in (int, float, str) else value == "True"), name
+
+
+def section() -> list:
+    """The commands of the page's part on SheepRL, with the values of its variables."""
+    script = blocks(PAGE.partition("\n## From SheepRL")[2].partition("\n## ")[0], "bash")[0][0]
+    script = script.replace("$SFT", "logs/sft").replace("$RM", "logs/rm")
+    return [command for command in commands_of(script) if command.module]
+
+
+def values_of(flags: list[str]) -> dict[str, str]:
+    return dict(flag.removeprefix("--").split("=") for flag in flags)
+
+
+@pytest.mark.parametrize("command", section(), ids=lambda c: c.module)
+def test_a_command_of_the_page_means_what_it_meant_to_sheeprl(command, tmp_path, monkeypatch):
+    """Every value: those that are typed, and SheepRL's defaults of those that are not."""
+    monkeypatch.chdir(ROOT)
+    typed = values_of(command.words[3:])
+    assert typed.pop("config") in PAGE.partition("| program | file |")[2]
+    meant = DEFAULTS[command.module] | typed
+    args = parse_flags(command.module, command.words[3:], tmp_path)
+    for name, value in meant.items():
+        given = getattr(args, name)
+        same = given == value if name not in typed else str(given) == value or float(given) == float(value)
+        assert same, f"{name} is {given}, SheepRL's {value}"
+
+
+def test_the_commands_of_the_page_are_those_of_sheeprl():
+    theirs = [(SCRIPTS[c.words[0]], values_of(c.words[1:])) for c in commands_of(SHEEPRL)]
+    for command in section():
+        typed = values_of(command.words[3:])
+        del typed["config"]
+        assert (command.module, typed) in theirs
+    assert {command.module for command in section()} == set(SCRIPTS.values())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "configs" / "sheeprl").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_a_file_of_sheeprls_defaults_is_read_and_named_by_the_page(path, tmp_path):
+    preparation = path.stem == "prepare_data"
+    module = "datasets_prep.helpful_harmless.prepare_data" if preparation else f"lightrlhf.{path.stem}"
+    needed = ["--destination_dir=d", "--tokenizer_name=t"] if preparation else ["--data_dir=d", "--model_name=tiny"]
+    args = parse_flags(module, ["--config", str(path), *needed], tmp_path)
+    stored = yaml.safe_load(path.read_text())
+    assert {name: getattr(args, name) for name in stored} == stored
+    assert stored == {name: value for name, value in DEFAULTS.get(module, stored).items() if value is not None}
+    assert f"`examples/configs/sheeprl/{path.name}`" in PAGE
 
 
 def test_its_alias_of_the_model_name_is_accepted(tmp_path, monkeypatch):

@@ -258,13 +258,33 @@ def test_biases_and_norms_are_not_decayed(run):
 
 def test_warm_up_may_be_a_share_of_all_steps(run):
     for ratio, steps in ((0.5, 3), (0.4, 3), (0.0, 0)):  # rounded up
-        one = run(lr_scheduler_type="constant_with_warmup", lr_warmup_ratio=ratio, lr_warmup_steps=1)
+        one = run(lr_scheduler_type="constant_with_warmup", lr_warmup_ratio=ratio)
         wrapped, found = one.setup("policy", linear(), 0.1, 6), []
         for _ in range(6):
             found.append(one.learning_rate("policy"))
             one.backward(wrapped(torch.ones(1, 3)).sum())
             one.optimize("policy")
         assert found == pytest.approx([0.1 * min(step / steps, 1) if steps else 0.1 for step in range(6)])
+
+
+@pytest.mark.parametrize(
+    "flags, updates, warns",
+    [
+        ({"lr_warmup_steps": 3}, 9, None),
+        ({"lr_warmup_steps": 4}, 9, "--lr_warmup_steps 4"),
+        ({"lr_warmup_steps": 100}, 18, "--lr_warmup_steps 100"),
+        ({"lr_warmup_ratio": 0.34}, 100, "--lr_warmup_ratio 0.34"),
+        ({"lr_warmup_ratio": 0.03}, 2, None),  # one step of two, because a ratio is rounded up
+        ({"lr_warmup_steps": 100, "lr_scheduler_type": "constant"}, 18, None),
+        ({}, 18, None),
+    ],
+)
+def test_a_warm_up_of_more_than_a_third_of_the_run_is_told_once(run, capsys, flags, updates, warns):
+    one = run(**flags)
+    for name in ("policy", "critic"):
+        one.setup(name, linear(), 0.1, updates)
+    told = [line for line in capsys.readouterr().out.splitlines() if "warms up" in line]
+    assert len(told) == (warns is not None) and (not told or f"{warns} warms up for more than a third" in told[0])
 
 
 @pytest.mark.parametrize(
