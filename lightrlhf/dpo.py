@@ -277,7 +277,7 @@ def train(
             with run.phase("evaluation"):
                 results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
             run.log(results)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             run.save(policy, tokenizer, extra={"reference": reference, "baseline": vars(baseline)})
     return run.finish(results)
 

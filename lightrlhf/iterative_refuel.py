@@ -48,7 +48,7 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
-from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.checkpoint import final_checkpoint, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.storage.run_dir import data_dir_of
 from lightrlhf.training.iterate import (
@@ -167,7 +167,7 @@ def train(
             return finish(args, directory, left="")
         if not (folder / "policy").is_dir():
             break  # a single stage before training
-        policy = str(checkpoints(folder / "policy")[-1])
+        policy = str(final_checkpoint(folder / "policy"))
         link_checkpoint(directory, number, policy)
         evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
         metrics = report(directory)

@@ -172,7 +172,7 @@ def train(
                 results = evaluate(run, model, scorer, user, held_out, tokenizer)
             run.log(results)
             log_samples(run, policy, pairs.rows[:2], tokenizer)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             run.save(policy, tokenizer)
     return run.finish(results)
 

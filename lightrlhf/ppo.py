@@ -90,6 +90,8 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
     """Slots of the generation engine, and at most so many rows per scoring pass."""
     ppo_epochs: int = 1
     """Passes over each rollout."""
+    max_kl: float | None = field(default=None, metadata=RARE)
+    """End the passes over a rollout after a mini-batch whose mean KL to the policy that sampled it exceeds this."""
     mini_batch_size: int = 32
     """Responses per optimiser step and device."""
     actor_learning_rate: float = 1e-6
@@ -156,6 +158,8 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
         self.check_eval()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
+        if self.max_kl is not None:
+            check_positive(self, "max_kl")
         check_at_least(self, "ngram", 0)
         for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
             check_at_least(self, name, 1)
@@ -264,7 +268,7 @@ def train(
             with run.phase("evaluation"):
                 results = evaluate(run, model, reference, scorer, held_out, tokenizer)
             run.log(results)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             store_sampling(actor, args, tokenizer)
             run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value})
     return run.finish(results)
@@ -352,15 +356,26 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
 
 
 def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
-    """All optimiser steps of one rollout; returns means over them."""
+    """All optimiser steps of one rollout, or those until `--max_kl` is exceeded; returns means over them."""
     args = run.args
     num_rows = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
-    metrics = [
-        update_minibatch(run, actor, critic, minibatch)
+    parts = (
+        minibatch
         for epoch in range(args.ppo_epochs)
         for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.generator(step, epoch))
-    ]
-    return {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
+    )
+    metrics = []
+    for minibatch in parts:
+        metrics.append(update_minibatch(run, actor, critic, minibatch))
+        if (
+            args.max_kl is not None and metrics[-1]["policy/approxkl"] > args.max_kl
+        ):  # of all ranks, so the same on each
+            break
+    means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
+    if args.max_kl is None:
+        return means
+    run.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
+    return means | {"policy/updates": len(metrics)}
 
 
 def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> Metrics:

@@ -263,7 +263,7 @@ def train(
             with run.phase("evaluation"):
                 results = evaluate(run, made, agent, stages)
             run.log(results)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             run.save(agent.policy, agent.tokenizer, extra=replay.state())
     return run.finish(results)
 

@@ -226,7 +226,7 @@ def train(
                 with run.phase("evaluation"):
                     results = validate(run, model, validation, pad_id)
                 run.log(results)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             run.save(policy, tokenizer)
     return run.finish(results)
 

@@ -180,12 +180,12 @@ def train(
         run.step += 1
         if run.due(args.log_interval, num_steps):
             run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(batch, started)})
-        save_now = run.due(args.save_interval, num_steps)
+        save_now = run.save_due(num_steps)
         if save_now or run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
             run.log(results)
-        if save_now or run.due(args.save_interval, num_steps):  # on_step may have stopped the run
+        if save_now or run.save_due(num_steps):  # on_step or the evaluation may have changed it
             run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
     return run.finish(results)
 

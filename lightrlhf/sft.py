@@ -112,7 +112,7 @@ def train(
                 loss = evaluate(run, model, validation, tokenizer.pad_token_id)
             results = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
             run.log(results)
-        if run.due(args.save_interval, num_steps):
+        if run.save_due(num_steps):
             run.save(policy, tokenizer)
     return run.finish(results)
 

@@ -29,6 +29,8 @@ RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
 INPUT = {"input": True}  # metadata of what a program reads; `--help` shows it first
 STARTS = INPUT | {"required": "a model"}  # metadata of flags of which a program needs one
 SCORES = INPUT | {"required": "a scorer"}
+LOWER_IS_BETTER = {"loss", "preference_loss", "nll", "perplexity", "kl"}  # last parts of metrics' names
+HIGHER_IS_BETTER = {"accuracies", "margins", "score", "reward", "gold", "win_rate", "success"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,24 @@ class EvalArgs:
     """Steps between evaluations on validation data; 0: none."""
     eval_iters: int | None = field(default=None, metadata=RARE)
     """Micro-batches per evaluation; all data when not given."""
+    keep_best: str | None = field(default=None, metadata=RARE)
+    """Metric, such as val/loss, whose best checkpoint stays as `best`; min:NAME or max:NAME says what is better."""
+    early_stop_patience: int | None = field(default=None, metadata=RARE)
+    """Stop after so many values of `keep_best` in a row that are no better than the best."""
 
     def check_eval(self) -> None:
         """Raises: ValueError, one line, when a value is out of range."""
         check_at_least(self, "eval_interval", 0)
         if self.eval_iters is not None:
             check_at_least(self, "eval_iters", 1)
+        if self.early_stop_patience is not None:
+            check_at_least(self, "early_stop_patience", 1)
+            if self.keep_best is None:
+                raise ValueError(
+                    f"--early_stop_patience {self.early_stop_patience} needs --keep_best METRIC, such as val/loss"
+                )
+        if self.keep_best is not None and best_metric(self.keep_best)[0].startswith("val/") and not self.eval_interval:
+            raise ValueError(f"--keep_best {self.keep_best} is measured in evaluations; give --eval_interval above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +343,19 @@ class GenerationArgs(SamplingArgs):
     """Sample; when false take the most likely token."""
     repetition_penalty: float = field(default=1.0, metadata=RARE)  # type: ignore[misc]
     """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
+
+
+def best_metric(keep_best: str) -> tuple[str, bool]:
+    """The metric of `--keep_best` and whether lower is better. Raises: ValueError when the name does not say which."""
+    side, prefixed, name = keep_best.partition(":")
+    if prefixed and side in ("min", "max"):
+        return name, side == "min"
+    last = keep_best.rpartition("/")[2]
+    if last not in LOWER_IS_BETTER | HIGHER_IS_BETTER:
+        raise ValueError(
+            f"--keep_best {keep_best}: say which value is better, --keep_best min:{keep_best} or max:{keep_best}"
+        )
+    return keep_best, last in LOWER_IS_BETTER
 
 
 def check_types(args: Any) -> None:

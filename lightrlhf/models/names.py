@@ -1,7 +1,7 @@
 """Model names: which folder or hub id a name refers to, and what kind of model is stored there.
 
 A name is a hub id, a Hugging Face folder, an adapter folder, an experiment dir (its newest checkpoint), a single
-checkpoint, or `tiny`: a Llama of under 1M parameters built from its config.
+checkpoint or `best`, or `tiny`: a Llama of under 1M parameters built from its config.
 
 Left out: revisions of hub repositories.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import lora
-from lightrlhf.storage.checkpoint import newest_checkpoint, verify_checkpoint
+from lightrlhf.storage.checkpoint import follow_best, newest_checkpoint, verify_checkpoint
 
 
 def quiet_libraries() -> None:
@@ -42,14 +42,14 @@ def resolve(name: str, flag: str = "--model_name") -> str:
 
     Raises: UsageError when a folder is neither a model nor an experiment dir, or the checkpoint is missing or damaged.
     """
-    path = Path(name)
+    path = follow_best(Path(name))
     if not path.is_dir():
         if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UsageError(f"{flag} {name} does not exist")
         return name
     if path.name.startswith("checkpoint-"):
         verify_checkpoint(path)
-        return name
+        return str(path)
     if (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file():
         return name
     if (path / "args.json").is_file():

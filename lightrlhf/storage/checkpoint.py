@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `checkpoint-000500/`: a Hugging Face model with its tokenizer, `resume.pt` with the rest of the
 training state, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a `.partial` folder, which
-the next save removes; a full disk or missing permission is an error that names the last good checkpoint.
+the next save removes; a full disk or missing permission is an error that names the last good checkpoint. `best` is a
+link to the one that `--keep_best` keeps.
 
 Left out: Fabric's own `save`, which does not fsync and (2.6) hides a PermissionError; asynchronous saving.
 """
@@ -21,29 +22,61 @@ import torch
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 
-MANIFEST = "manifest.json"
+MANIFEST, BEST = "manifest.json", "best"
 
 
-def save_checkpoint(experiment_dir: Path, step: int, write: Callable[[Path], None], keep_last: int = 0) -> Path:
+def save_checkpoint(
+    experiment_dir: Path, step: int, write: Callable[[Path], None], keep_last: int = 0, best: int | None = None
+) -> Path:
     """Write a checkpoint atomically; `write(folder)` writes its files.
 
-    keep_last: delete all but this many checkpoints; 0 keeps all.
+    keep_last: delete all but this many checkpoints and the best; 0 keeps all. best: step of the best one.
     Raises: RunFailure naming the last good checkpoint, which stays unchanged.
     """
-    target = experiment_dir / f"checkpoint-{step:06d}"
+    target = checkpoint_path(experiment_dir, step)
     partial = experiment_dir / f".{target.name}.partial"
     try:
         for leftover in experiment_dir.glob(".checkpoint-*.partial"):
             shutil.rmtree(leftover)
         write_folder(target, write)
+        link_best(experiment_dir, best)
     except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         good = checkpoints(experiment_dir)
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
         raise RunFailure(f"could not save {target}: {problem}; {last}") from problem
     for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old != checkpoint_path(experiment_dir, best):
+            shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def checkpoint_path(experiment_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return experiment_dir / f"checkpoint-{step:06d}"
+
+
+def link_best(experiment_dir: Path, step: int | None) -> None:
+    """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes."""
+    if step is None or not checkpoint_path(experiment_dir, step).is_dir():
+        return
+    link, temporary = experiment_dir / BEST, experiment_dir / f".{BEST}.partial"
+    if link.is_dir() and not link.is_symlink():  # a copy of the experiment dir may have followed the link
+        shutil.rmtree(link)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(checkpoint_path(experiment_dir, step).name)
+    temporary.replace(link)
+
+
+def follow_best(path: Path) -> Path:
+    """The checkpoint that `{experiment dir}/best` links to; any other path unchanged."""
+    return path.parent / os.readlink(path) if path.name == BEST and path.is_symlink() else path
+
+
+def final_checkpoint(experiment_dir: Path) -> Path:
+    """What a finished run leaves: the checkpoint of `--keep_best`, else its newest."""
+    best = experiment_dir / BEST
+    return follow_best(best) if best.is_dir() else checkpoints(experiment_dir)[-1]
 
 
 def checkpoints(experiment_dir: Path) -> list[Path]:

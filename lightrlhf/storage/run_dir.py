@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.checkpoint import checkpoints, follow_best
 
 
 def stored(directory: str, key: str) -> Any:
@@ -32,7 +32,7 @@ def data_dir_of(directory: str) -> str | None:
 
 def experiment_of(directory: str) -> Path:
     """The experiment dir of a checkpoint; any other path unchanged."""
-    path = Path(directory)
+    path = follow_best(Path(directory))
     return path.parent if path.name.startswith("checkpoint-") else path
 
 
@@ -91,7 +91,7 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
         for path in steps:
             models[f"{label} step {int(path.name.rpartition('-')[2])}"] = (str(path), folder)
         if not steps:
-            models[label] = (folder, folder)
+            models[label] = (str(follow_best(Path(folder))), folder)
     return models
 
 

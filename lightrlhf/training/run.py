@@ -30,8 +30,9 @@ from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.storage.checkpoint import checkpoints, save_checkpoint, write_text
+from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, write_text
 from lightrlhf.storage.run_dir import make_parent, new_run_dir
+from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
@@ -102,7 +103,10 @@ class Run(Generic[AnyArgs]):
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
         self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
-        self._stopping = False  # on_step has raised StopTraining: the current step is the last
+        self.best = Best(args, self.resumed.get("best") if self.resumed else None)  # older runs have none
+        self._improved = False  # the current step has the best value and is not saved yet
+        self._logged: dict[str, None] = {}  # names of metrics, in order
+        self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
         self._started = time.perf_counter()
 
@@ -274,6 +278,12 @@ class Run(Generic[AnyArgs]):
         scheduler.step()
         return float(norm)
 
+    def skip_updates(self, number: int) -> None:
+        """Advance all schedules by optimiser steps that were planned and not made."""
+        for learner in self.learners.values():
+            for _ in range(number):
+                learner.scheduler.step()
+
     def learning_rate(self, name: str) -> float:
         return self.learners[name].scheduler.get_last_lr()[0]
 
@@ -306,12 +316,18 @@ class Run(Generic[AnyArgs]):
         self._open_directory()
         if self.resumed:
             restore_rng(self.resumed, self.device, self.rank)  # after loading, which may draw numbers
+        first = self.step
+        if self._stopping and first < num_steps:
+            self.print0(f"--early_stop_patience {self.best.patience} ended this run at step {first}; raise it to go on")
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
         self._bar = bar
         try:
             while self.step < num_steps and not self._stopping:
                 yield self.step
                 bar.update(self.step - bar.n)
+                round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
+                if self.step - first >= round_of_metrics or self.step >= num_steps:
+                    self.best.check_logged(self._logged)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
         finally:
@@ -320,6 +336,10 @@ class Run(Generic[AnyArgs]):
     def due(self, interval: int, num_steps: int) -> bool:
         """Whether something with this interval is due after the current step; always after the last step."""
         return interval > 0 and (self.step % interval == 0 or self.step == num_steps or self._stopping)
+
+    def save_due(self, num_steps: int) -> bool:
+        """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
+        return self._improved or self.due(self.args.save_interval, num_steps)
 
     def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
         """The first `--eval_iters` batches of all ranks, or all rows."""
@@ -331,8 +351,20 @@ class Run(Generic[AnyArgs]):
         """Log metrics of the current step and call `on_step` with them."""
         if self.is_first:
             self._write_metrics(metrics)
+        self._compare(metrics)
         if self.on_step is not None:
             self._stopping |= self._asks_to_stop(metrics)
+
+    def _compare(self, metrics: Metrics) -> None:
+        """Compare with the best value of the metric of `--keep_best`; all ranks take the first one's."""
+        self._logged.update(dict.fromkeys(metrics))
+        if self.best.metric not in metrics:
+            return
+        value = self.total(float(metrics[self.best.metric]) if self.is_first else 0.0)
+        self._improved |= self.best.update(value, self.step)
+        if self.best.out_of_patience:
+            self._stopping = True
+            self.print0(f"stopped at step {self.step} after {self.best.since} values without improvement: {self.best}")
 
     def _asks_to_stop(self, metrics: Metrics) -> bool:
         stop = False
@@ -411,6 +443,7 @@ class Run(Generic[AnyArgs]):
             },
             "schedulers": {name: learner.scheduler.state_dict() for name, learner in self.learners.items()},
             "extra": extra or {},
+            "best": self.best.state(),
         }
 
         def write(folder: Path) -> None:
@@ -421,9 +454,10 @@ class Run(Generic[AnyArgs]):
                 (folder / name).write_text(text, encoding="utf-8")
 
         if self.is_first:
-            saved = save_checkpoint(self.directory, self.step, write, self.args.keep_last)
+            saved = save_checkpoint(self.directory, self.step, write, self.args.keep_last, self.best.step)
             write_text(self.directory / "README.md", self._card())
             self.print0(f"saved {saved}")
+        self._improved = False
         self.fabric.barrier()
 
     def _full(self, module: Any) -> Any:
@@ -443,6 +477,8 @@ class Run(Generic[AnyArgs]):
                 self._write_profile()
             if results:  # none when a finished run is resumed: its card keeps those it has
                 write_text(self.directory / "README.md", self._card(results))
+            if self.best.step is not None:
+                self.print0(f"{self.best}: {self.directory / BEST}")
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
                 upload(checkpoints(self.directory)[-1], self.args.push_to_hub)
@@ -480,6 +516,7 @@ class Run(Generic[AnyArgs]):
         if self.is_first and self.resumed:
             forget_rows_after(self.directory / "metrics.jsonl", self.step)
             forget_rows_after(self.directory / "samples.jsonl", self.step)
+            link_best(self.directory, self.best.step)  # a kill may have come before it
         elif self.is_first:
             self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")
             described = {**to_dict(self.args), "program": self.program, "versions": versions()}

@@ -12,6 +12,7 @@ import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, rows_of, weights
 from helpers.rollouts import rollout_of
 
+from lightrlhf import ppo
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import response_batch
@@ -274,6 +275,31 @@ OBJECTIVE = ["objective/kl", "objective/score", "objective/reward", "objective/e
 POLICY = ["policy/loss", "policy/clipfrac", "policy/approxkl", "policy/ratio", "policy/grad_norm"]
 VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
 COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "completions/eos_ratio"]
+
+
+def test_max_kl_ends_the_passes_over_a_rollout_and_keeps_the_schedule(cafe_data, base_model, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL, *CPU]
+    flags += ["--reward_function", "helpers.rewards:length", "--actor_learning_rate", "1e-2", "--ppo_epochs", "5"]
+    flags += ["--mini_batch_size", "4", "--lr_scheduler_type", "cosine", "--max_steps", "3", "--eval_interval", "0"]
+    plain, wide, narrow = (
+        main([*flags, *more]) for more in ([], ["--max_kl", "1e9"], ["--max_kl", "0.02", "--log_interval", "1"])
+    )
+    assert weights(last_checkpoint(plain)) == weights(last_checkpoint(wide))
+    assert not any("policy/updates" in row for row in metrics(plain))
+    assert [row["policy/updates"] for row in metrics(wide)] == [10, 10, 10]
+    updates = [row["policy/updates"] for row in metrics(narrow)]
+    assert all(2 <= number < 10 for number in updates)  # the first sees the policy that sampled
+    assert [row["train/lr"] for row in metrics(narrow)] == [row["train/lr"] for row in metrics(plain)]
+
+
+def test_max_kl_counts_up_to_the_mini_batch_that_exceeds_it(monkeypatch, cafe_data):
+    found = iter([0.0, 0.1, 0.3, 0.1])
+    monkeypatch.setattr(ppo, "update_minibatch", lambda *_: {"policy/approxkl": next(found)})
+    run = RunOfOneStep(ppo_args(cafe_data, max_kl=0.2, ppo_epochs=2, mini_batch_size=2, micro_batch_size=2))
+    skipped = []
+    monkeypatch.setattr(RunOfOneStep, "skip_updates", lambda self, number: skipped.append(number), raising=False)
+    means = ppo.update(run, None, None, ppo_batch(), 0)
+    assert means == {"policy/approxkl": pytest.approx(0.4 / 3), "policy/updates": 3} and skipped == [1]
 
 
 def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm_dir, tmp_path):
