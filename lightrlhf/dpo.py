@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import (
     RARE,
-    DataArgs,
+    DataSetsArgs,
     EvalArgs,
     StartArgs,
     TrainArgs,
@@ -44,7 +44,8 @@ from lightrlhf.cli.args import (
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches
-from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.rows import Given, load_rows, sources
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
 from lightrlhf.maths.ops import wins
 from lightrlhf.maths.preference import (
@@ -96,7 +97,7 @@ FITTING = {  # losses that a flag applies to
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
+class DPOLossArgs(TrainArgs, StartArgs):
     """Direct preference optimisation."""
 
     experiment_name: str = "rlhf-dpo"
@@ -206,12 +207,13 @@ class DPOLossArgs(TrainArgs, DataArgs, StartArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOArgs(DPOLossArgs, EvalArgs):
+class DPOArgs(DPOLossArgs, DataSetsArgs, EvalArgs):
     """Direct preference optimisation on preference pairs, or on labelled responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_eval()
+        self.check_data()
 
 
 # --------------------------------------------------------------------------------------------------------- program
@@ -235,12 +237,16 @@ def train(
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
     tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
     load = load_unpaired if args.loss_type in UNPAIRED_LOSSES else load_pairs
-    pairs, notes = load(args, "train", rows, tokenizer)  # or labelled responses
-    validation = load(args, "validation", rows, tokenizer)[0] if args.eval_interval else []
+    loaded = [load(args, "train", folder, rows, tokenizer) for folder in sources(args, rows)]
+    pairs, notes = ([one for part in parts for one in part] for parts in zip(*loaded))  # or labelled responses
+    folders = sources(args, rows) if args.eval_interval else []
+    validation = interleaved([load(args, "validation", folder, rows, tokenizer)[0] for folder in folders])
+    if load is load_unpaired:
+        notes += check_labels(args, pairs, args.data_name)
     run = Run(args, "dpo", on_step, given, data=None if rows is None else "given/rows")
     policy = load_start(policy, args, tokenizer)
-    check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_dir)
-    check_positions(pairs + validation, policy, args.data_dir)
+    check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_name)
+    check_positions(pairs + validation, policy, args.data_name)
     share_prefixes(policy, longest_text(pairs + validation))
     if args.loss_type == "simpo" and args.beta < 1:
         notes.append(f"--beta {args.beta} is small for simpo, whose rewards are per token; its authors use 2 to 10")
@@ -248,6 +254,7 @@ def train(
         run.print0(note)
     kind = "pairs" if load is load_pairs else "responses"
     run.print0("{:,} parameters, {:,} trainable; {:,} {}".format(*count_parameters(policy), len(pairs), kind))
+    run.mix([len(one) for one, _ in loaded])
     num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
     mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
@@ -312,58 +319,62 @@ def total_reward(metrics: Metrics, batch: list[Row]) -> tuple[float, int]:
 
 
 # ------------------------------------------------------------------------------------------------------------ data
-def load_stage(args: DPOArgs, stage: str, split: str, given: Given | None, tokenizer: Any) -> tuple[list[Row], str]:
+def load_stage(
+    args: DPOArgs, stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any
+) -> tuple[list[Row], str]:
     """Rows of a split, and where they are from. Raises: UsageError, naming the losses that fit what is there."""
     if given is not None:
-        return load_rows(stage, split, args.data_dir, given, tokenizer), f"the given {split} rows"
+        return load_rows(stage, split, data_dir, given, tokenizer), f"the given {split} rows"
     other_stage = "preference" if stage == "unpaired" else "unpaired"
-    path, other = (Path(args.data_dir, f"{name}_{split}.pt") for name in (stage, other_stage))
+    path, other = (Path(data_dir, f"{name}_{split}.pt") for name in (stage, other_stage))
     if not path.is_file() and other.is_file():
         fitting = LOSSES if stage == "unpaired" else UNPAIRED_LOSSES  # those of the other stage
         raise UsageError(
-            f"--loss_type {args.loss_type} learns from {path.name}, but {args.data_dir} holds {other.name}; "
+            f"--loss_type {args.loss_type} learns from {path.name}, but {data_dir} holds {other.name}; "
             f"prepare the data again, or use one of --loss_type {', '.join(fitting)}"
         )
-    return load_rows(stage, split, args.data_dir, None, tokenizer), str(path)
+    return load_rows(stage, split, data_dir, None, tokenizer), str(path)
 
 
 def load_unpaired(
-    args: DPOArgs, split: str, given: Given | None = None, tokenizer: Any = None
+    args: DPOArgs, split: str, data_dir: str, given: Given | None = None, tokenizer: Any = None
 ) -> tuple[list[Row], list[str]]:
-    """Labelled responses of a split, truncated to `--max_length`, and notes on truncation and balance.
-
-    Raises: UsageError when all training rows have one label (or for kto one prompt), for nothing can be compared then.
-    """
-    rows, path = load_stage(args, "unpaired", split, given, tokenizer)
-    if not rows:
-        return [], []
+    """Labelled responses of a split, truncated to `--max_length`, and a note on how many were."""
+    rows, path = load_stage(args, "unpaired", split, data_dir, given, tokenizer)
     truncated = [truncate(row, args) for row in rows]
-    if split != "train":
-        return truncated, []
+    shortened = sum(one is not other for one, other in zip(truncated, rows))
+    return truncated, [f"{shortened:,} of {len(rows):,} responses of {path} were truncated"] if shortened else []
+
+
+def check_labels(args: DPOArgs, rows: list[Row], where: str) -> list[str]:
+    """Notes on the balance of labelled responses.
+
+    Raises: UsageError when all have one label (or for kto one prompt), for nothing can be compared then.
+    """
     good = sum(row["label"] for row in rows)
     bad = len(rows) - good
     if not good or not bad:
-        raise UsageError(f"{path}: all {len(rows):,} rows have the label {bool(good)}; add rows of the other label")
-    prompts = {tuple(torch.as_tensor(row["input_ids"])[: row["prompt_len"]].tolist()) for row in truncated}
-    if args.loss_type == "kto" and len(prompts) < 2:
-        raise UsageError(f"{path}: all rows have one prompt, but kto compares prompts; use --loss_type bco")
-    shortened = sum(one is not other for one, other in zip(truncated, rows))
-    notes = [f"{shortened:,} of {len(rows):,} responses of {path} were truncated"] if shortened else []
+        raise UsageError(f"{where}: all {len(rows):,} rows have the label {bool(good)}; add rows of the other label")
+    if args.loss_type != "kto":
+        return []
+    prompts = {tuple(torch.as_tensor(row["input_ids"])[: row["prompt_len"]].tolist()) for row in rows}
+    if len(prompts) < 2:
+        raise UsageError(f"{where}: all rows have one prompt, but kto compares prompts; use --loss_type bco")
     ratio = args.desirable_weight * good / (args.undesirable_weight * bad)
-    if args.loss_type == "kto" and not 0.999 < ratio < 1.334:
-        weight = f"{args.undesirable_weight * ratio:.3g}"
-        notes += [f"{good:,} good and {bad:,} bad responses: the paper advises --undesirable_weight {weight} for them"]
-    return truncated, notes
+    if 0.999 < ratio < 1.334:
+        return []
+    weight = f"{args.undesirable_weight * ratio:.3g}"
+    return [f"{good:,} good and {bad:,} bad responses: the paper advises --undesirable_weight {weight} for them"]
 
 
 def load_pairs(
-    args: DPOArgs, split: str, given: Given | None = None, tokenizer: Any = None
+    args: DPOArgs, split: str, data_dir: str, given: Given | None = None, tokenizer: Any = None
 ) -> tuple[list[Row], list[str]]:
     """Pairs of a split, truncated to `--max_length`, and notes on how many were truncated or left out.
 
     Raises: UsageError when a pair lacks what the loss reads, or a prompt leaves no room for a response.
     """
-    rows, path = load_stage(args, "preference", split, given, tokenizer)
+    rows, path = load_stage(args, "preference", split, data_dir, given, tokenizer)
     if not rows:
         return [], []
     if args.loss_type in SOFT_LABEL_LOSSES:

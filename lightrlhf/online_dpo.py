@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.cli.args import RARE, ModelArgs, RewardArgs, SamplingArgs, check_at_least, check_data_dir
+from lightrlhf.cli.args import RARE, DataArgs, ModelArgs, RewardArgs, SamplingArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     RENAMED: ClassVar[dict[str, str]] = {"num_responses": "num_generations"}
@@ -105,8 +105,8 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs):
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
     eval_prompts: int = 200
     """Prompts of the evaluation after each iteration: the first ones of the validation split."""
-    epochs: int = 1
-    """Passes over the pairs of an iteration."""
+    epochs: int | None = None
+    """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
     lr_warmup_ratio: float | None = 0.1
     """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import (
     RARE,
-    DataArgs,
+    DataSetsArgs,
     EvalArgs,
     RewardArgs,
     SamplingArgs,
@@ -46,7 +46,8 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
-from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
@@ -75,7 +76,7 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
+class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
@@ -156,6 +157,7 @@ class PPOArgs(TrainArgs, DataArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs
         self.check_model()
         self.check_generation()
         self.check_eval()
+        self.check_data()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
         if self.max_kl is not None:
@@ -216,12 +218,13 @@ def train(
     args.check_reward(reward)
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
     tokenizer = load_tokenizer(args.data_dir if prompts is None else None, starting_model(args)[0], tokenizer)
-    examples = load_rows("prompts", "train", args.data_dir, prompts, tokenizer)
-    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer) if args.eval_interval else []
+    sets = load_sets("prompts", "train", args, prompts, tokenizer)
+    examples = [row for one in sets for row in one]
+    held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
     run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")
     shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
     actor = load_start(policy, args, tokenizer, shares)
-    check_vocabulary(examples, vocabulary_size(actor), args.data_dir)
+    check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     reference = run.freeze(actor.reference())
     scorer = make_scorer(args, run.device, args.rollout_mini_batch_size, reward, single=True, backbone=actor)
@@ -230,6 +233,7 @@ def train(
     sizes = (*count_parameters(actor), len(examples))
     run.print0("actor: {:,} parameters, {:,} trainable; {:,} prompts".format(*sizes))
 
+    run.mix([len(one) for one in sets])
     num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
@@ -372,8 +376,6 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
         ):  # of all ranks, so the same on each
             break
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
-    if args.max_kl is None:
-        return means
     run.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
     return means | {"policy/updates": len(metrics)}
 

@@ -28,11 +28,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import DataArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
-from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
@@ -51,7 +52,7 @@ MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, wh
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
+class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs):
     """Reward modelling on preference pairs."""
 
     experiment_name: str = "rlhf-reward-modelling"
@@ -67,6 +68,7 @@ class RMArgs(TrainArgs, DataArgs, EvalArgs, StartArgs):
         super().__post_init__()
         self.check_model()
         self.check_eval()
+        self.check_data()
         check_positive(self, "learning_rate")
 
 
@@ -149,8 +151,9 @@ def train(
     source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
     tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer)
-    pairs = load_rows("preference", "train", args.data_dir, rows, tokenizer)
-    validation = load_rows("preference", "validation", args.data_dir, rows, tokenizer)
+    sets = load_sets("preference", "train", args, rows, tokenizer)
+    pairs = [row for one in sets for row in one]
+    validation = interleaved(load_sets("preference", "validation", args, rows, tokenizer))
     run = Run(args, "rm", on_step, given, data=None if rows is None else "given/rows")
     if not validation:
         validation = pairs[:MOST_FOR_STATISTICS]
@@ -163,12 +166,13 @@ def train(
         pairs, validation = pair_rows(tokenizer, pairs), pair_rows(tokenizer, validation)
         config: Any = reward_model.model.config
         config.compares_pairs = True
-    check_vocabulary(pairs, vocabulary_size(reward_model), args.data_dir)
-    check_positions(pairs + validation, reward_model, args.data_dir)
+    check_vocabulary(pairs, vocabulary_size(reward_model), args.data_name)
+    check_positions(pairs + validation, reward_model, args.data_name)
     share_prefixes(reward_model, longest_text(pairs + validation))
     separate_pad_token(reward_model, tokenizer)
     run.print0("{:,} parameters, {:,} trainable; {:,} pairs".format(*count_parameters(reward_model), len(pairs)))
 
+    run.mix([len(one) for one in sets])
     results: Metrics = {}
     num_steps = run.num_steps(len(pairs), args.mini_batch_size)
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)

@@ -5,7 +5,7 @@
 The response alone counts, with `--use_targets False` the whole text; never padding. With label smoothing e each
 token's loss is (1-e) of the above plus e times the mean of -log pi over the vocabulary (Szegedy et al. 2016, sec. 7).
 
-Left out: data mixtures, curricula and multi-epoch shuffling buffers.
+Left out: curricula and multi-epoch shuffling buffers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import RARE, DataArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import RARE, DataSetsArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
-from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
 from lightrlhf.models.given import load_start
 from lightrlhf.models.probes import check_packing, check_positions
@@ -33,7 +34,7 @@ from lightrlhf.training.run import OnStep, Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
+class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs):
     """Supervised fine-tuning on demonstrations."""
 
     experiment_name: str = "rlhf-supervised-finetuning"
@@ -53,6 +54,7 @@ class SFTArgs(TrainArgs, DataArgs, EvalArgs, ModelArgs):
         super().__post_init__()
         self.check_model()
         self.check_eval()
+        self.check_data()
         check_positive(self, "learning_rate")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 1)")
@@ -86,16 +88,18 @@ def train(
         raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
     tokenizer = load_tokenizer(args.data_dir if rows is None else None, args.model_name, tokenizer)
-    examples = load_rows("finetune", "train", args.data_dir, rows, tokenizer)
-    validation = load_rows("finetune", "validation", args.data_dir, rows, tokenizer) if args.eval_interval else []
+    sets = load_sets("finetune", "train", args, rows, tokenizer)
+    examples = [row for one in sets for row in one]
+    validation = interleaved(load_sets("finetune", "validation", args, rows, tokenizer)) if args.eval_interval else []
     run = Run(args, "sft", on_step, given, data=None if rows is None else "given/rows")
     policy = load_start(policy, args, tokenizer)
-    check_vocabulary(examples, vocabulary_size(policy), args.data_dir)
-    check_positions(examples + validation, policy, args.data_dir)
+    check_vocabulary(examples, vocabulary_size(policy), args.data_name)
+    check_positions(examples + validation, policy, args.data_name)
     if args.packing:
         check_packing(policy, args.model_name or "the given policy", longest=longest_text(examples + validation))
     run.print0("{:,} parameters, {:,} trainable; {:,} examples".format(*count_parameters(policy), len(examples)))
 
+    run.mix([len(one) for one in sets])
     num_steps, results = run.num_steps(len(examples), args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):

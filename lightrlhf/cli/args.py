@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
-from lightrlhf.cli.lists import TEXTS, items_of, names
+from lightrlhf.cli.lists import PATHS, TEXTS, items_of, names
 
 TYPES: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
@@ -42,6 +42,43 @@ class DataArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSetsArgs:
+    """Data."""
+
+    data_dir: list[str] | str = field(default="data", metadata=PATHS | INPUT)
+    """Folder of the `.pt` splits of a `prepare_data.py`, or several."""
+    data_weights: list[float] = field(default_factory=list, metadata=RARE)
+    """Relative chances of the sets of `data_dir` to be drawn from; in proportion to their rows when not given."""
+
+    @property
+    def data_dirs(self) -> list[str]:
+        """The sets' folders."""
+        return [self.data_dir] if isinstance(self.data_dir, str) else self.data_dir
+
+    @property
+    def data_name(self) -> str:
+        """The sets' folders, as errors name them."""
+        return " + ".join(self.data_dirs)
+
+    def check_data(self) -> None:
+        """Make one folder a text. Raises: ValueError, one line, for folders or weights that cannot be meant."""
+        given: Any = self.data_dir
+        folders = list(given) if isinstance(given, list | tuple) else [given]
+        if not folders or not all(isinstance(folder, str | PathLike) for folder in folders):
+            raise ValueError(f"--data_dir {given!r} is not a folder or a list of folders")
+        folders = [fspath(folder) for folder in folders]
+        object.__setattr__(self, "data_dir", folders[0] if len(folders) == 1 else folders)
+        twice = next((folder for folder in folders if folders.count(folder) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--data_dir {twice} is given twice; give it once, with a larger one of --data_weights")
+        weights = " ".join(map(str, self.data_weights))
+        if self.data_weights and len(self.data_weights) != len(folders):
+            raise ValueError(f"--data_weights {weights}: give {len(folders)}, one for each folder of --data_dir")
+        if not all(math.isfinite(weight) and weight > 0 for weight in self.data_weights):
+            raise ValueError(f"--data_weights {weights} must be finite numbers above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunArgs:
     """Run."""
 
@@ -53,10 +90,10 @@ class RunArgs:
     """Experiment dir of a run to resume; its arguments become the defaults."""
     seed: int = 42
     """Seed of data order, new weights, dropout and sampling."""
-    epochs: int = 1
-    """Passes over the training data."""
+    epochs: int | None = None
+    """Passes over the training data; 1 when `max_steps` is not given either."""
     max_steps: int | None = None
-    """Stop after this many steps, even within an epoch."""
+    """Steps, over as many epochs as they take, but no more than `epochs`."""
     mini_batch_size: int = 8
     """Examples per optimiser step and device."""
     micro_batch_size: int = 8
@@ -161,7 +198,7 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
                 f"--mini_batch_size {self.mini_batch_size} must be a multiple of --micro_batch_size "
                 f"{self.micro_batch_size}; try --micro_batch_size {fits}"
             )
-        for name in ("epochs", "save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
+        for name in ("save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
             check_at_least(self, name, 1)
         for name in ("keep_last", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
@@ -186,8 +223,9 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
         for name in ("optimizer_beta1", "optimizer_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1)")
-        if self.max_steps is not None:
-            check_at_least(self, "max_steps", 1)
+        for name in ("epochs", "max_steps"):
+            if getattr(self, name) is not None:
+                check_at_least(self, name, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,9 +436,10 @@ def needs_package(what: str, package: str, extra: str) -> str:
 
 
 def check_data_dir(args: Any) -> None:
-    """Raises: UsageError when `--data_dir` does not exist; called before any model is loaded."""
-    if not Path(args.data_dir).is_dir():
-        raise UsageError(
-            f"--data_dir {args.data_dir} does not exist; "
-            f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {args.data_dir}"
-        )
+    """Raises: UsageError when a folder of `--data_dir` does not exist; called before any model is loaded."""
+    for folder in args.data_dirs if isinstance(args, DataSetsArgs) else [args.data_dir]:
+        if not Path(folder).is_dir():
+            raise UsageError(
+                f"--data_dir {folder} does not exist; "
+                f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {folder}"
+            )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_prompts, load_split
@@ -50,6 +51,16 @@ def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokeni
     if split == "train" and not rows:
         raise UsageError(f"no {stage} rows were given to train on")
     return [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
+
+
+def load_sets(stage: str, split: str, args: DataSetsArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:
+    """Rows of a split of each set of `--data_dir`, or those given as one set. Raises: as `load_rows`."""
+    return [load_rows(stage, split, folder, given, tokenizer) for folder in sources(args, given)]
+
+
+def sources(args: DataSetsArgs, given: Given | None) -> list[str]:
+    """The sets' folders; given rows are one set."""
+    return args.data_dirs if given is None else args.data_dirs[:1]
 
 
 def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:

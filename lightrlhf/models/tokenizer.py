@@ -14,13 +14,15 @@ from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
 
 
-def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None, given: Any = None) -> Any:
+def load_tokenizer(data_dir: str | Path | list[str] | None, model_name: str | None = None, given: Any = None) -> Any:
     """The given tokenizer, else the one the data was prepared with (`{data_dir}/tokenizer`), else the model's own.
 
     One without a pad token pads with its end token.
-    Raises: UsageError when it cannot be loaded, or has no end token.
+    Raises: UsageError when it cannot be loaded, has no end token, or is not the same in all of several folders.
     """
     quiet_libraries()
+    if isinstance(data_dir, list):
+        data_dir = _same_tokenizer(data_dir)
     if given is not None:
         if not hasattr(given, "get_vocab"):
             raise UsageError(f"tokenizer: a tokenizer of transformers is needed, not a {type(given).__name__}")
@@ -31,22 +33,41 @@ def load_tokenizer(data_dir: str | Path | None, model_name: str | None = None, g
                 f"{data_dir} was prepared with a tokenizer other than the given one; give its own, or none"
             )
         return _with_pad_token(given, "the given tokenizer")
-    from transformers import AutoTokenizer
-
     stored = Path(data_dir) / "tokenizer" if data_dir is not None else None
     source = stored if stored is not None and stored.is_dir() else model_name and resolve(model_name)
     if not source:
         if data_dir is None:
             raise UsageError("a tokenizer is needed: give it with the policy, or name a model that has one")
         raise UsageError(f"{data_dir} has no tokenizer folder; give --model_name to use that model's tokenizer")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError) as problem:
-        raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
-    tokenizer = _with_pad_token(tokenizer, f"the tokenizer in {source}")
+    tokenizer = _with_pad_token(_read(str(source)), f"the tokenizer in {source}")
     if data_dir is not None and source == stored and model_name and model_name != "tiny":
         _check_same_ids(tokenizer, data_dir, model_name)
     return tokenizer
+
+
+def _read(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
+
+
+def _same_tokenizer(folders: list[str]) -> str:
+    """The first of these folders that has a tokenizer, else the first. Raises: UsageError when theirs differ."""
+    stored = [folder for folder in folders if (Path(folder) / "tokenizer").is_dir()]
+    kinds = []
+    for folder in stored:
+        one = _read(str(Path(folder) / "tokenizer"))
+        kinds.append({"tokenizers": (one.get_vocab(), one.eos_token), "chat templates": one.chat_template})
+        for what, value in kinds[0].items():
+            if kinds[-1][what] != value:
+                raise UsageError(
+                    f"--data_dir {stored[0]} and {folder} were prepared with different {what}; "
+                    f"prepare the second with --tokenizer_name {stored[0]}/tokenizer"
+                )
+    return (stored or folders)[0]
 
 
 def _with_pad_token(tokenizer: Any, name: str) -> Any:

@@ -25,9 +25,15 @@ def stored(directory: str, key: str) -> Any:
 
 
 def data_dir_of(directory: str) -> str | None:
-    """Folder of the data that an experiment was trained on; None where its rows were given from Python."""
+    """Folder of the data that an experiment was trained on; None where its rows were given from Python.
+
+    Raises: UsageError when it was trained on several.
+    """
     given = stored(directory, "given") or {}
-    return None if {"rows", "prompts", "dialogues"} & given.keys() else stored(directory, "data_dir")
+    folder = None if {"rows", "prompts", "dialogues"} & given.keys() else stored(directory, "data_dir")
+    if isinstance(folder, list):
+        raise UsageError(f"--data_dir is required: {directory} was trained on several, {', '.join(folder)}; give one")
+    return folder
 
 
 def experiment_of(directory: str) -> Path:
@@ -43,8 +49,12 @@ def is_experiment_dir(directory: str) -> bool:
 
 
 def located(directory: str, key: str) -> str | None:
-    """The path stored under `key`, unchanged if it exists, else relative to the directory of the run's start."""
+    """The path stored under `key`, unchanged if it exists, else relative to the directory of the run's start.
+
+    Of several, the first.
+    """
     name, log_dir = stored(directory, key), stored(directory, "log_dir")
+    name = name[0] if isinstance(name, list) else name
     if name is None or Path(name).exists() or log_dir is None or Path(log_dir).is_absolute():
         return name
     folder, depth = experiment_of(directory).resolve(), len(Path(log_dir).parts)

@@ -107,7 +107,9 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     Raises: UsageError on rank 0, naming the rank and the flag or file; the others exit with the same status.
     """
     data_dir = getattr(args, "data_dir", None)
-    files = {path.name: sha256(path) for path in sorted(Path(data_dir).glob("*.pt"))} if data_dir else {}
+    folders = data_dir if isinstance(data_dir, list) else [data_dir] if data_dir else []
+    paths = [(number, path) for number, folder in enumerate(folders) for path in sorted(Path(folder).glob("*.pt"))]
+    files = {f"{path.name}{f' of set {n + 1}' if len(folders) > 1 else ''}": sha256(path) for n, path in paths}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
     gathered: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(gathered, (flags, files))

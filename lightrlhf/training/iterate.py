@@ -79,7 +79,8 @@ def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], 
     flags = update_names(type(args), flags_of(stored), source)
     changed = [k for k, v in to_dict(args).items() if k not in FREE and v != flags.get(k)]
     if changed:
-        raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; start a new run")
+        remedy = f"start a new run, or go on as it was by --resume_from {directory} alone"
+        raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; {remedy}")
     check_given(stored.get("given", {}), given, source)
     return str(stored["initial"])
 

@@ -86,7 +86,8 @@ class Mismatches:
     def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
         self.run, self.rows, self.validation, self.num_steps = run, rows, validation, num_steps
         self.width = longest_text(rows + validation)
-        self.key = (num_steps, len(rows), run.args.seed, run.args.mini_batch_size * run.world_size)
+        args = run.args
+        self.key = (num_steps, len(rows), args.seed, args.mini_batch_size * run.world_size, *args.data_weights)
 
     def score(self, reference: Policy, pad_id: int) -> list[list[float]]:
         """Log-probabilities under the reference, by step."""
@@ -117,12 +118,12 @@ def reference_logps(
     reference = policy
     if run.args.ref_model is not None:
         load_tokenizer(
-            run.args.data_dir if Path(run.args.data_dir).is_dir() else None, run.args.ref_model
+            run.args.data_dir if Path(run.args.data_dirs[0]).is_dir() else None, run.args.ref_model
         )  # refuses a model with another tokenizer
         plain = ModelArgs(trust_remote_code=run.args.trust_remote_code)
         reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
-        check_vocabulary(rows, vocabulary_size(reference), run.args.data_dir)
-        check_positions(rows, reference, run.args.data_dir)
+        check_vocabulary(rows, vocabulary_size(reference), run.args.data_name)
+        check_positions(rows, reference, run.args.data_name)
     digest = fingerprint(reference, rows, mismatches.key if mismatches else ())
     stored = run.resumed["extra"]["reference"] if run.resumed else None
     if stored and stored["fingerprint"] == digest:
@@ -135,7 +136,7 @@ def reference_logps(
     return found | ({"mismatched": mismatches.score(reference, tokenizer.pad_token_id)} if mismatches else {})
 
 
-def fingerprint(reference: Policy, rows: list[Row], key: tuple[int, ...] = ()) -> str:
+def fingerprint(reference: Policy, rows: list[Row], key: tuple[float, ...] = ()) -> str:
     """SHA-256 of a model's weights and of the rows' tokens, and of a key if there is one."""
     digest = hash_weights(reference)
     for row in rows:

@@ -26,6 +26,7 @@ from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import epoch_order, mix_seed, row_length
+from lightrlhf.data.mixtures import mixed_order, mixed_shares
 from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
@@ -68,8 +69,8 @@ class Run(Generic[AnyArgs]):
 
     on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
     `StopTraining`. given: objects that `train` was called with, by name (see `given_objects`); a resumed run requires
-    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given. split_from:
-    see `read_state`.
+    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first
+    one's parent and the names joined by +. split_from: see `read_state`.
     Raises: UsageError when the experiment dir cannot be written, there is nothing to resume from, or the given objects
     are not those the run began with.
     """
@@ -88,7 +89,10 @@ class Run(Generic[AnyArgs]):
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
         self.args, self.program, self.on_step, self.given = args, program, on_step, given or {}
-        self.data = str(data or getattr(args, "data_dir", program))
+        folders = data or getattr(args, "data_dir", program)
+        self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
+        self.data = " + ".join(self.data_dirs)  # as the model card names it
+        self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
@@ -293,16 +297,54 @@ class Run(Generic[AnyArgs]):
 
     # ----------------------------------------------------------------------------------------------------- data
     def num_steps(self, num_rows: int, batch_size: int) -> int:
-        """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller."""
+        """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller.
+
+        `--max_steps` alone goes on through as many epochs as it takes; with `--epochs`, whichever ends first.
+        """
         per_epoch = math.ceil(num_rows / (batch_size * self.world_size))
-        steps = per_epoch * self.args.epochs
-        return min(steps, self.args.max_steps) if self.args.max_steps else steps
+        epochs, max_steps = self.args.epochs, self.args.max_steps
+        if epochs is None or max_steps is None:
+            return max_steps or per_epoch * (epochs or 1)
+        if per_epoch * epochs < max_steps:
+            self.print0(
+                f"--epochs {epochs} ends this run at step {per_epoch * epochs}, before --max_steps {max_steps}; "
+                "to go on into further epochs leave --epochs out (of a resumed run, give --epochs null)"
+            )
+        return min(per_epoch * epochs, max_steps)
+
+    def mix(self, sizes: Sequence[int]) -> None:
+        """Draw from sets of these sizes, whose rows `global_batch` gets one set after the other; prints the counts.
+
+        By `--data_weights` an epoch, which is as long as all sets together, has that share of rows of each; without
+        them it has every row once.
+        Raises: UsageError when a set has no row in an epoch, or given rows replace the sets.
+        """
+        weights: list[float] = getattr(self.args, "data_weights", [])
+        if weights and len(weights) != len(sizes):
+            raise UsageError(
+                "--data_weights belong to the sets of --data_dir, which given rows replace; leave them out"
+            )
+        if len(sizes) < 2:
+            return
+        self._sizes = tuple(sizes) if weights else ()
+        shares = mixed_shares(sizes, weights or sizes)
+        counted = []
+        for folder, size, share in zip(self.data_dirs, sizes, shares):
+            if not share:
+                raise UsageError(
+                    f"--data_weights give {folder} none of the {sum(sizes)} rows of an epoch; raise its weight"
+                )
+            counted.append(f"{folder} ({size:,} rows, {share:,} of {sum(sizes):,} in an epoch)")
+            self.print0(counted[-1])
+        self.data = " + ".join(counted)
 
     def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
         """Rows of all ranks of one step (counted from 0), in the seeded order of its epoch."""
         per_epoch = math.ceil(len(rows) / (batch_size * self.world_size))
         epoch, index = divmod(step, per_epoch)
         order = epoch_order(len(rows), self.args.seed, epoch)
+        if self._sizes:
+            order = mixed_order(self._sizes, tuple(getattr(self.args, "data_weights", [])), self.args.seed, epoch)
         size = batch_size * self.world_size
         chosen = order[index * size : (index + 1) * size]
         if len(chosen) < self.world_size:  # too few for a row per rank: borrow from the epoch's start
@@ -508,8 +550,9 @@ class Run(Generic[AnyArgs]):
     def _choose_directory(self) -> Path:
         if self.args.resume_from:
             return Path(self.args.resume_from)
-        data = Path(self.data).resolve()
-        parent = Path(self.args.log_dir) / self.args.experiment_name / data.parent.name / data.name
+        folders = [Path(folder).resolve() for folder in self.data_dirs]
+        name = "+".join(folder.name for folder in folders)[:200]
+        parent = Path(self.args.log_dir) / self.args.experiment_name / folders[0].parent.name / name
         return make_parent(parent, f"--log_dir {self.args.log_dir}")
 
     def _open_directory(self) -> None:

@@ -457,12 +457,12 @@ def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data, tmp_path
     same = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}
     other = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 9, 8]}
     torch.save([same, other], folder / "preference_train.pt")
-    rows, notes = dpo.load_pairs(arguments(folder, max_length=2), "train")
+    rows, notes = dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
     assert [list(map(int, row["rejected_input_ids"])) for row in rows] == [[5, 9]]
     assert [note.split(" pairs")[0] for note in notes] == ["2 of 2", "1"]
     torch.save([same], folder / "preference_train.pt")
     with pytest.raises(UsageError, match="no pair differs within --max_length 2"):
-        dpo.load_pairs(arguments(folder, max_length=2), "train")
+        dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
 
 
 # ------------------------------------------------------------------------------------------------------- the program

@@ -33,6 +33,8 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "rm": ["rm"],
     "dpo": ["dpo"],
     "ppo": ["ppo"],
+    "several": ["sft", "--experiment_name", "several", "--data_weights", "1", "2"],  # of two sets
+    "max_kl": ["ppo", "--experiment_name", "max_kl", "--max_kl", "1e-3", "--ppo_epochs", "4"],
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
@@ -54,12 +56,16 @@ def odd_data(cafe_data, tmp_path_factory):
         if path.stem.endswith(("_train", "_validation")):
             rows = torch.load(path, weights_only=True)
             torch.save(rows[: 27 if "train" in path.stem else 5], path)
+    shutil.copytree(folder, folder / "second")
+    rows = torch.load(folder / "finetune_train.pt", weights_only=True)
+    torch.save(rows[:8], folder / "second" / "finetune_train.pt")
     return folder
 
 
 def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[str]:
     """A run of two steps, the second with one row less; micro-batches of one row, so ranks have 7 and 6 of them."""
-    flags = ["--data_dir", data, "--model_name", model, "--log_interval", 1, "--eval_interval", 2, "--logger", "csv"]
+    flags = ["--data_dir", data, *([f"{data}/second"] if program == "several" else [])]
+    flags += ["--model_name", model, "--log_interval", 1, "--eval_interval", 2, "--logger", "csv"]
     flags += ["--accelerator", "cpu", "--optimizer_eps", "1e-2", "--micro_batch_size", 1, "--devices", ranks]
     flags += ["--mini_batch_size", global_batch // ranks, "--lr_warmup_steps", 0]
     flags += PROGRAMS[program][1:] or ["--experiment_name", program]
@@ -173,6 +179,8 @@ def test_two_ranks_learn_as_one_does(strategy, together, alone):
         for row, other in zip(metrics(one), metrics(two), strict=True):
             assert other == pytest.approx(row, abs=2e-5, rel=1e-4), (program, row["step"])
         assert gap(one, two) < TOLERANCE, program
+        if program == "max_kl":
+            assert min(row.get("policy/updates", 4) for row in metrics(two)) < 4  # of 4 passes
         assert max(row.get("policy/grad_norm", row.get("train/grad_norm", 0)) for row in metrics(one)) > 0.1, program
         kept = [torch.load(last_checkpoint(folder) / "resume.pt", weights_only=True) for folder in (one, two)]
         assert kept[0]["learned"].keys() == kept[1]["learned"].keys()
