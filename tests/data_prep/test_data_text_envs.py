@@ -339,6 +339,7 @@ def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corrid
         (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True"),
         (["--comments", "action"], "--comments action"),
         (["--hidden_size", "65"], "--hidden_size 65"),
+        (["--stage", "prompts"], "--stage prompts: text environments have the stage finetune alone"),
         (["--env", "taxi"], "--env taxi"),
         (["--env_options", "horizon"], "--env_options horizon"),
         (["--env_options", "speed=3"], "its options are: horizon"),
