@@ -70,7 +70,9 @@ class Planner:
         messages = row["messages"]
         talk = Dialogue(self.tokenizer, messages, row.get("tools"))
         if messages[-1]["role"] != "assistant":
-            return [_noted(Plan("prompts", [(Segment(talk.prompt(len(messages)), "rendered"), None)]))]
+            prompt = Segment(talk.prompt(len(messages)), "rendered")
+            notes = ("messages_without_a_last_answer_are_prompts",)
+            return [_noted(Plan("prompts", [(prompt, None)], notes))]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
         if not answers:
             raise BadRow("no_user_message")

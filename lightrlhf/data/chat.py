@@ -6,8 +6,8 @@ rendered, and the text is split at the marks before it is tokenised: the templat
 content spells are not.
 
 Control tokens are the tokenizer's special tokens, and added tokens that the template writes or that look like markup,
-whether or not they were declared special. Tokens such as `<think>` that were not declared special are left in the
-content of assistant messages, where templates expect them.
+whether or not they were declared special. Tags of reasoning and tools, such as `<think>`, that were not declared special
+are left in the content of assistant messages, where templates expect them.
 
 Left out: images and documents. A control token of a single character cannot be split, nor can texts that a tokenizer
 normalises to one; such texts are refused.
@@ -30,7 +30,7 @@ ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters of a control token of which a text's end is looked at
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
 MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
-TAG = re.compile(r"</?\w+>")
+TAG = re.compile(r"</?(think|thought|reason|scratchpad|answer|tool|function)\w*>")
 
 
 class Controls(NamedTuple):
@@ -92,7 +92,8 @@ def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
     found = controls(tokenizer)
     pattern = found.beside_tags if keep_tags else found.spelled
     text = text.replace(MARK, "\ufffd")
-    text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
+    while pattern.search(text):  # again for tokens within tokens
+        text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
     content = text.rstrip()  # templates trim
     if any(content[start:] in found.beginnings for start in range(max(0, len(content) - LONGEST), len(content))):
         return content + MARK + text[len(content) :]

@@ -63,7 +63,8 @@ def continuation_prefix(tokenizer: Any) -> tuple[str, int]:
     """Text behind which another one is tokenised as a continuation, and the number of its ids.
 
     SentencePiece tokenizers prepend a space to a text. An end token before it prevents this; with those tokenizers that
-    prepend one behind every special token, it takes an end token and a character that merges with none.
+    prepend one behind every special token, and with end tokens that take the spaces behind them, it takes an end token
+    and a character that merges with none.
     """
     return _continuation_prefix(tokenizer, len(tokenizer), tokenizer.eos_token)
 
@@ -75,8 +76,9 @@ def _continuation_prefix(tokenizer: Any, size: int, eos_token: str) -> tuple[str
         return list(tokenizer(prefix + text, add_special_tokens=False)["input_ids"][num_ids:])
 
     longer = eos_token + "\x01"
-    prepends = behind(eos_token, " a") != behind(longer, " a") and behind(eos_token, "a") == behind(longer, " a")
-    prefix = longer if prepends else eos_token
+    spaced, plain, continued = behind(eos_token, " a"), behind(eos_token, "a"), behind(longer, " a")
+    prepends, strips = spaced != continued and plain == continued, spaced == plain  # a space, those that follow it
+    prefix = longer if prepends or strips else eos_token
     return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
