@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_separated_values_name_the_first_line_of_a_row(tmp_path):
 
 
 def test_a_cell_of_a_megabyte(tmp_path):
+    csv.field_size_limit(131_072)  # Python's own, which an earlier test may have raised
     file = tmp_path / "a.tsv"
     file.write_text("text\tn\n" + "word " * 200_000 + "\t1\n")
     assert len(values(file)[0]["text"]) == 1_000_000
@@ -157,6 +159,13 @@ def test_arrow_cut_short_is_refused(tmp_path, file_format, kept):
     file = arrow(tmp_path / "a.arrow", file_format)
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(RunFailure, match=r"a\.arrow: not a readable arrow file, after row 0 \("):
+        values(file)
+
+
+def test_arrow_with_text_that_is_not_utf8_is_refused(tmp_path):
+    file = arrow(tmp_path / "a.arrow")
+    file.write_bytes(file.read_bytes().replace(b"prompt 7", b"prompt \xff"))
+    with pytest.raises(RunFailure, match=r"a\.arrow: not a readable arrow file, after row 0 \(.*UTF8"):
         values(file)
 
 
