@@ -63,7 +63,14 @@ PLAIN_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
-MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split")  # between stages in one folder
+MUST_AGREE = (
+    "dataset_name",
+    "tokenizer_name",
+    "chat_template",
+    "seed",
+    "split",
+    "columns",
+)  # between stages in one folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +82,7 @@ class PrepareArgs:
     tokenizer_name: str
     """Tokenizer of the model to be trained: hub name or local folder."""
     dataset_name: str
-    """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
+    """Hub id, or a local folder or file: JSON, JSON lines, CSV (each also gzipped), parquet or arrow."""
     dataset_config: str | None = None
     """Configuration of a hub dataset that has several."""
     dataset_revision: str | None = field(default=None, metadata=RARE)
@@ -440,10 +447,10 @@ def _check_destination(args: PrepareArgs, destination: Path) -> None:
         return
     now = to_dict(args)
     for name in MUST_AGREE:
-        if before.get(name) != now[name]:
+        if before.get(name) != now.get(name):
             raise UsageError(
                 f"--destination_dir {destination} contains data prepared with --{name} {before.get(name)}, "
-                f"not {now[name]}; use the same value or another folder"
+                f"not {now.get(name)}; use the same value or another folder"
             )
 
 

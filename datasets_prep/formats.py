@@ -18,9 +18,9 @@ all but text. A row with the columns of two formats is refused, unless both say 
 response is text, or a message where it has more than that (reasoning, tool calls).
 
 Changed, and noted: messages after the last answer of a dialogue are cut. Refused, because any remedy of ours would
-change what is trained: two user messages in a row, a dialogue that the assistant opens, sides of a pair that are
-several messages, steps with a label each (TRL's `prompt, completions, labels`: no program here learns from them, and
-joining steps needs a separator that the data does not name).
+change what is trained: two assistant messages in a row, sides of a pair that are several messages, steps with a label
+each (TRL's `prompt, completions, labels`: no program here learns from them, and joining steps needs a separator that
+the data does not name).
 
 Left out: images and sounds (refused), templates' own arguments (`chat_template_kwargs`, noted).
 """
@@ -28,29 +28,40 @@ Left out: images and sounds (refused), templates' own arguments (`chat_template_
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+from datasets_prep.messages import (
+    answer,
+    as_dialogue,
+    as_messages,
+    check_order,
+    list_of,
+    parsed,
+    side,
+    text_of,
+    truth,
+    user_message,
+)
 from datasets_prep.reading import Raw
 from datasets_prep.turns import BadRow, Messages, Row
 from lightrlhf.cli.errors import UsageError
 
-FORMATS = (
-    ("input", "preferred_output", "non_preferred_output"),
-    ("prompt", "completions", "labels"),
-    ("prompt", "completion", "label"),
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-    ("prompt", "completion"),
-    ("messages", "label"),
-    ("messages",),
-    ("prompt",),
-    ("text",),
-)
+FORMATS = {
+    ("input", "preferred_output", "non_preferred_output"): "OpenAI's pairs",
+    ("prompt", "completions", "labels"): "steps",
+    ("prompt", "completion", "label"): "unpaired feedback",
+    ("prompt", "chosen", "rejected"): "pairs",
+    ("chosen", "rejected"): "pairs",
+    ("prompt", "completion"): "prompt and completion",
+    ("messages", "label"): "unpaired feedback",
+    ("messages",): "dialogues",
+    ("prompt",): "prompts",
+    ("text",): "text",
+}
 STEPS = ("prompt", "completions", "labels")
 ALIASES = {"conversations": "messages", "context_messages": "prompt"}
 ALPACA = ("instruction", "input", "history", "output")
@@ -67,24 +78,6 @@ SYNONYMS = {  # for the nearest format of columns that no format has
     "text": "content document body passage article story".split(),
 }
 QUESTIONS = ("question", "query", "instruction", "problem", "input")  # beside a pair of texts, surely its prompt
-ROLES = (
-    dict.fromkeys(("user", "human"), "user")
-    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
-    | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
-    | {"system": "system", "developer": "developer"}
-)
-MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
-MISPLACED = {  # (roles that a message may follow, what is wrong elsewhere); None is the start
-    "system": ((None,), "a system message that is not the first: move it to the start"),
-    "developer": ((None,), "a developer message that is not the first: move it to the start"),
-    "user": ((None, "system", "developer", "assistant", "tool"), "two user messages in a row: join them into one"),
-    "tool": (("assistant", "tool"), "a tool message that follows no assistant message: put the call before it"),
-}
-OPENS, TWICE = (
-    "the assistant opens the dialogue: begin with a user message",
-    "two assistant messages in a row: join them into one",
-)
 
 
 # ------------------------------------------------------------------------------------------------------------ columns
@@ -140,7 +133,7 @@ def to_row(raw: dict[str, Any], mapping: dict[str, str] | None = None) -> Row:
     nulls = {by_column.get(column) or ALIASES.get(column, column) for column in raw if raw[column] is None}
     reader = _Reader(values, column_of, nulls & set(OURS), set(mapping))
     row = reader.row()
-    if column_of.get("prompt") == "context_messages" and row.keys() <= {"prompt", "tools"}:
+    if column_of.get("prompt") == "context_messages" and row.keys() <= {"prompt", "tools", "read_as"}:
         row["stage"] = "prompts"
     read = {column_of[name] for name in reader.used if name in column_of}
     left = {column: value for column, value in raw.items() if column not in read}
@@ -188,7 +181,7 @@ class _Reader:
         if names != ("text",):
             self._read_tools()
         row = (
-            {"text": _text(values["text"], "text")} if names == ("text",)
+            {"text": text_of(values["text"], "text")} if names == ("text",)
             else self._pair() if "chosen" in names or names[0] == "input"
             else self._dialogue() if names[0] == "messages"
             else self._answered() if "completion" in names
@@ -213,10 +206,10 @@ class _Reader:
             return
         if twice := {"prompt", "completion"} & values.keys():
             raise BadRow(_two_formats(["instruction", "output"], sorted(twice)))
-        text = _text(values["instruction"], "instruction")
+        text = text_of(values["instruction"], "instruction")
         if added := values.get("input"):
-            text += "\n" + _text(added, "input")
-        history = _listed(values.get("history") or [], "history")
+            text += "\n" + text_of(added, "input")
+        history = list_of(values.get("history") or [], "history")
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
             raise BadRow("history: pairs of texts are expected")
         before = [
@@ -234,7 +227,7 @@ class _Reader:
         """A dialogue that ends with the user, beside a pair, is the prompt of it."""
         values = self.values
         if {"chosen", "rejected", "messages"} <= values.keys() and "prompt" not in values:
-            messages = as_messages(_listed(values["messages"], "messages"))
+            messages = as_messages(list_of(values["messages"], "messages"))
             if messages and messages[-1]["role"] in ("user", "tool"):
                 values["prompt"] = messages
                 del values["messages"]
@@ -244,16 +237,16 @@ class _Reader:
         values = self.values
         given = values["input"]
         if isinstance(given, str):
-            given = _parsed(given)
+            given = parsed(given)
         if not isinstance(given, dict) or "messages" not in given:
             raise BadRow("input has no messages; nearest: prompt, chosen, rejected")
-        values["prompt"] = _listed(given["messages"], "messages")
+        values["prompt"] = list_of(given["messages"], "messages")
         if given.get("tools"):
             values["tools"] = given["tools"]
         if unknown := sorted(given.keys() - {"messages", "tools", "parallel_tool_calls"}):
             raise BadRow(f"unknown key of input: {unknown[0]}")
-        values["chosen"] = _listed(values["preferred_output"], "preferred_output")
-        values["rejected"] = _listed(values["non_preferred_output"], "non_preferred_output")
+        values["chosen"] = list_of(values["preferred_output"], "preferred_output")
+        values["rejected"] = list_of(values["non_preferred_output"], "non_preferred_output")
         self.used |= {"prompt", "chosen", "rejected"}
 
     def _read_tools(self) -> None:
@@ -265,8 +258,8 @@ class _Reader:
         if "chat_template_kwargs" in values:
             self.notes.append("chat_template_kwargs kept as a column: the template is given no arguments")
         self.used.add("tools")
-        for tool in _listed(values.get("tools") or [], "tools"):
-            tool = _parsed(tool) if isinstance(tool, str) else tool
+        for tool in list_of(values.get("tools") or [], "tools"):
+            tool = parsed(tool) if isinstance(tool, str) else tool
             if not isinstance(tool, dict) or not ("name" in tool or isinstance(tool.get("function"), dict)):
                 raise BadRow("tools: a list of functions' schemas is expected")
             self.tools.append(tool if "function" in tool else {"type": "function", "function": tool})
@@ -274,7 +267,7 @@ class _Reader:
     def _prompt(self) -> str | Messages:
         """The prompt as text, or as messages if it, `system` or `tools` are such. Raises: BadRow."""
         value = self.values["prompt"]
-        prompt = as_messages(value) if isinstance(value, list) else _text(value, "prompt")
+        prompt = as_messages(value) if isinstance(value, list) else text_of(value, "prompt")
         if isinstance(prompt, str) and (self._system() or self.tools):
             prompt = user_message(prompt)
         if isinstance(prompt, str):
@@ -288,7 +281,7 @@ class _Reader:
     def _system(self) -> str:
         self.used.add("system")
         value = self.values.get("system") or ""
-        return _text(value, "system") if value else ""
+        return text_of(value, "system") if value else ""
 
     def _with_system(self, messages: Messages) -> Messages:
         text = self._system()
@@ -302,7 +295,7 @@ class _Reader:
 
     def _dialogue(self) -> Row:
         """`{messages}` up to the last answer, which a label is of; `{prompt}` if there is none. Raises: BadRow."""
-        row = self._cut(self._with_system(as_messages(_listed(self.values["messages"], "messages"))))
+        row = self._cut(self._with_system(as_messages(list_of(self.values["messages"], "messages"))))
         if "label" not in self.used:
             return row
         if "messages" not in row:
@@ -337,11 +330,11 @@ class _Reader:
                 raise BadRow("the completion begins with no assistant message: move the start to the prompt")
             before = [message | ({"weight": 0} if message["role"] == "assistant" else {}) for message in prompt]
             return self._cut([*before, *messages])
-        return {"prompt": self._prompt(), "completion": _text(value, "completion"), **label}
+        return {"prompt": self._prompt(), "completion": text_of(value, "completion"), **label}
 
     def _pair(self) -> Row:
         """`{prompt, chosen, rejected}`, whose prompt is separate or begins both sides. Raises: BadRow."""
-        chosen, rejected = (_side(self.values[name], name) for name in ("chosen", "rejected"))
+        chosen, rejected = (side(self.values[name], name) for name in ("chosen", "rejected"))
         if isinstance(chosen, str) and isinstance(rejected, str):
             if "prompt" in self.values:
                 return {"prompt": self._prompt(), "chosen": chosen, "rejected": rejected}
@@ -394,6 +387,7 @@ class _Reader:
             if other and second:
                 raise BadRow(_two_formats([self.shown[name] for name in names], [self.shown[name] for name in second]))
         read_as = ", ".join(self.shown.get(name, name) for name in names)
+        row["read_as"] = f"{FORMATS[names]} ({read_as})"
         self.notes += [f"{self.shown[name]} kept as a column beside {read_as}" for name in kept]
         more = {name for other in FORMATS if set(names) < set(other) for name in other} & self.nulls
         self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & {*DECISIVE, "label"})]
@@ -466,195 +460,3 @@ def _says(row: Row, name: str, value: Any) -> bool:
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
-# ----------------------------------------------------------------------------------------------------------- messages
-def as_messages(turns: list[Any]) -> Messages:
-    """Messages of OpenAI's `{role, content, …}` or ShareGPT's `{from, value}`, with every key kept.
-
-    A call that ShareGPT writes as a turn of its own joins the assistant's message before it. Raises: BadRow.
-    """
-    messages: Messages = []
-    for turn in turns:
-        message = as_message(turn)
-        is_call = (turn.get("from") or turn.get("role")) == "function_call"
-        if is_call and messages and messages[-1]["role"] == "assistant":
-            before = messages[-1]
-            messages[-1] = before | {"tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
-        else:
-            messages.append(message)
-    return messages
-
-
-def as_message(turn: Any) -> dict[str, Any]:
-    """One message, with the keys of MESSAGE_KEYS that it has. Raises: BadRow, which names an unknown key."""
-    if not isinstance(turn, dict):
-        raise BadRow(f"message_is_{type(turn).__name__}")
-    keys = {"from": "role", "value": "content"}
-    given = {key: value for key, value in turn.items() if value is not None}
-    if twice := [key for key, name in keys.items() if key in given and name in given]:
-        raise BadRow(f"a message with both {keys[twice[0]]} and {twice[0]}")
-    given = {keys.get(key, key): value for key, value in given.items()}
-    raw_role = given.get("role")
-    if not isinstance(raw_role, str) or raw_role not in ROLES:
-        raise BadRow("unknown_role")
-    role = ROLES[raw_role]
-    if raw_role == "function_call":
-        calls = _parsed(given.pop("content", None))
-        given["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    elif "function_call" in given:  # OpenAI's older form
-        given["tool_calls"] = [*given.get("tool_calls", []), given.pop("function_call")]
-    weight = _weight(given, role)
-    unknown = sorted(key for key in given.keys() - MESSAGE_KEYS if given[key] not in ("", [], {}))
-    if unknown:
-        raise BadRow(f"unknown key of a message: {unknown[0]}")
-    message: dict[str, Any] = {"role": role, "content": _content(given)}
-    if role != "assistant" and (wrong := given.keys() & {"reasoning_content", "tool_calls"}):
-        raise BadRow(f"{min(wrong)} in a {role} message")
-    for key in ("reasoning_content", "tool_call_id", "name"):
-        if key in given:
-            message[key] = _text(given[key], key)
-    if given.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in _listed(given["tool_calls"], "tool_calls")]
-    return message | ({} if weight is None else {"weight": weight})
-
-
-def _weight(given: dict[str, Any], role: str) -> int | None:
-    """The weight in `weight` or `train`, which are removed. Raises: BadRow."""
-    weights = [given.pop(key) for key in ("weight", "train") if key in given]
-    if not weights:
-        return None
-    if any(not isinstance(weight, (int, float)) or weight not in (0, 1) for weight in weights):
-        raise BadRow("a message's weight is neither 0 nor 1")
-    if len(set(weights)) > 1:
-        raise BadRow("a message's weight and train disagree")
-    if role == "assistant":
-        return int(weights[0])
-    if weights[0]:
-        raise BadRow(f"weight 1 in a {role} message: only the assistant's are trained")
-    return None
-
-
-def _content(given: dict[str, Any]) -> str:
-    """The text of a message; of parts, their texts joined. Raises: BadRow."""
-    content = given.get("content")
-    if content is None:
-        if given.get("tool_calls"):
-            return ""
-        raise BadRow("message_content_is_null")
-    if not isinstance(content, list):
-        return _text(content, "message_content")
-    return "".join(_part(part) for part in content)
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise BadRow(f"a part of a message is {type(part).__name__}")
-    kind = part.get("type")
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return part["text"]
-    raise BadRow(f"a part of a message is no text but {kind if isinstance(kind, str) else 'of no type'}")
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """`{type, [id], function: {name, arguments: dict}}` of a tool call in any usual form. Raises: BadRow."""
-    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
-    function = call.pop("function", None) or {key: call.pop(key) for key in ("name", "arguments") if key in call}
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a tool call without a function's name")
-    if unknown := sorted((call.keys() - {"type", "id"}) | (function.keys() - {"name", "arguments"})):
-        raise BadRow(f"unknown key of a tool call: {unknown[0]}")
-    if call.get("type", "function") != "function":
-        raise BadRow("a tool call that is no function")
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":  # of a function without any
-        arguments = {}
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    if not isinstance(arguments, dict):
-        raise BadRow("a tool call's arguments are no JSON object")
-    named = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", **({"id": call["id"]} if "id" in call else {}), "function": named}
-
-
-def check_order(messages: Messages) -> None:
-    """Raises: BadRow with what to do, if no chat template expects such an order."""
-    if not messages:
-        raise BadRow("no_messages")
-    before = None
-    for message in messages:
-        role = message["role"]
-        if role == "assistant":
-            if before not in ("user", "tool"):
-                raise BadRow(TWICE if before == "assistant" else OPENS)
-        else:
-            allowed, wrong = MISPLACED[role]
-            if before not in allowed:
-                raise BadRow(wrong)
-        before = role
-
-
-def answer(message: dict[str, Any]) -> str | dict[str, Any]:
-    """An assistant message as a response: its text if it has nothing else. Raises: BadRow."""
-    if message["role"] != "assistant":
-        raise BadRow("the response is no assistant message")
-    message = dict(message)
-    if message.pop("weight", 1) == 0:
-        raise BadRow("the response has weight 0")
-    return message["content"] if message.keys() == {"role", "content"} else message
-
-
-def as_dialogue(prompt: str | Messages) -> Messages:
-    """A prompt as messages; text is what the user says."""
-    return user_message(prompt) if isinstance(prompt, str) else prompt
-
-
-def user_message(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-def truth(value: Any) -> bool:
-    """A label as True or False, from a truth value, 0 and 1, or (of CSV) their words. Raises: BadRow."""
-    words = {"true": True, "1": True, "false": False, "0": False}
-    known = words.get(value.strip().lower()) if isinstance(value, str) else None
-    if known is None and isinstance(value, (bool, int, float)) and value in (0, 1):
-        known = bool(value)
-    if known is None:
-        raise BadRow("label is neither true nor false: rename the column if it is no feedback on the completion")
-    return known
-
-
-def _side(value: Any, name: str) -> str | Messages:
-    if isinstance(value, (list, dict)):
-        return as_messages([value] if isinstance(value, dict) else value)
-    return _text(value, name)
-
-
-def _text(value: Any, name: str) -> str:
-    """Raises: BadRow for what is no text, or is messages written as text (a list in a CSV cell)."""
-    if not isinstance(value, str):
-        raise BadRow(f"{name}_is_{type(value).__name__}")
-    if name in DECISIVE and MESSAGES_AS_TEXT.match(value):
-        raise BadRow(f"{name} is a list of messages written as text: use .jsonl, or one column of messages")
-    return value
-
-
-def _listed(value: Any, name: str) -> list[Any]:
-    """A list, also from JSON text, as CSV and some tools columns have it. Raises: BadRow."""
-    if isinstance(value, str):
-        value = _parsed(value)
-        if not isinstance(value, list):
-            raise BadRow(f"{name} is text that is no JSON list")
-    if not isinstance(value, list):
-        raise BadRow(f"{name}_is_{type(value).__name__}")
-    return value
-
-
-def _parsed(text: Any) -> Any:
-    """The value of a JSON text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        return None

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of
 from datasets_prep.formats import check_columns, parse_columns, to_row
 from datasets_prep.reading import Source
+from lightrlhf.cli.args import RARE
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.lists import PAIRS
 from lightrlhf.cli.parser import parse
@@ -30,9 +32,16 @@ class GenericArgs(PrepareArgs):
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
 
+    wrap_prompts: bool | None = field(default=None, metadata=RARE)
+    """Make a plain prompt a user message of the chat template; by default if the tokenizer has one."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_columns(self.columns)
+
+    def wraps(self, tokenizer: Any) -> bool:
+        """Whether plain prompts become a user message."""
+        return bool(self.chat_template or tokenizer.chat_template) if self.wrap_prompts is None else self.wrap_prompts
 
 
 @one_line_errors

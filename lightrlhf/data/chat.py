@@ -6,8 +6,8 @@ rendered, and the text is split at the marks before it is tokenised: the templat
 content spells are not.
 
 Control tokens are the tokenizer's special tokens, and added tokens that the template writes or that look like markup,
-whether or not they were declared special. Tags of reasoning and tools, such as `<think>`, that were not declared special
-are left in the content of assistant messages, where templates expect them.
+whether or not they were declared special. Tags of reasoning and tools, such as `<think>`, that were not declared
+special are left in the content of assistant messages, where templates expect them.
 
 Left out: images and documents. A control token of a single character cannot be split, nor can texts that a tokenizer
 normalises to one; such texts are refused.

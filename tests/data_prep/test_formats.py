@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.data import chatml_like
 
 from datasets_prep.common import rows_of
 from datasets_prep.encoding import Dropped
@@ -106,7 +107,7 @@ def read(path: Path, columns: Iterable[str] = ()) -> list[dict | str]:
         rows = list(rows_of(source, partial(to_row, mapping=mapping), None))
     except (UsageError, ValueError) as problem:
         return [str(problem).replace(str(path.parent) + "/", "")]
-    hidden = {"source", "split"}
+    hidden = {"source", "split", "read_as"}
     return [
         row.reason if isinstance(row, Dropped) else {k: v for k, v in row.items() if k not in hidden and (k, v) != ("columns", {})}
         for row in rows
@@ -174,7 +175,7 @@ case("openai_pairs.csv", [{"input": {"messages": [user("Hi")]}, "preferred_outpu
 case(
     "two_users.jsonl",
     [{"messages": [user("Hi"), user("there"), said("Hello.")]}],
-    "two user messages in a row: join them",
+    {"messages": [user("Hi"), user("there"), said("Hello.")]},
 )
 case(
     "two_answers.jsonl",
@@ -184,7 +185,7 @@ case(
 case(
     "opens.jsonl",
     [{"messages": [said("Welcome!"), *TALK]}],
-    "the assistant opens the dialogue: begin with a user message",
+    {"messages": [said("Welcome!"), *TALK]},
 )
 case("ends_with_user.jsonl", [{"messages": [*TALK, user("Wait")]}],
      {"messages": TALK, "notes": ["messages after the last answer cut"]})
@@ -432,6 +433,7 @@ def test_labels_that_are_no_truth_values_never_reach_the_targets(label):
 def test_a_mapped_column_takes_the_place_of_another():
     raw = {"prompt": "kept", "question": "Sky?", "completion": "Blue."}
     row = to_row(raw, parse_columns(["prompt=question"]))
+    row.pop("read_as")
     assert row == {"prompt": "Sky?", "completion": "Blue.", "columns": {"prompt": "kept"}}
 
 
@@ -492,3 +494,37 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_row_says_the_format_it_had():
+    assert to_row({"conversations": TALK})["read_as"] == "dialogues (conversations)"
+    assert to_row({"instruction": "a", "output": "b"})["read_as"] == "prompt and completion (instruction, output)"
+    assert to_row({"question": "a"}, {"prompt": "question"})["read_as"] == "prompts (question)"
+
+
+def test_every_file_is_prepared_or_refused_in_one_line(tmp_path, capsys):
+    """From file to splits: what is read is trained or counted, what is refused says so."""
+    chatml_like().save_pretrained(tmp_path / "tokenizer")
+    prepared = refused = 0
+    for number, (file, rows, expected, columns) in enumerate(CASES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = write(folder / file, rows)
+        capsys.readouterr()
+        flags = {"destination_dir": folder / "out", "dataset_name": source, "tokenizer_name": tmp_path / "tokenizer"}
+        flags |= {"validation_percentage": 0, "test_percentage": 0, "num_proc": 1, "minimum_response_length": 1}
+        command = [f"--{name}={value}" for name, value in flags.items()]
+        try:
+            generic.main([*command, *(["--columns", ",".join(columns)] if columns else [])])
+        except SystemExit:
+            refused += 1
+            error = capsys.readouterr().err.strip()
+            assert len(error.splitlines()) == 1 and "Traceback" not in error, (file, error)
+            assert not list(folder.glob("out/*.pt"))
+            continue
+        prepared += 1
+        report = json.loads((folder / "out" / "report.json").read_text())
+        assert any(not isinstance(one, str) for one in expected), file
+        assert report["read_as"], file
+    print(f"{len(CASES)} files: {prepared} prepared, {refused} refused in one line")
+    assert prepared + refused == len(CASES) >= 45 and prepared and refused

@@ -1,0 +1,218 @@
+"""Messages of raw rows: OpenAI's `{role, content, …}` and ShareGPT's `{from, value}`, with everything they hold.
+
+Left out: images and sounds (refused).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from datasets_prep.turns import BadRow, Messages
+
+ROLES = (
+    dict.fromkeys(("user", "human"), "user")
+    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
+    | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
+    | {"system": "system", "developer": "developer"}
+)
+MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
+# columns whose text is never a list of messages written out
+TEXTS = ("prompt", "completion", "chosen", "rejected", "messages")
+MISPLACED = {  # (roles that a message may follow, what is wrong elsewhere); None is the start
+    "system": ((None,), "a system message that is not the first: move it to the start"),
+    "developer": ((None,), "a developer message that is not the first: move it to the start"),
+    "assistant": (
+        (None, "system", "developer", "user", "tool"),
+        "two assistant messages in a row: join them into one",
+    ),
+    "tool": (("assistant", "tool"), "a tool message that follows no assistant message: put the call before it"),
+}
+
+
+def as_messages(turns: list[Any]) -> Messages:
+    """Messages of OpenAI's `{role, content, …}` or ShareGPT's `{from, value}`, with every key kept.
+
+    A call that ShareGPT writes as a turn of its own joins the assistant's message before it. Raises: BadRow.
+    """
+    messages: Messages = []
+    for turn in turns:
+        message = as_message(turn)
+        is_call = (turn.get("from") or turn.get("role")) == "function_call"
+        if is_call and messages and messages[-1]["role"] == "assistant":
+            before = messages[-1]
+            messages[-1] = before | {"tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    return messages
+
+
+def as_message(turn: Any) -> dict[str, Any]:
+    """One message, with the keys of MESSAGE_KEYS that it has. Raises: BadRow, which names an unknown key."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"message_is_{type(turn).__name__}")
+    keys = {"from": "role", "value": "content"}
+    given = {key: value for key, value in turn.items() if value is not None}
+    if twice := [key for key, name in keys.items() if key in given and name in given]:
+        raise BadRow(f"a message with both {keys[twice[0]]} and {twice[0]}")
+    given = {keys.get(key, key): value for key, value in given.items()}
+    raw_role = given.get("role")
+    if not isinstance(raw_role, str) or raw_role not in ROLES:
+        raise BadRow("unknown_role")
+    role = ROLES[raw_role]
+    if raw_role == "function_call":
+        calls = parsed(given.pop("content", None))
+        given["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    elif "function_call" in given:  # OpenAI's older form
+        given["tool_calls"] = [*given.get("tool_calls", []), given.pop("function_call")]
+    weight = _weight(given, role)
+    unknown = sorted(key for key in given.keys() - MESSAGE_KEYS if given[key] not in ("", [], {}))
+    if unknown:
+        raise BadRow(f"unknown key of a message: {unknown[0]}")
+    message: dict[str, Any] = {"role": role, "content": _content(given)}
+    if role != "assistant" and (wrong := given.keys() & {"reasoning_content", "tool_calls"}):
+        raise BadRow(f"{min(wrong)} in a {role} message")
+    for key in ("reasoning_content", "tool_call_id", "name"):
+        if key in given:
+            message[key] = text_of(given[key], key)
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in list_of(given["tool_calls"], "tool_calls")]
+    return message | ({} if weight is None else {"weight": weight})
+
+
+def _weight(given: dict[str, Any], role: str) -> int | None:
+    """The weight in `weight` or `train`, which are removed. Raises: BadRow."""
+    weights = [given.pop(key) for key in ("weight", "train") if key in given]
+    if not weights:
+        return None
+    if any(not isinstance(weight, (int, float)) or weight not in (0, 1) for weight in weights):
+        raise BadRow("a message's weight is neither 0 nor 1")
+    if len(set(weights)) > 1:
+        raise BadRow("a message's weight and train disagree")
+    if role == "assistant":
+        return int(weights[0])
+    if weights[0]:
+        raise BadRow(f"weight 1 in a {role} message: only the assistant's are trained")
+    return None
+
+
+def _content(given: dict[str, Any]) -> str:
+    """The text of a message; of parts, their texts joined. Raises: BadRow."""
+    content = given.get("content")
+    if content is None:
+        if given.get("tool_calls"):
+            return ""
+        raise BadRow("message_content_is_null")
+    if not isinstance(content, list):
+        return text_of(content, "message_content")
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise BadRow(f"a part of a message is {type(part).__name__}")
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadRow(f"a part of a message is no text but {kind if isinstance(kind, str) else 'of no type'}")
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """`{type, [id], function: {name, arguments: dict}}` of a tool call in any usual form. Raises: BadRow."""
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
+    function = call.pop("function", None) or {key: call.pop(key) for key in ("name", "arguments") if key in call}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a tool call without a function's name")
+    if unknown := sorted((call.keys() - {"type", "id"}) | (function.keys() - {"name", "arguments"})):
+        raise BadRow(f"unknown key of a tool call: {unknown[0]}")
+    if call.get("type", "function") != "function":
+        raise BadRow("a tool call that is no function")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":  # of a function without any
+        arguments = {}
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise BadRow("a tool call's arguments are no JSON object")
+    named = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **({"id": call["id"]} if "id" in call else {}), "function": named}
+
+
+def check_order(messages: Messages) -> None:
+    """Raises: BadRow with what to do, if no chat template expects such an order."""
+    if not messages:
+        raise BadRow("no_messages")
+    before = None
+    for message in messages:
+        allowed, wrong = MISPLACED.get(message["role"], ((before,), ""))
+        if before not in allowed:
+            raise BadRow(wrong)
+        before = message["role"]
+
+
+def answer(message: dict[str, Any]) -> str | dict[str, Any]:
+    """An assistant message as a response: its text if it has nothing else. Raises: BadRow."""
+    if message["role"] != "assistant":
+        raise BadRow("the response is no assistant message")
+    message = dict(message)
+    if message.pop("weight", 1) == 0:
+        raise BadRow("the response has weight 0")
+    return message["content"] if message.keys() == {"role", "content"} else message
+
+
+def as_dialogue(prompt: str | Messages) -> Messages:
+    """A prompt as messages; text is what the user says."""
+    return user_message(prompt) if isinstance(prompt, str) else prompt
+
+
+def user_message(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def truth(value: Any) -> bool:
+    """A label as True or False, from a truth value, 0 and 1, or (of CSV) their words. Raises: BadRow."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    known = words.get(value.strip().lower()) if isinstance(value, str) else None
+    if known is None and isinstance(value, (bool, int, float)) and value in (0, 1):
+        known = bool(value)
+    if known is None:
+        raise BadRow("label is neither true nor false: rename the column if it is no feedback on the completion")
+    return known
+
+
+def side(value: Any, name: str) -> str | Messages:
+    if isinstance(value, (list, dict)):
+        return as_messages([value] if isinstance(value, dict) else value)
+    return text_of(value, name)
+
+
+def text_of(value: Any, name: str) -> str:
+    """Raises: BadRow for what is no text, or is messages written as text (a list in a CSV cell)."""
+    if not isinstance(value, str):
+        raise BadRow(f"{name}_is_{type(value).__name__}")
+    if name in TEXTS and MESSAGES_AS_TEXT.match(value):
+        raise BadRow(f"{name} is a list of messages written as text: use .jsonl, or one column of messages")
+    return value
+
+
+def list_of(value: Any, name: str) -> list[Any]:
+    """A list, also from JSON text, as CSV and some tools columns have it. Raises: BadRow."""
+    if isinstance(value, str):
+        value = parsed(value)
+        if not isinstance(value, list):
+            raise BadRow(f"{name} is text that is no JSON list")
+    if not isinstance(value, list):
+        raise BadRow(f"{name}_is_{type(value).__name__}")
+    return value
+
+
+def parsed(text: Any) -> Any:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
