@@ -172,7 +172,7 @@ class Encoder:
     def _tokenise(self, segments: set[Segment]) -> dict[Segment, Encoded]:
         """Ids of each segment, equal to those of `encode_prompt` and `encode_response`, and which carry loss."""
         ordered = list(segments)
-        pieces = [list(text_pieces(self.tokenizer, s.text, s.kind in ("answer", "response"))) for s in ordered]
+        pieces = [list(text_pieces(self.tokenizer, segment.text, segment.behind)) for segment in ordered]
         if not pieces:
             return {}
         has_tags = any(segment.kept is not None for segment in ordered)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from datasets_prep.turns import BadRow, Dialogue, Row, check_text, spells_control_token
-from lightrlhf.data.chat import Messages, controls, protected
+from lightrlhf.data.chat import LONGEST, Messages, controls, protected
 from lightrlhf.data.tokens import adds_bos
 
 
@@ -19,6 +19,7 @@ class Segment(NamedTuple):
 
     text: str
     kind: str  # "text": plain prompt; "rendered": prompt by the template; "answer"; "response": to a plain prompt
+    behind: str | None = None  # the end of the text that it continues; None at the start
     kept: tuple[tuple[int, int], ...] | None = None  # characters that carry loss; None: all
 
 
@@ -106,7 +107,7 @@ class Planner:
         """Prompt and answer of a turn, or of another message in its place. Raises: BadRow."""
         self._check_length(message or talk.messages[index])
         turn = talk.turn(index, message)
-        return Segment(turn.prompt, "rendered"), Segment(turn.answer, "answer", turn.kept)
+        return Segment(turn.prompt, "rendered"), Segment(turn.answer, "answer", turn.prompt[-LONGEST:], turn.kept)
 
     def _plans_of_plain(self, row: Row, prompt: str, answers: Row, stages: frozenset[str]) -> list[Plan]:
         """Plans of a prompt that no template renders; an empty one for a document."""
@@ -126,7 +127,8 @@ class Planner:
                 answer = answer["content"]
             check_text(answer, "response")
             self._check_length({"content": answer})
-            return start, Segment(self._plain(answer, keep_tags=True), "response")
+            behind = None if "text" in row else start.text[-LONGEST:]
+            return start, Segment(self._plain(answer, keep_tags=True), "response", behind)
 
         best = "chosen" if "chosen" in answers else "completion"
         plans = [Plan("prompts", [(start, None)])]

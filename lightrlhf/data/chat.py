@@ -27,7 +27,7 @@ from lightrlhf.cli.errors import UsageError
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
 ESCAPED = r"\ufdd0"
-LONGEST = 64  # characters of a control token of which a text's end is looked at
+LONGEST = 64  # characters at the end of a text in which a control token is looked for
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
 MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
 TAG = re.compile(r"</?(think|thought|reason|scratchpad|answer|tool|function)\w*>")
@@ -37,9 +37,11 @@ class Controls(NamedTuple):
     """Control tokens of a tokenizer."""
 
     ids: frozenset[int]
-    special: frozenset[int]  # those declared special
+    ending_ids: frozenset[int]  # those that may end a turn: all but `<think>` and its like
     spelled: re.Pattern[str]  # the text of any
     beside_tags: re.Pattern[str]  # the text of any but `<think>` and its like
+    texts: tuple[str, ...]
+    stripping: tuple[str, ...]  # the texts of those that take the spaces behind them
     beginnings: frozenset[str]  # texts that more text makes one of them
     by_other_texts: bool  # whether other texts may become one, for the tokenizer normalises texts first
 
@@ -51,8 +53,9 @@ def controls(tokenizer: Any) -> Controls:
 
 @lru_cache(maxsize=16)
 def _controls(tokenizer: Any, size: int, template: str) -> Controls:
-    named, special = set(tokenizer.all_special_tokens), set(tokenizer.all_special_ids)
-    texts, tags, ids, by_other_texts = set(), set(), set(special), False
+    named = set(tokenizer.all_special_tokens)
+    texts, tags, stripping, ids, by_other_texts = set(), set(), set(), set(tokenizer.all_special_ids), False
+    ending_ids = set(ids)
     for index, token in tokenizer.added_tokens_decoder.items():
         text = token.content
         declared = token.special or text in named
@@ -62,13 +65,16 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
         by_other_texts |= token.normalized or len(text) == 1
         if len(text) > 1:
             texts.add(text)
-        if declared:
-            special.add(index)
-        elif TAG.fullmatch(text):
+        if token.rstrip:
+            stripping.add(text)
+        if not declared and TAG.fullmatch(text):
             tags.add(text)
+        else:
+            ending_ids.add(index)
     beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
-    spelled, beside_tags = _any_of(texts), _any_of(texts - tags)
-    return Controls(frozenset(ids), frozenset(special), spelled, beside_tags, beginnings, by_other_texts)
+    patterns = _any_of(texts), _any_of(texts - tags)
+    kinds = tuple(sorted(texts)), tuple(sorted(stripping))
+    return Controls(frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, by_other_texts)
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
@@ -98,6 +104,12 @@ def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
     if any(content[start:] in found.beginnings for start in range(max(0, len(content) - LONGEST), len(content))):
         return content + MARK + text[len(content) :]
     return text
+
+
+def ends_with_control(tokenizer: Any, text: str) -> bool:
+    """Whether a control token is the end of a text, but for spaces that it takes."""
+    found = controls(tokenizer)
+    return text.endswith(found.texts) or text.rstrip().endswith(found.stripping)
 
 
 def check_spelling(tokenizer: Any, text: str, ids: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from jinja2.exceptions import TemplateError
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import MARK, Messages, check_spelling, controls, protected, render
+from lightrlhf.data.chat import MARK, Messages, check_spelling, controls, ends_with_control, protected, render
 from lightrlhf.data.splits import Row
 
 
@@ -34,52 +34,51 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[s
     return [tokenizer.bos_token_id, *encode_text(tokenizer, protected(tokenizer, text))]
 
 
-def encode_text(tokenizer: Any, text: str, continued: bool = False) -> list[int]:
-    """Token ids of a text from `data.chat`; `continued`: as it is tokenised behind another text.
+def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[int]:
+    """Token ids of a text from `data.chat`; `behind`: the text that it continues, None at the start.
 
     Raises: UsageError when a content becomes a control token all the same (see `chat.check_spelling`).
     """
     ids: list[int] = []
-    for piece, prefix, _ in text_pieces(tokenizer, text, continued):
+    for piece, prefix, _ in text_pieces(tokenizer, text, behind):
         ids += tokenizer(piece, add_special_tokens=False)["input_ids"][prefix:]
     check_spelling(tokenizer, text, ids)
     return ids
 
 
-def text_pieces(tokenizer: Any, text: str, continued: bool) -> Iterator[tuple[str, int, int]]:
+def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[tuple[str, int, int]]:
     """Yields the texts to tokenise separately, between the marks.
 
     Each with the number of ids, and of characters, of the prefix with which it is tokenised as a continuation.
     """
-    prefix, num_ids = continuation_prefix(tokenizer)
-    for index, piece in enumerate(text.split(MARK)):
-        if continued or index:
-            yield prefix + piece, num_ids, len(prefix)
-        else:
-            yield piece, 0, 0
+    for piece in text.split(MARK):
+        prefix, num_ids = ("", 0) if behind is None else continuation_prefix(tokenizer, piece, behind)
+        yield prefix + piece, num_ids, len(prefix)
+        behind = piece
 
 
-def continuation_prefix(tokenizer: Any) -> tuple[str, int]:
-    """Text behind which another one is tokenised as a continuation, and the number of its ids.
+def continuation_prefix(tokenizer: Any, text: str, behind: str) -> tuple[str, int]:
+    """What `text` is tokenised behind, to get the ids it has behind other text, and the number of ids of that.
 
-    SentencePiece tokenizers prepend a space to a text. An end token before it prevents this; with those tokenizers that
-    prepend one behind every special token, and with end tokens that take the spaces behind them, it takes an end token
-    and a character that merges with none.
+    An end token, for SentencePiece tokenizers prepend a space to a text. Some prepend one behind each special token,
+    too, and some end tokens take the spaces behind them; then it takes a character that merges with none.
     """
-    return _continuation_prefix(tokenizer, len(tokenizer), tokenizer.eos_token)
+    prepends, strips = _at_end_token(tokenizer, len(tokenizer), tokenizer.eos_token)
+    as_text = prepends and not ends_with_control(tokenizer, behind)
+    prefix = tokenizer.eos_token + ("\x01" if as_text or (strips and text[:1].isspace()) else "")
+    return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prepends or strips else 1
 
 
 @functools.lru_cache(maxsize=16)
-def _continuation_prefix(tokenizer: Any, size: int, eos_token: str) -> tuple[str, int]:
+def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool]:
+    """Whether the tokenizer prepends a space behind an end token, and whether that takes the spaces behind it."""
+
     def behind(prefix: str, text: str) -> list[int]:
         num_ids = len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
         return list(tokenizer(prefix + text, add_special_tokens=False)["input_ids"][num_ids:])
 
-    longer = eos_token + "\x01"
-    spaced, plain, continued = behind(eos_token, " a"), behind(eos_token, "a"), behind(longer, " a")
-    prepends, strips = spaced != continued and plain == continued, spaced == plain  # a space, those that follow it
-    prefix = longer if prepends or strips else eos_token
-    return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
+    plain, spaced, as_text = behind(eos_token, "a"), behind(eos_token, " a"), behind(eos_token + "\x01", "a")
+    return plain != as_text, plain == spaced
 
 
 def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:
@@ -141,7 +140,7 @@ def encode_response(
     """
     if isinstance(prompt, str):
         text = protected(tokenizer, str(response), keep_tags=True)
-        return [*encode_text(tokenizer, text, continued=True), tokenizer.eos_token_id]
+        return [*encode_text(tokenizer, text, behind=prompt), tokenizer.eos_token_id]
     message = {"role": "assistant", "content": response} if isinstance(response, str) else response
     start = render(tokenizer, prompt, tools, add_generation_prompt=True)
     answer = answer_text(tokenizer, start, render(tokenizer, [*prompt, message], tools))
@@ -150,7 +149,7 @@ def encode_response(
             "the chat template does not write an answer behind its generation prompt, so no response can be encoded; "
             "use another one"
         )
-    return closed(tokenizer, encode_text(tokenizer, answer, continued=True))
+    return closed(tokenizer, encode_text(tokenizer, answer, behind=start))
 
 
 def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
@@ -173,7 +172,7 @@ def closed(tokenizer: Any, ids: list[int]) -> list[int]:
     """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
     last = ids[-1] if ids else -1
     end = turn_end(tokenizer)
-    is_closed = last in (tokenizer.eos_token_id, end) or (end is not None and last in controls(tokenizer).special)
+    is_closed = last in (tokenizer.eos_token_id, end) or (end is not None and last in controls(tokenizer).ending_ids)
     return ids if is_closed else [*ids, tokenizer.eos_token_id]
 
 

@@ -153,7 +153,7 @@ def user_turn_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     rendered = render(tokenizer, exchange, add_generation_prompt=True)
     if not rendered.startswith(before + word):
         raise UsageError("the chat template rewrites earlier turns, which dialogues do not support; use another one")
-    ids = encode_text(tokenizer, rendered[len(before + word) :], continued=True)
+    ids = encode_text(tokenizer, rendered[len(before + word) :], behind=word)
     end = turn_end(tokenizer)
     return ids[ids.index(end) + 1 :] if end in ids else ids
 

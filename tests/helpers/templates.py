@@ -2,7 +2,7 @@
 
 Each `Kind` is a tiny tokenizer, trained or assembled in a moment, with a template written after what a family does with
 a dialogue: which roles it takes, what it writes around a turn, which token ends one, what it does to earlier turns. The
-expectations (`prompt_text`, `turn_text`, `Turn`) come from the tokenizer alone, never from the code under test.
+expectations (`expected_turn`) come from the tokenizer alone, never from the code under test.
 
 Left out: pictures and sound, templates that print the date, and calls of built-in tools.
 """
@@ -222,6 +222,38 @@ R1 = r"""
 {%- if add_generation_prompt -%}{{ '<｜Assistant｜><think>\n' }}{%- endif -%}
 """
 
+# Thoughts, answers and calls are messages of one turn, which ends in three ways; a later turn changes its end.
+CHANNELS = r"""
+{{- '<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>' }}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if system or tools -%}
+  {{ '<|start|>developer<|message|># Instructions\n\n' + system }}
+  {%- for tool in tools or [] -%}{{ '\n\n' + (tool.function | tojson) }}{%- endfor -%}{{ '<|end|>' }}
+{%- endif -%}
+{%- set ns = namespace(asked=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+  {%- if m.role == 'user' -%}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
+  {%- elif m.role == 'tool' -%}
+    {{ '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' }}
+    {{- (m.content | tojson) + '<|end|>' }}
+  {%- elif m.role == 'assistant' -%}
+    {%- if m.reasoning_content and loop.index0 > ns.asked -%}
+      {{ '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}
+    {%- endif -%}
+    {%- if m.tool_calls -%}
+      {%- if m.tool_calls | length != 1 -%}{{ raise_exception('one call a turn') }}{%- endif -%}
+      {%- set call = m.tool_calls[0].function -%}
+      {{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+      {{- (call.arguments | tojson) + '<|call|>' }}
+    {%- else -%}
+      {{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+    {%- endif -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}
+"""
+
 LLAMA3 = r"""
 {{- bos_token -}}
 {%- for m in messages -%}
@@ -390,6 +422,7 @@ THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 LLAMA = ["<|begin_of_text|>", "<|end_of_text|>"]
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"]
 TURN = ["<start_of_turn>", "<end_of_turn>"]
 INST = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]  # fmt: skip # noqa: E501
 PHI_MARKS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -432,12 +465,13 @@ ZOO: dict[str, Kind] = {
             lambda: bytes_with(DEEPSEEK, R1, bos=DEEPSEEK[0], eos=DEEPSEEK[1], adds_bos=True, unnamed=THINK[:2]),
             (DEEPSEEK[1],),
         ),
+        Kind("channels", lambda: bytes_with(HARMONY, CHANNELS, eos="<|return|>"), ("<|return|>", "<|call|>")),
         Kind("llama3", _llama(LLAMA3, whole_words=True), ("<|eot_id|>",)),
         Kind("llama31_tools", _llama(LLAMA31), ("<|eot_id|>", "<|eom_id|>")),
         Kind(
             "unnamed_controls",
-            lambda: bytes_with(LLAMA, LLAMA3, bos=LLAMA[0], eos=LLAMA[1], unnamed=tuple(HEADERS)),
-            ("<|eot_id|>",),
+            lambda: bytes_with(LLAMA, LLAMA31, bos=LLAMA[0], eos=LLAMA[1], unnamed=tuple(HEADERS)),
+            ("<|eot_id|>", "<|eom_id|>"),
         ),
         Kind("gemma", _gemma(GEMMA), ("<end_of_turn>",)),
         Kind("gemma3", _gemma(GEMMA3), ("<end_of_turn>",)),
@@ -492,6 +526,8 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if "Prepend" in str(backend.normalizer):
         backend.normalizer = normalizers.Replace(" ", "▁")
+    if "prepend_scheme=always" in str(backend.pre_tokenizer):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     anchor = AddedToken("<anchor>", normalized=False)  # unlike some end tokens it takes no white space
     backend.add_special_tokens([anchor])
     return backend.encode(anchor.content + text, add_special_tokens=False).ids[1:]
