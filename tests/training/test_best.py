@@ -100,6 +100,9 @@ def test_a_resumed_run_keeps_the_same_best(whole, copied, cafe_data, base_model,
     sft.main(["--resume_from", str(run)])
     assert os.readlink(run / "best") == expected and weights(run / last) == end and metrics(run) == rows
     assert rows == metrics(whole)
+    (run / "best").unlink()
+    sft.main(["--resume_from", str(run)])  # killed after its last checkpoint, before the link
+    assert os.readlink(run / "best") == expected
 
 
 @pytest.mark.parametrize("program", ["rm", "dpo", "ppo"])
