@@ -526,11 +526,11 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if "Prepend" in str(backend.normalizer):
         backend.normalizer = normalizers.Replace(" ", "▁")
-    if "prepend_scheme=always" in str(backend.pre_tokenizer):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     anchor = AddedToken("<anchor>", normalized=False)  # unlike some end tokens it takes no white space
     backend.add_special_tokens([anchor])
-    return backend.encode(anchor.content + text, add_special_tokens=False).ids[1:]
+    start = anchor.content + ("\x02" if "prepend_scheme=always" in str(backend.pre_tokenizer) else "")  # a space, else
+    num_ids = len(backend.encode(start, add_special_tokens=False).ids)
+    return backend.encode(start + text, add_special_tokens=False).ids[num_ids:]
 
 
 def controls(tokenizer: Any) -> set[int]:
