@@ -244,7 +244,7 @@ def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, b
     for folder in trained:
         assert logits_of(plain(last_checkpoint(folder)), IDS).isfinite().all()
     assert metrics(trained[0])[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
-    assert metrics(trained[0])[0]["policy/ratio"] == pytest.approx(1, abs=1e-3)
+    assert metrics(trained[0])[0]["policy/ratio"] == pytest.approx(1, abs=2e-3)  # rounded weights, after one update
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW8bit", "PagedAdamW32bit"])
