@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,30 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
         for (reason, stage), count in sorted(counts.items())
     ]
     every = [example for splits in examples.values() for members in splits.values() for example in members]
-    read_as = Counter((example.read_as, example.stage) for example in every if example.read_as)
+    kinds = _by_kind(examples)
     notes = Counter((note, example.stage) for example in every for note in example.notes)
     return {
         "arguments": to_dict(args),
         "versions": versions(),
-        "read_as": [{"format": name, "stage": stage, "rows": n} for (name, stage), n in sorted(read_as.items())],
+        "read_as": [
+            {"format": name, "stage": stage, "rows": len(rows), "sample": marked(stage, rows[0], tokenizer)}
+            for (name, stage), rows in kinds.items()
+            if name
+        ],
         "files": files,
         "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(notes.items())],
         "dropped": reasons,
     }
+
+
+def _by_kind(examples: Splits) -> dict[tuple[str, str], list[Example]]:
+    """Examples by the format that they were read as and their stage."""
+    kinds: dict[tuple[str, str], list[Example]] = {}
+    for stage, splits in examples.items():
+        for members in splits.values():
+            for example in members:
+                kinds.setdefault((example.read_as or "", stage), []).append(example)
+    return dict(sorted(kinds.items()))
 
 
 def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, Any]:
@@ -172,9 +187,10 @@ def _markdown(summary: dict[str, Any]) -> str:
     lines += ["", "## Dropped rows", ""]
     lines += ["| reason | stage | rows | first |", "|---|---|---|---|"]
     lines += [f"| {d['reason']} | {d['stage']} | {d['rows']} | {d['first']} |" for d in summary["dropped"]]
-    lines += ["", "## One row of each file", "", "⟦ and ⟧ stand around what is trained."]
-    for name, file in summary["files"].items():
-        lines += ["", f"### {name}", "", *(f"    {line}" for line in file["sample"].splitlines())]
+    lines += ["", "## One row of each kind", "", "⟦ and ⟧ stand around what is trained."]
+    samples = {f"{read['stage']}, read as {read['format']}": read["sample"] for read in summary["read_as"]}
+    for name, sample in (samples or {name: file["sample"] for name, file in summary["files"].items()}).items():
+        lines += ["", f"### {name}", "", *(f"    {line}" for line in sample.splitlines())]
     lines += ["", "## Content hashes", ""]
     lines += [f"- {name}: `{file['sha256']}`" for name, file in summary["files"].items()]
     return "\n".join(lines) + "\n"
@@ -195,6 +211,11 @@ def _draw_lengths(path: Path, files: dict[str, dict]) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
+def _counted(entries: Iterable[dict[str, Any]]) -> str:
+    """Rows by stage."""
+    return ", ".join(f"{entry['rows']} {entry['stage']} rows" for entry in entries)
+
+
 def length_warnings(summary: dict[str, Any]) -> list[str]:
     """A line for each stage of which more than `MANY` of the rows were dropped or truncated for their length."""
     lines = []
@@ -213,10 +234,9 @@ def length_warnings(summary: dict[str, Any]) -> list[str]:
 
 def preview(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any) -> dict[str, Any]:
     """Print the first rows of each kind, decoded and with the trained part marked; returns the report."""
-    for stage, splits in examples.items():
-        members = [example for rows in splits.values() for example in rows]
-        for number, example in enumerate(members[: args.preview], start=1):
-            read = f", read as {example.read_as}" if example.read_as else ""
+    for (name, stage), rows in _by_kind(examples).items():
+        read = f", read as {name}" if name else ""
+        for number, example in enumerate(rows[: args.preview], start=1):
             label = "" if example.label is None else f", label {example.label}"
             print(f"--- {stage} {number}{read}{label}: {len(example.ids[0])} tokens")
             print(marked(stage, example, tokenizer))
@@ -237,10 +257,10 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     for name in (f"{stage}_{split}" for stage in stages for split in ("validation", "test")):
         if name not in summary["files"] and summary["arguments"][f"{name.split('_')[1]}_percentage"]:
             print(f"  no {name}.pt: too few prompts for its share; raise --{name.split('_')[1]}_percentage")
-    for read in summary["read_as"]:
-        print("  read {rows} {stage} rows as {format}".format(**read))
-    for note in summary["notes"]:
-        print("  noted in {rows} {stage} rows: {note}".format(**note))
+    for name in dict.fromkeys(read["format"] for read in summary["read_as"]):
+        print(f"  read as {name}: {_counted(read for read in summary['read_as'] if read['format'] == name)}")
+    for name in dict.fromkeys(note["note"] for note in summary["notes"]):
+        print(f"  noted {name}: {_counted(note for note in summary['notes'] if note['note'] == name)}")
     for dropped in summary["dropped"]:
         print("  dropped {rows} rows: {reason} ({stage} stage), first {first}".format(**dropped))
     for line in length_warnings(summary):
