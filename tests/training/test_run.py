@@ -79,6 +79,21 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(
         assert samples(resumed) == samples(whole), told
 
 
+@pytest.mark.slow
+def test_several_sets_and_the_best_checkpoint_outlive_a_kill_at_a_random_step(cafe_data, noisy_model, tmp_path):
+    other = shutil.copytree(cafe_data, tmp_path / "other")
+    flags = [*long_run("sft", cafe_data, noisy_model, ""), "--learning_rate", "1e-2", "--eval_interval", "5"]
+    flags += ["--data_dir", str(cafe_data), str(other), "--data_weights", "3", "1", "--keep_best", "val/loss"]
+    whole = main_of("sft")([*flags, "--log_dir", str(tmp_path / "whole")])
+    killed, step = kill_at_some_step("sft", flags, tmp_path / "killed", 6, 60)
+    resumed = main_of("sft")(["--resume_from", str(killed)])
+    told = f"killed at about step {step}"
+    assert metrics(resumed) == metrics(whole), told
+    bests = [(Path(folder) / "best").resolve() for folder in (resumed, whole)]
+    assert bests[0].name == bests[1].name and weights(bests[0]) == weights(bests[1]), told
+    assert weights(last_checkpoint(resumed)) == weights(last_checkpoint(whole)), told
+
+
 def samples(folder) -> str:
     return (Path(folder) / "samples.jsonl").read_text()
 
