@@ -270,11 +270,18 @@ def prepare(
         raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
     encoder = Encoder(args, tokenizer, Placement(args, stages, given, wraps), wraps)
     if args.preview:
-        examples, dropped = collect(args, islice(rows, CHUNK), encoder)
+        examples, dropped = collect(args, islice(rows, report.PREVIEWED), encoder)
+        if not examples:
+            raise RunFailure(_no_rows(args, examples, dropped))
         return report.preview(args, examples, dropped, tokenizer)
     examples, dropped = collect(args, rows, encoder)
+    if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
+        raise RunFailure(
+            f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have such labels"
+        )
     if not any("train" in splits for splits in examples.values()):
-        raise RunFailure(_no_rows(args, dropped))
+        raise RunFailure(_no_rows(args, examples, dropped))
+    replaced = _stored(destination / "args.json").get("dataset_name")
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
@@ -292,6 +299,8 @@ def prepare(
         stored = to_dict(args) | {"judge": judge, "reward": reward, "versions": report.versions()}
         (folder / "args.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     report.show(summary, destination)
+    if replaced and args.stage == "all" and replaced != args.dataset_name:
+        print(f"  replaced the data that was prepared from {replaced}")
     return summary
 
 
@@ -463,7 +472,12 @@ def _stored(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
 
 
-def _no_rows(args: PrepareArgs, dropped: list[Dropped]) -> str:
+def _no_rows(args: PrepareArgs, examples: dict[str, Any], dropped: list[Dropped]) -> str:
+    if examples:
+        return (
+            f"--dataset_name {args.dataset_name}: all rows are in validation and test, none is left to train on; "
+            "give --validation_percentage 0 --test_percentage 0"
+        )
     if not dropped:
         return f"--dataset_name {args.dataset_name} has no rows for --stage {args.stage}"
     reasons = Counter(row.reason for row in dropped).most_common(3)

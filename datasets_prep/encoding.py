@@ -36,6 +36,7 @@ from lightrlhf.data.tokens import adds_bos, closed, text_pieces
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
 
+CUT = ("dialogue_of_several_rows_for_the_template_rewrites_past_turns",)
 EncodedPiece = tuple[str, int, int, list[int], list[tuple[int, int]]]  # of `text_pieces`, with its ids and offsets
 
 
@@ -143,7 +144,7 @@ class Encoder:
                     continue
                 example.row = row if self.args.save_skipped_examples else None
                 example.read_as = row.get("read_as")
-                example.notes = (*row.get("notes", ()), *plan.notes)
+                example.notes = (*row.get("notes", ()), *plan.notes, *(CUT if len(joined) > 1 else ()))
                 self._describe(example, row, plan)
                 examples.append(example)
         return examples, dropped

@@ -63,6 +63,7 @@ FORMATS = {
     ("text",): "text",
 }
 STEPS = ("prompt", "completions", "labels")
+DIALOGUE_AS_TEXT = re.compile(r"(?<=\n)(Human|Assistant|User): ")
 ALIASES = {"conversations": "messages", "context_messages": "prompt"}
 ALPACA = ("instruction", "input", "history", "output")
 OURS = tuple(dict.fromkeys([*(name for names in FORMATS for name in names), *ALPACA, "system", "tools"]))
@@ -344,9 +345,12 @@ class _Reader:
             prompt = common[: common.rfind(" ")] if " " in common else ""  # ends at a word boundary
             if not prompt.strip():
                 raise BadRow("chosen and rejected have no prompt in common; nearest: prompt, chosen, rejected")
+            if found := DIALOGUE_AS_TEXT.search(chosen):
+                raise BadRow(f"a dialogue as text ({found[0]!r}): give messages, or use datasets_prep.helpful_harmless")
             self.values["prompt"], start = prompt, len(prompt)
             self.used.add("prompt")
-            return {"prompt": self._prompt(), "chosen": chosen[start:], "rejected": rejected[start:]}
+            self.notes.append("prompt: what chosen and rejected begin with, as text")
+            return {"prompt": self._prompt(), "chosen": chosen[start:], "rejected": rejected[start:], "is_plain": True}
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise BadRow("one side of the pair is text, the other messages")
         if not chosen or not rejected:
@@ -390,7 +394,14 @@ class _Reader:
         row["read_as"] = f"{FORMATS[names]} ({read_as})"
         self.notes += [f"{self.shown[name]} kept as a column beside {read_as}" for name in kept]
         more = {name for other in FORMATS if set(names) < set(other) for name in other} & self.nulls
-        self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & {*DECISIVE, "label"})]
+        if "label" in more:
+            raise BadRow("label_is_null")
+        self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & set(DECISIVE))]
+        asked = [name for name in sorted(self.values) if name in SYNONYMS["prompt"] and name not in self.used]
+        if "prompt" in self.used:
+            self.notes += [f"{self.shown[name]} kept as a column beside the prompt" for name in asked]
+        if any(self.values.get(name) in (0, False) for name in ("weight", "train")):
+            self.notes.append("weight or train of a row is not read: give it to its messages")
 
     def _agrees(self, names: tuple[str, ...], row: Row, name: str) -> bool:
         """Whether column `name` of another format says nothing else; of `text` beside answers that is assumed."""
@@ -418,6 +429,14 @@ def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> st
         count = len(assigned(names))
         return count == len(names), count, -len(names)
 
+    if (
+        "instruction" in found
+        and not decisive
+        and (answered := assigned(("instruction", "completion")).get("completion"))
+    ):
+        given = "" if "input" in found or "context" not in found else ",input=context"
+        flag = f"--columns output={answered}{given}"
+        return f"no known format: columns {_some(columns)}; nearest: instruction, input, output ({flag})"
     best = max(formats, key=closeness)
     near = assigned(best)
     if null := sorted((set(best) - near.keys()) & nulls, key=OURS.index) or ([] if near else sorted(nulls)):

@@ -60,7 +60,7 @@ def as_message(turn: Any) -> dict[str, Any]:
     given = {keys.get(key, key): value for key, value in given.items()}
     raw_role = given.get("role")
     if not isinstance(raw_role, str) or raw_role not in ROLES:
-        raise BadRow("unknown_role")
+        raise BadRow(f"unknown role {str(raw_role)[:20]!r}: user, assistant, system and tool are read")
     role = ROLES[raw_role]
     if raw_role == "function_call":
         calls = parsed(given.pop("content", None))

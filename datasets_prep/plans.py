@@ -48,8 +48,9 @@ class Planner:
             return self._plans_of_messages(row, stages)
         if "text" in row:
             return self._plans_of_plain(row, "", {"completion": row["text"]}, stages)
-        prompt = self.wrapped(row["prompt"])
+        prompt = row["prompt"] if row.get("is_plain") else self.wrapped(row["prompt"])
         answers: Row = {name: row[name] for name in ("completion", "chosen", "rejected") if name in row}
+        notes = self._wrapping_notes(answers) if isinstance(row["prompt"], str) and self.wraps else ()
         if "preference" in stages and self.args.remove_same_responses and answers["chosen"] == answers["rejected"]:
             raise BadRow("same_responses")
         if isinstance(prompt, str):
@@ -65,7 +66,7 @@ class Planner:
                 plans.append(Plan("preference", [turn, self._turn(talk, end, _message(answers["rejected"]))]))
         if "dialogue" in stages:
             plans.append(self._plan_of_dialogue(talk))
-        return [_noted(plan) for plan in plans if plan.stage in stages]
+        return [_noted(plan._replace(notes=(*plan.notes, *notes))) for plan in plans if plan.stage in stages]
 
     def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
         messages = row["messages"]
@@ -143,8 +144,16 @@ class Planner:
             raise BadRow("special_token_in_text")
         return protected(self.tokenizer, text, keep_tags)
 
+    def _wrapping_notes(self, answers: Row) -> tuple[str, ...]:
+        """Notes on the answers to a plain prompt that is wrapped. Raises: BadRow for one that is rendered already."""
+        texts = [answer for answer in answers.values() if isinstance(answer, str)]
+        for text in texts:
+            self._plain(text, keep_tags=True)
+        return ("answer_begins_with_a_space",) if any(text[:1] == " " for text in texts) else ()
+
     def wrapped(self, prompt: str | Messages) -> str | Messages:
         if isinstance(prompt, str) and self.wraps:
+            self._plain(prompt)
             return [{"role": "user", "content": prompt}]
         return prompt
 

@@ -20,6 +20,7 @@ from datasets_prep.encoding import Dropped, Example
 from lightrlhf.cli.parser import to_dict
 
 MANY = 0.05  # share of rows
+PREVIEWED = 1000  # rows that a preview reads
 TOO_LONG = (
     "prompt_too_long",
     "no_trained_tokens",
@@ -72,6 +73,8 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
     ]
     every = [example for splits in examples.values() for members in splits.values() for example in members]
     kinds = _by_kind(examples)
+    before = {name: [e for e in earlier.get(name, []) if e["stage"] != args.stage] for name in ("read_as", "notes")}
+    before = before if args.stage != "all" else {"read_as": [], "notes": []}
     notes = Counter((note, example.stage) for example in every for note in example.notes)
     return {
         "arguments": to_dict(args),
@@ -80,9 +83,11 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
             {"format": name, "stage": stage, "rows": len(rows), "sample": marked(stage, rows[0], tokenizer)}
             for (name, stage), rows in kinds.items()
             if name
-        ],
+        ]
+        + before["read_as"],
         "files": files,
-        "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(notes.items())],
+        "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(notes.items())]
+        + before["notes"],
         "dropped": reasons,
     }
 
@@ -179,14 +184,15 @@ def _markdown(summary: dict[str, Any]) -> str:
             if labels := file.get("labels"):
                 lines.append(f"| {name} | {labels.get('True', 0)} | {labels.get('False', 0)} |")
     lines += ["", "Cut rows were longer than `--max_length`; no end token was invented for them.", ""]
-    lines += ["![lengths](lengths.png)", "", "## Read as", ""]
-    lines += ["| format | stage | rows |", "|---|---|---|"]
-    lines += [f"| {r['format']} | {r['stage']} | {r['rows']} |" for r in summary["read_as"]]
-    lines += ["", "## Notes", "", "| note | stage | rows |", "|---|---|---|"]
-    lines += [f"| {n['note']} | {n['stage']} | {n['rows']} |" for n in summary["notes"]]
-    lines += ["", "## Dropped rows", ""]
-    lines += ["| reason | stage | rows | first |", "|---|---|---|---|"]
-    lines += [f"| {d['reason']} | {d['stage']} | {d['rows']} | {d['first']} |" for d in summary["dropped"]]
+    lines += ["![lengths](lengths.png)"]
+    for title, kind, names in (
+        ("Read as", "read_as", ("format", "stage", "rows")),
+        ("Notes", "notes", ("note", "stage", "rows")),
+        ("Dropped rows", "dropped", ("reason", "stage", "rows", "first")),
+    ):
+        if summary[kind]:
+            lines += ["", f"## {title}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+            lines += [f"| {' | '.join(str(entry[name]) for name in names)} |" for entry in summary[kind]]
     lines += ["", "## One row of each kind", "", "⟦ and ⟧ stand around what is trained."]
     samples = {f"{read['stage']}, read as {read['format']}": read["sample"] for read in summary["read_as"]}
     for name, sample in (samples or {name: file["sample"] for name, file in summary["files"].items()}).items():
@@ -224,7 +230,8 @@ def length_warnings(summary: dict[str, Any]) -> list[str]:
         lost = sum(d["rows"] for d in summary["dropped"] if d["reason"] in TOO_LONG and d["stage"] == stage)
         kept, cut = sum(file["rows"] for file in files), sum(file["cut_by_max_length"] for file in files)
         if lost + cut > MANY * (kept + lost):
-            flags = " or ".join(f"--{name} {summary['arguments'][name]}" for name in LENGTHS.get(stage, LENGTHS["all"]))
+            given = {name: summary["arguments"][name] for name in LENGTHS.get(stage, LENGTHS["all"])}
+            flags = " or ".join(f"--{name}{'' if value is None else f' {value}'}" for name, value in given.items())
             share = (lost + cut) / (kept + lost)
             lines.append(
                 f"{share:.0%} of the {stage} rows are too long ({lost} dropped, {cut} truncated); raise {flags}"
@@ -240,12 +247,10 @@ def preview(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any)
             label = "" if example.label is None else f", label {example.label}"
             print(f"--- {stage} {number}{read}{label}: {len(example.ids[0])} tokens")
             print(marked(stage, example, tokenizer))
-    print("⟦ and ⟧ stand around what is trained. Nothing was written: this was a preview.")
-    for reason, count in Counter(row.reason for row in dropped).most_common():
-        print(
-            f"dropped {count} of the rows read: {reason}, first {next(d.source for d in dropped if d.reason == reason)}"
-        )
-    return summarise(args, examples, dropped, tokenizer, earlier={})
+    print(f"⟦ and ⟧ stand around what is trained, in the first {PREVIEWED:,} rows. Nothing was written.")
+    summary = summarise(args, examples, dropped, tokenizer, earlier={})
+    _show_reasons(summary)
+    return summary
 
 
 def show(summary: dict[str, Any], destination: Path) -> None:
@@ -256,13 +261,24 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     stages = dict.fromkeys(name.split("_")[0] for name in summary["files"])
     for name in (f"{stage}_{split}" for stage in stages for split in ("validation", "test")):
         if name not in summary["files"] and summary["arguments"][f"{name.split('_')[1]}_percentage"]:
-            print(f"  no {name}.pt: too few prompts for its share; raise --{name.split('_')[1]}_percentage")
-    for name in dict.fromkeys(read["format"] for read in summary["read_as"]):
-        print(f"  read as {name}: {_counted(read for read in summary['read_as'] if read['format'] == name)}")
-    for name in dict.fromkeys(note["note"] for note in summary["notes"]):
-        print(f"  noted {name}: {_counted(note for note in summary['notes'] if note['note'] == name)}")
-    for dropped in summary["dropped"]:
-        print("  dropped {rows} rows: {reason} ({stage} stage), first {first}".format(**dropped))
+            print(f"  no {name}.pt: all its rows were dropped, or raise --{name.split('_')[1]}_percentage")
+    _show_reasons(summary)
+    print(f"  details: {destination / 'report.md'}")
+
+
+def _show_reasons(summary: dict[str, Any]) -> None:
+    """Print what rows were read as, what was noted and dropped, and warnings."""
+    for kind, name, verb in (
+        ("read_as", "format", "read as"),
+        ("notes", "note", "noted"),
+        ("dropped", "reason", "dropped"),
+    ):
+        for value in dict.fromkeys(entry[name] for entry in summary[kind]):
+            entries = [entry for entry in summary[kind] if entry[name] == value]
+            first = f", first {entries[0]['first']}" if kind == "dropped" else ""
+            print(f"  {verb} {value}: {_counted(entries)}{first}")
     for line in length_warnings(summary):
         print(f"  warning: {line}")
-    print(f"  details: {destination / 'report.md'}")
+    for name, file in summary["files"].items():
+        if len(file.get("labels", "ab")) == 1 and name.endswith("_train"):
+            print(f"  warning: all rows of {name} have the label {next(iter(file['labels']))}; kto and bco need both")

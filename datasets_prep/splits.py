@@ -53,7 +53,10 @@ class Placement:
     def __call__(self, row: Row) -> Place:
         """The place of a row. Raises: BadRow if it has no prompt."""
         group = " ".join(self._group(row).split()).casefold()
-        stages = self._possible(row) & self.requested
+        possible = self._possible(row)
+        stages = possible & self.requested
+        if not stages and self.asked != "all":
+            raise BadRow(f"columns_of_no_{self.asked}_row_but_of_{'_or_'.join(sorted(possible))}")
         if row.get("stage"):
             stages &= {row["stage"]}
         elif self.shares and row.get("split") not in ("validation", "test"):  # a set's own serve every stage whole
@@ -102,7 +105,7 @@ class Placement:
             return frozenset(stages)
         if "chosen" in row or "completion" in row:
             stages.add("finetune")
-            if self.wraps or not isinstance(row["prompt"], str):
+            if not isinstance(row["prompt"], str) or (self.wraps and not row.get("is_plain")):
                 stages.add("dialogue")
         if "chosen" in row and "rejected" in row:
             stages.add("preference")

@@ -9,21 +9,27 @@ Left out: dialogues whose generation prompt is not the beginning of the answer a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
-from lightrlhf.data.chat import MARK, render_shown, shown_messages, shown_tools, template_of
+from lightrlhf.cli.errors import first_line
+from lightrlhf.data.chat import (
+    MARK,
+    TEMPLATE_ERRORS,
+    left_out_of_answer,
+    left_out_of_prompt,
+    render_shown,
+    shown_messages,
+    shown_tools,
+    template_of,
+)
 from lightrlhf.data.tokens import answer_text
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 
 
 class BadRow(Exception):
@@ -58,7 +64,8 @@ class Dialogue:
         """Text of the first `end` messages with the generation prompt. Raises: BadRow."""
         if end not in self.prompts:
             text = self._render(self.shown[:end], add_generation_prompt=True)
-            self._check_prompt(text, end)
+            if lacking := left_out_of_prompt(text, self.shown[:end], self.tools):
+                raise BadRow(f"template_drops_{lacking}")
             self.prompts[end] = text
         return self.prompts[end]
 
@@ -77,7 +84,8 @@ class Dialogue:
         answer = answer_text(self.tokenizer, prompt, rendered)
         if answer is None:
             raise BadRow("generation_prompt_is_not_the_answers_beginning")
-        _check_answer(answer, shown)
+        if lacking := left_out_of_answer(answer, shown):
+            raise BadRow(f"template_drops_{lacking}")
         if not self.has_tags:
             return Turn(prompt, answer)
         if not self.tokenizer.is_fast:
@@ -89,8 +97,8 @@ class Dialogue:
     def _render(self, shown: list[Any], add_generation_prompt: bool = False) -> str:
         try:
             return render_shown(self.tokenizer, shown, self.tools, add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, IndexError, KeyError):  # what templates raise on odd messages
-            raise BadRow("refused_by_chat_template") from None
+        except TEMPLATE_ERRORS as problem:
+            raise BadRow(f"refused_by_chat_template ({first_line(problem)[:80]})") from None
 
     def _generated(self, shown: list[Any], rendered: str) -> list[tuple[int, int]]:
         """Character spans within `{% generation %}` tags."""
@@ -108,46 +116,6 @@ class Dialogue:
         if text != rendered:
             raise BadRow("generation_tags_change_the_text")
         return list(spans)
-
-    def _check_prompt(self, text: str, end: int) -> None:
-        for message in self.shown[:end]:
-            content = (
-                REASONING_TAG.split(message["content"])[-1] if message["role"] == "assistant" else message["content"]
-            )
-            if not _occurs(content, text):
-                raise BadRow(f"template_drops_{message['role']}_message")
-            if not all(_occurs(call["function"]["name"], text) for call in message.get("tool_calls", [])):
-                raise BadRow("template_drops_tool_calls")
-        names = [tool.get("function", tool).get("name", "") for tool in self.tools or []]
-        if not all(_occurs(name, text) for name in names):
-            raise BadRow("template_drops_tools")
-
-
-def _check_answer(answer: str, message: dict[str, Any]) -> None:
-    """Check that an answer has all of its message. Raises: BadRow."""
-    if not all(_occurs(part, answer) for part in REASONING_TAG.split(message["content"])):
-        raise BadRow("template_drops_part_of_the_answer")
-    if not _occurs(message.get("reasoning_content", ""), answer):
-        raise BadRow("template_drops_reasoning")
-    for call in message.get("tool_calls", []):
-        if not all(
-            _occurs(text, answer) for text in (call["function"]["name"], *_leaves(call["function"]["arguments"]))
-        ):
-            raise BadRow("template_drops_tool_calls")
-
-
-def _occurs(part: str, text: str) -> bool:
-    """Whether a template wrote this text, trimmed or as JSON."""
-    part = part.strip()
-    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
-
-
-def _leaves(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in (str(key), *_leaves(inner))]
-    if isinstance(value, list):
-        return [leaf for inner in value for leaf in _leaves(inner)]
-    return [value] if isinstance(value, str) else []  # numbers and truth values have more than one spelling
 
 
 def check_messages(messages: Any) -> None:

@@ -291,31 +291,39 @@ def train(
 
 @dataclass
 class RunningMean:
-    """Mean implicit reward of all responses of the finished steps, 0 before the first.
+    """BCO's delta: mean implicit reward over the finished steps, 0 before the first.
 
-    The current step is not included: its mean is known only after all its micro-batches.
+    Of labelled responses the mean of that of the good and that of the bad ones, however many there are of each. The
+    current step is not included: its mean is known only after all its micro-batches.
     """
 
     total: float = 0.0
     count: int = 0
+    bad_total: float = 0.0
+    bad_count: int = 0
 
     @property
     def value(self) -> float:
-        return self.total / max(self.count, 1)
+        sides = ((self.total, self.count), (self.bad_total, self.bad_count))
+        means = [total / count for total, count in sides if count]
+        return sum(means) / max(len(means), 1)
 
-    def update(self, total: float, count: int) -> None:
-        """Add the rewards of a step: their sum and their number."""
+    def update(self, total: float, count: int, bad_total: float = 0.0, bad_count: int = 0) -> None:
+        """Add the rewards of a step: their sum and their number, those of bad responses apart."""
         self.total += total
         self.count += count
+        self.bad_total += bad_total
+        self.bad_count += bad_count
 
 
-def total_reward(metrics: Metrics, batch: list[Row]) -> tuple[float, int]:
-    """Sum of the implicit rewards of all responses of a step, and their number."""
+def total_reward(metrics: Metrics, batch: list[Row]) -> tuple[float, int] | tuple[float, int, float, int]:
+    """Sum and number of a step's implicit rewards: of both sides of pairs; of good, then of bad responses."""
     chosen, rejected = (metrics.get(f"rewards/{side}", 0.0) for side in ("chosen", "rejected"))
     if "label" not in batch[0]:
         return (chosen + rejected) * len(batch), 2 * len(batch)
-    desirable = sum(row["label"] for row in batch)
-    return chosen * desirable + rejected * (len(batch) - desirable), len(batch)
+    good = sum(row["label"] for row in batch)
+    bad = len(batch) - good
+    return chosen * good, good, rejected * bad, bad
 
 
 # ------------------------------------------------------------------------------------------------------------ data

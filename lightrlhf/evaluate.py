@@ -19,10 +19,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
@@ -31,11 +33,11 @@ from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, preference_batch
-from lightrlhf.data.splits import Row, check_vocabulary, load_prompts, load_split
+from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_prompts, load_split
 from lightrlhf.data.tokens import decode, pair_rows
 from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.maths.ops import preference_loss, win_rate
-from lightrlhf.maths.preference import REFERENCE_FREE
+from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
 from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary_size
@@ -154,8 +156,9 @@ def evaluate_policy(
         if has_reward and Path(data_dir, f"preference_{args.split}.pt").is_file():
             pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
             check_vocabulary(pairs, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
-            beta = stored(name, "beta")
-            results |= implicit_rewards(policy, reference, pairs, beta, tokenizer.pad_token_id, batch_size)
+            divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
+            reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
+            results |= implicit_rewards(policy, reference, pairs, *reward, tokenizer.pad_token_id, batch_size)
     rollout = respond(args, policy, reference, prompts, tokenizer)
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
     truncated = float(rollout.truncated.float().mean())
@@ -202,14 +205,20 @@ def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
 
 @torch.no_grad()
 def implicit_rewards(
-    policy: Policy, reference: Policy, rows: list[Row], beta: float, pad_id: int, batch_size: int
+    policy: Policy,
+    reference: Policy,
+    rows: list[Row],
+    divergence: Callable[[Tensor], Tensor],
+    beta: float,
+    pad_id: int,
+    batch_size: int,
 ) -> dict[str, Any]:
-    """Accuracy (ties half) and margin of a DPO policy's implicit reward on pairs, beta (log pi - log pi_ref)."""
+    """Accuracy (ties half) and margin of a DPO policy's implicit reward on pairs, beta f'(pi / pi_ref)."""
     scores: list[tuple[float, float]] = []
     margin = 0.0
     for micro in micro_batches(rows, batch_size):
         inputs = policy_inputs(preference_batch(micro, pad_id).to(device_of(policy)))
-        rewards = beta * (policy(**inputs).logprobs - reference(**inputs).logprobs).sum(1)  # (2B,)
+        rewards = beta * divergence((policy(**inputs).logprobs - reference(**inputs).logprobs).sum(1))  # (2B,)
         chosen, rejected = rewards.chunk(2)
         scores += zip(chosen.tolist(), rejected.tolist())
         margin += float((chosen - rejected).sum())
@@ -235,7 +244,7 @@ def rouge(args: EvaluateArgs, policy: Policy, rows: list[Row], tokenizer: Any) -
     prompts = [{"input_ids": row["input_ids"][: row["prompt_len"]]} for row in rows]
     rollout = respond(args, policy, policy, prompts, tokenizer)
     responses = [decode(tokenizer, ids) for ids in rollout.response_ids()]
-    demonstrations = [decode(tokenizer, row["input_ids"][row["prompt_len"] :]) for row in rows]
+    demonstrations = [decode(tokenizer, row["input_ids"][row["prompt_len"] : first_answer(row)]) for row in rows]
     scores = ROUGEScore(rouge_keys=("rouge1", "rouge2", "rougeL"))(responses, demonstrations)
     return {key: float(scores[f"{key}_fmeasure"]) for key in ("rouge1", "rouge2", "rougeL")}
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from lightrlhf.cli.args import INPUT, RARE, DeviceArgs, GenerationArgs, ModelArgs, check_at_least, check_data_dir
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.splits import Row, check_vocabulary, load_split
-from lightrlhf.data.tokens import adds_bos, decode, encode_prompt
+from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
+from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
 from lightrlhf.generation.engine import check_room, generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import find_device, load_policy
@@ -216,6 +216,17 @@ def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
     raise UsageError(f"{where} has no prompt; a column `prompt` with a text or a list of {{role, content}} is required")
 
 
+def ids_of_prompt(tokenizer: Any, row: Row) -> list[int]:
+    """Token ids of a prompt. Raises: UsageError for one that is rendered already, or that the template refuses."""
+    prompt, where = row["prompt"], f"prompt {row['index'] + 1} of --prompts_file"
+    if isinstance(prompt, str) and (found := spelled_control(tokenizer, prompt)):
+        raise UsageError(f"{where} spells the control token {found}; give messages, which are rendered here")
+    try:
+        return encode_prompt(tokenizer, prompt, row.get("tools"))
+    except UsageError as problem:
+        raise UsageError(f"{where}: {problem}") from None
+
+
 def prompts_of_data(args: GenerateArgs, data_dir: str) -> list[Row]:
     """The prompts of `--prompts_from`, with `--ref_scores` also the data's answers to them."""
     path = Path(data_dir) / f"prompts_{args.split}.pt"
@@ -241,7 +252,8 @@ def answered(data_dir: str, stage: str, split: str, with_answers: bool) -> list[
     for row in load_split(data_dir, stage, split):
         start = row["prompt_len"]
         ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
-        answers = {f"{name}_ids": example[start:] for name, example in ids.items() if with_answers}
+        end = first_answer(row)  # of a dialogue, whose prompt is that of its first turn
+        answers = {f"{name}_ids": example[start:end] for name, example in ids.items() if with_answers}
         results.append({**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers})
     return results
 
@@ -265,7 +277,7 @@ class Local:
 
     def prepared(self, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
         """The rows with `prompt_ids`. Raises: UsageError when one exceeds the model's vocabulary or its positions."""
-        prompts = [row.get("prompt_ids") or encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
+        prompts = [row.get("prompt_ids") or ids_of_prompt(self.tokenizer, row) for row in rows]
         if prompts:
             check_vocabulary([{"input_ids": ids} for ids in prompts], vocabulary_size(self.policy), "the prompts")
             check_room(self.policy.model, prompts, args)

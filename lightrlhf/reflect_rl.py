@@ -223,7 +223,7 @@ def train(
     run = Run(args, "reflect_rl", on_step, given, data=f"{name}/episodes")
     per_step = args.rollout_size // args.num_generations * run.world_size  # starts
     num_starts = sum(map(len, pools.values()))
-    num_steps = args.max_steps or math.ceil(num_starts / per_step) * (args.epochs or 1)
+    num_steps = run.num_steps(num_starts, args.rollout_size // args.num_generations)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent, critic, reference = load_models(run, num_choices(made[0], args), policy, tokenizer)

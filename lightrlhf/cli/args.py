@@ -438,6 +438,11 @@ def needs_package(what: str, package: str, extra: str) -> str:
 def check_data_dir(args: Any) -> None:
     """Raises: UsageError when a folder of `--data_dir` does not exist; called before any model is loaded."""
     for folder in args.data_dirs if isinstance(args, DataSetsArgs) else [args.data_dir]:
+        if Path(folder).is_file():
+            raise UsageError(
+                f"--data_dir {folder} is a file; prepare it first: python -m datasets_prep.generic.prepare_data "
+                f"--dataset_name {folder} --destination_dir data/mine --tokenizer_name MODEL"
+            )
         if not Path(folder).is_dir():
             raise UsageError(
                 f"--data_dir {folder} does not exist; "

@@ -15,6 +15,7 @@ normalises to one; such texts are refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -22,10 +23,12 @@ from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, IndexError, KeyError)  # of templates, on messages not foreseen
+REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
@@ -133,10 +136,13 @@ def render(
 ) -> str:
     """Text of messages by the tokenizer's chat template, with marks (see `data.tokens.encode_text`).
 
-    Raises: jinja2.TemplateError when the template refuses the messages.
+    Raises: UsageError when the template refuses the messages.
     """
-    shown = shown_messages(tokenizer, messages)
-    return render_shown(tokenizer, shown, shown_tools(tokenizer, tools), add_generation_prompt)
+    try:
+        shown = shown_messages(tokenizer, messages)
+        return render_shown(tokenizer, shown, shown_tools(tokenizer, tools), add_generation_prompt)
+    except TEMPLATE_ERRORS as problem:
+        raise UsageError(f"the chat template refuses these messages ({first_line(problem)})") from None
 
 
 def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
@@ -147,6 +153,48 @@ def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_
     if ESCAPED in text:  # such as a template that writes a tool as Python does
         raise TemplateError("the chat template escapes characters of the contents")
     return str(text)
+
+
+def left_out_of_prompt(text: str, shown: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:
+    """What a rendered prompt lacks of its (protected) messages and tools; empty if it has all of them.
+
+    The reasoning of past answers is not looked for, since templates may remove it.
+    """
+    for message in shown:
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            content = REASONING_TAG.split(content)[-1]
+        if not _occurs(content, text):
+            return f"{message['role']}_message"
+        if not all(_occurs(call["function"]["name"], text) for call in message.get("tool_calls") or []):
+            return "tool_calls"
+    names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+    return "" if all(_occurs(name, text) for name in names) else "tools"
+
+
+def left_out_of_answer(text: str, message: dict[str, Any]) -> str:
+    """What a rendered answer lacks of its (protected) message; empty if it has all of it."""
+    if not all(_occurs(part, text) for part in REASONING_TAG.split(message.get("content") or "")):
+        return "part_of_the_answer"
+    if not _occurs(message.get("reasoning_content") or "", text):
+        return "reasoning"
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    leaves = [leaf for function in functions for leaf in (function["name"], *_leaves(function["arguments"]))]
+    return "" if all(_occurs(leaf, text) for leaf in leaves) else "tool_calls"
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Whether a template wrote this text, trimmed or as JSON."""
+    part = part.strip()
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
+
+
+def _leaves(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in (str(key), *_leaves(inner))]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in _leaves(inner)]
+    return [value] if isinstance(value, str) else []  # numbers and truth values have more than one spelling
 
 
 def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:

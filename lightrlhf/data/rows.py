@@ -17,7 +17,7 @@ from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_prompts, load_split
-from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
 TEXTS = {
@@ -70,9 +70,9 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
         raise UsageError(f"{where} is a {type(row).__name__}, but {stage} rows are dicts")
     if stage == "unpaired" and not isinstance(row.get("label"), bool):
         raise UsageError(f"{where} has the label {row.get('label')!r}; unpaired rows need label: True or False")
-    if stage == "finetune" and row.get("label") is False:
+    if stage == "finetune" and row.get("label", True) is not True:
         raise UsageError(
-            f"{where} has label False, so it is no target; leave it out, or use lightrlhf.dpo's kto or bco"
+            f"{where} has label {row['label']!r}, so it is no target; leave it out, or use lightrlhf.dpo's kto or bco"
         )
     if COLUMNS[stage] - {"columns"} <= row.keys():
         return {"columns": {}, **row} if "columns" in COLUMNS[stage] else dict(row)
@@ -81,16 +81,22 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
         raise UsageError(f"{where} has {sorted(row)}, but {stage} rows need {', '.join(needed)}")
     texts = (*TEXTS[stage], "label") if stage == "unpaired" else TEXTS[stage]
     columns = {name: value for name, value in row.items() if name not in texts}
-    _check_prompt(row["prompt"], tokenizer, where)
-    for name in TEXTS[stage][1:]:
-        _check_response(row[name], row["prompt"], tokenizer, f"{where}: {name}")
     asked = row["prompt"]
     tools = None if isinstance(asked, str) else row.get("tools")
-    prompt = encode_prompt(tokenizer, asked, tools)
-    if stage == "prompts":
-        return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
-    asked = row["prompt"]
-    tokens = {name: torch.tensor([*prompt, *encode_response(tokenizer, row[name], asked)]) for name in TEXTS[stage][1:]}
+    _check_prompt(asked, tokenizer, where)
+    answers = {name: row[name] for name in TEXTS[stage][1:]}
+    try:
+        for name, answer in answers.items():
+            _check_response(answer, asked, tokenizer, tools, f"{where}: {name}")
+        prompt = encode_prompt(tokenizer, asked, tools)
+        if stage == "prompts":
+            return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
+        tokens = {
+            name: torch.tensor([*prompt, *encode_response(tokenizer, answer, asked, tools)])
+            for name, answer in answers.items()
+        }
+    except UsageError as problem:
+        raise UsageError(f"{problem}" if str(problem).startswith(where) else f"{where}: {problem}") from None
     if stage == "preference":
         sides = {f"{side}_input_ids": tokens[side] for side in ("chosen", "rejected")}
         return {"prompt_len": len(prompt), **sides, "columns": columns}
@@ -101,19 +107,29 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}
 
 
-def _check_response(response: Any, prompt: Any, tokenizer: Any, where: str) -> None:
+def _check_response(response: Any, prompt: Any, tokenizer: Any, tools: Any, where: str) -> None:
     is_message = isinstance(response, Mapping) and response.get("role") == "assistant" and "content" in response
     if not isinstance(response, str) and not (is_message and not isinstance(prompt, str)):
         remedy = " or, after messages, an assistant message" if not isinstance(prompt, str) else ""
         raise UsageError(f"{where} is a {type(response).__name__}, not a text{remedy}")
     if isinstance(prompt, str) and (found := controls(tokenizer).beside_tags.search(str(response))):
         raise UsageError(f"{where} spells the control token {found[0]}; leave it out, end tokens are added")
+    if is_message and not (response.get("weight", 1) and response.get("train", True)):
+        raise UsageError(f"{where} has weight 0, so it is no target; leave the row out")
+    if not isinstance(prompt, str):
+        message = {"role": "assistant", "content": response} if isinstance(response, str) else dict(response)
+        try:
+            check_shown(tokenizer, prompt, message, tools)
+        except UsageError as problem:
+            raise UsageError(f"{where}: {problem}") from None
 
 
 def _check_prompt(prompt: Any, tokenizer: Any, where: str) -> None:
     if isinstance(prompt, str):
         if not prompt:
             raise UsageError(f"{where}: the prompt is empty")
+        if found := spelled_control(tokenizer, prompt):
+            raise UsageError(f"{where}: the prompt spells the control token {found}; give messages instead")
         return
     if not isinstance(prompt, Sequence) or not prompt:
         raise UsageError(f"{where}: the prompt is a {type(prompt).__name__}, neither a text nor a list of messages")

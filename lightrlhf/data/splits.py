@@ -39,7 +39,8 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
     path = Path(data_dir) / f"{stage}_{split}.pt"
     if not path.is_file():
         splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
-        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}")
+        remedy = "; prepare it with --validation_percentage, or give --eval_interval 0" if split == "validation" else ""
+        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}{remedy}")
     try:
         rows = torch.load(path, weights_only=True)
     except pickle.UnpicklingError:
@@ -119,6 +120,15 @@ def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
     if not prompts:
         raise UsageError(f"{data_dir}/finetune_{split}.pt holds documents, no prompts; prepare data with prompts")
     return prompts
+
+
+def first_answer(row: Row) -> int | None:
+    """End of the first answer of a demonstration, which may have several turns; None: of the row."""
+    if "targets" not in row:
+        return None
+    counted = torch.as_tensor(row["targets"])[row["prompt_len"] :] != IGNORE_INDEX
+    breaks = (~counted[int(counted.int().argmax()) :]).nonzero() if len(counted) else counted.nonzero()
+    return row["prompt_len"] + int(counted.int().argmax()) + int(breaks[0]) if len(breaks) else None
 
 
 def token_keys(row: Row) -> list[str]:

@@ -11,10 +11,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import MARK, Messages, check_spelling, controls, ends_with_control, protected, render
+from lightrlhf.data.chat import (
+    MARK,
+    TEMPLATE_ERRORS,
+    Messages,
+    check_spelling,
+    controls,
+    ends_with_control,
+    left_out_of_answer,
+    left_out_of_prompt,
+    protected,
+    render,
+    shown_messages,
+    shown_tools,
+)
 from lightrlhf.data.splits import Row
 
 
@@ -24,10 +36,15 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[s
     A string is tokenised without special tokens, after one BOS if the tokenizer adds one by default. Messages are
     rendered by the tokenizer's chat template, which writes its own special tokens. Neither text nor contents yield a
     control token.
-    Raises: jinja2.TemplateError when the template refuses the messages.
+    Raises: UsageError when the template refuses the messages.
     """
     if not isinstance(prompt, str):
-        return encode_text(tokenizer, render(tokenizer, prompt, tools, add_generation_prompt=True))
+        text = render(tokenizer, prompt, tools, add_generation_prompt=True)
+        if lacking := left_out_of_prompt(text, shown_messages(tokenizer, prompt), shown_tools(tokenizer, tools)):
+            raise UsageError(
+                f"the chat template leaves out the {lacking.replace('_', ' ')} of a prompt; use another one"
+            )
+        return encode_text(tokenizer, text)
     if tokenizer.bos_token is None or not adds_bos(tokenizer):
         return encode_text(tokenizer, protected(tokenizer, prompt))
     text = prompt.removeprefix(tokenizer.bos_token)  # that a prompt may bring
@@ -104,7 +121,7 @@ def _parsed_messages(tokenizer: Any, text: str, first: list[str]) -> Messages | 
     opening = [{"role": role, "content": "opening-words"} for role in first]
     try:
         shape = render(tokenizer, [*opening, *turns], add_generation_prompt=True)
-    except TemplateError:
+    except UsageError:
         return None
     parts = re.split("|".join(["opening-words", *words]), shape)
     start, *before_user = parts[: len(first) + 1]
@@ -135,8 +152,7 @@ def encode_response(
     """Token ids of a response, ending with exactly one end token.
 
     After messages it is one assistant message (a text stands for its content), as the chat template writes it.
-    Raises: UsageError when the template writes an answer in another way than it asks for one, jinja2.TemplateError when
-    it refuses the messages.
+    Raises: UsageError when the template refuses the messages, or writes an answer in another way than it asks for one.
     """
     if isinstance(prompt, str):
         text = protected(tokenizer, str(response), keep_tags=True)
@@ -150,6 +166,19 @@ def encode_response(
             "use another one"
         )
     return closed(tokenizer, encode_text(tokenizer, answer, behind=start))
+
+
+def check_shown(
+    tokenizer: Any, prompt: Messages, response: dict[str, Any] | None, tools: Sequence[dict[str, Any]] | None
+) -> None:
+    """Check that the chat template writes all of a prompt and of a response to be trained. Raises: UsageError."""
+    start = render(tokenizer, prompt, tools, add_generation_prompt=True)
+    lacking = left_out_of_prompt(start, shown_messages(tokenizer, prompt), shown_tools(tokenizer, tools))
+    if not lacking and response is not None:
+        answer = render(tokenizer, [*prompt, response], tools)[len(start) :]
+        lacking = left_out_of_answer(answer, *shown_messages(tokenizer, [response]))
+    if lacking:
+        raise UsageError(f"the chat template leaves out its {lacking.replace('_', ' ')}; use another template")
 
 
 def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
@@ -189,13 +218,11 @@ def turn_end(tokenizer: Any) -> int | None:
 @functools.lru_cache(maxsize=16)
 def _turn_end(tokenizer: Any, template: str, eos_token: str) -> int | None:
     """`turn_end`, remembered while neither the template nor the end token changes."""
-    from jinja2.exceptions import TemplateError
-
     word = "assistant-turn-words"
     exchange = [{"role": "user", "content": "user-turn-words"}, {"role": "assistant", "content": word}]
     try:
         _, found, rest = tokenizer.apply_chat_template(exchange, tokenize=False).rpartition(word)
-    except (TemplateError, TypeError, ValueError):
+    except TEMPLATE_ERRORS:
         return None
     if not found:
         return None
@@ -242,3 +269,9 @@ def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
         }
         pairs.append({**row, **sides})
     return pairs
+
+
+def spelled_control(tokenizer: Any, text: str) -> str | None:
+    """A control token that a plain text spells, but for one BOS at its start: it was rendered already."""
+    found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or ""))
+    return found[0] if found else None

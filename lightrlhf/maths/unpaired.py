@@ -2,7 +2,7 @@
 
 With r = beta (log pi - log pi_ref) the implicit reward of a response and d a reference point, each loss maps
 `Responses` to one number per response, (B,). What differs besides the loss is d: for KTO an estimate of the KL to the
-reference, for BCO a mean of the rewards.
+reference, for BCO the middle between the mean rewards of both labels.
 
 Left out: BCO's weights by the ratio of the prompts' densities under both labels (its UDM), which need an embedding
 model and a classifier of prompts.

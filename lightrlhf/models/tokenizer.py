@@ -55,19 +55,21 @@ def _read(source: str) -> Any:
 
 
 def _same_tokenizer(folders: list[str]) -> str:
-    """The first of these folders that has a tokenizer, else the first. Raises: UsageError when theirs differ."""
-    stored = [folder for folder in folders if (Path(folder) / "tokenizer").is_dir()]
+    """The first of these folders. Raises: UsageError when one has no tokenizer, or they differ."""
     kinds = []
-    for folder in stored:
+    for folder in folders:
+        if not (Path(folder) / "tokenizer").is_dir():
+            raise UsageError(f"--data_dir {folder} has no tokenizer folder, as the others do; prepare it again")
         one = _read(str(Path(folder) / "tokenizer"))
-        kinds.append({"tokenizers": (one.get_vocab(), one.eos_token), "chat templates": one.chat_template})
+        ids = (one.get_vocab(), one.eos_token, one("a b")["input_ids"])
+        kinds.append({"tokenizers": ids, "chat templates": one.chat_template})
         for what, value in kinds[0].items():
             if kinds[-1][what] != value:
                 raise UsageError(
-                    f"--data_dir {stored[0]} and {folder} were prepared with different {what}; "
-                    f"prepare the second with --tokenizer_name {stored[0]}/tokenizer"
+                    f"--data_dir {folders[0]} and {folder} were prepared with different {what}; "
+                    f"prepare the second with --tokenizer_name {folders[0]}/tokenizer"
                 )
-    return (stored or folders)[0]
+    return folders[0]
 
 
 def _with_pad_token(tokenizer: Any, name: str) -> Any:

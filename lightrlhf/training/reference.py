@@ -129,7 +129,7 @@ def reference_logps(
     if stored and stored["fingerprint"] == digest:
         return stored
     if stored:
-        run.print0("the reference or the data has changed since this run began: computing log-probabilities again")
+        run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
     reference = reference.to(run.device)
     logps = score_rows(run, reference, rows, tokenizer.pad_token_id)
     found = {"fingerprint": digest, "logps": logps.tolist()}

@@ -32,7 +32,7 @@ from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
 from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, write_text
-from lightrlhf.storage.run_dir import make_parent, new_run_dir
+from lightrlhf.storage.run_dir import make_parent, new_run_dir, stored
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
@@ -328,12 +328,13 @@ class Run(Generic[AnyArgs]):
             return
         self._sizes = tuple(sizes) if weights else ()
         shares = mixed_shares(sizes, weights or sizes)
-        counted = []
-        for folder, size, share in zip(self.data_dirs, sizes, shares):
+        for folder, share in zip(self.data_dirs, shares):
             if not share:
                 raise UsageError(
                     f"--data_weights give {folder} none of the {sum(sizes)} rows of an epoch; raise its weight"
                 )
+        counted = []
+        for folder, size, share in zip(self.data_dirs, sizes, shares):
             counted.append(f"{folder} ({size:,} rows, {share:,} of {sum(sizes):,} in an epoch)")
             self.print0(counted[-1])
         self.data = " + ".join(counted)
@@ -359,6 +360,8 @@ class Run(Generic[AnyArgs]):
         if self.resumed:
             restore_rng(self.resumed, self.device, self.rank)  # after loading, which may draw numbers
         first = self.step
+        if self.resumed and first >= num_steps:
+            self.print0(f"this run has done its {first} steps; raise --max_steps or --epochs to go on")
         if self._stopping and first < num_steps:
             self.print0(f"--early_stop_patience {self.best.patience} ended this run at step {first}; raise it to go on")
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
@@ -542,6 +545,9 @@ class Run(Generic[AnyArgs]):
         if not self.args.resume_from:
             return None
         state = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
+        began = stored(self.args.resume_from, "data_dir")
+        if began is not None and began != getattr(self.args, "data_dir", began):
+            self.fabric.print(f"note: this run began on {began} and goes on with {self.data}")
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")

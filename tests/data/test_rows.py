@@ -8,7 +8,7 @@ from helpers.data import chatml_like
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
-from lightrlhf.data.splits import IGNORE_INDEX
+from lightrlhf.data.splits import IGNORE_INDEX, first_answer
 
 ASKED = [{"role": "user", "content": "one"}]
 START = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
@@ -52,3 +52,30 @@ def test_tools_are_shown_in_the_prompt():
     tokenizer.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer.chat_template
     (row,) = rows_of("prompts", {"prompt": ASKED, "tools": [{"name": "price"}]}, tokenizer=tokenizer)
     assert tokenizer.decode(row["input_ids"]) == '[{"name": "price"}]' + START and row["columns"]["tools"]
+
+
+def test_what_a_template_leaves_out_and_what_is_rendered_already_are_refused():
+    thought = {"role": "assistant", "content": "four", "reasoning_content": "Look it up."}
+    with pytest.raises(UsageError, match="given row 0: completion: the chat template leaves out its reasoning"):
+        rows_of("finetune", {"prompt": ASKED, "completion": thought})
+    with pytest.raises(UsageError, match="given row 0.*leaves out its tools"):
+        rows_of("finetune", {"prompt": ASKED, "completion": "four", "tools": [{"name": "price"}]})
+    with pytest.raises(UsageError, match="given row 0: completion has weight 0"):
+        rows_of("finetune", {"prompt": ASKED, "completion": {"role": "assistant", "content": "four", "weight": 0}})
+    for stage in ("finetune", "prompts"):
+        with pytest.raises(UsageError, match="given row 0: the prompt spells the control token <.im_start.>"):
+            rows_of(stage, {"prompt": START, "completion": "four"})
+    for label in (0, "false", None):
+        with pytest.raises(UsageError, match="so it is no target"):
+            rows_of("finetune", {"prompt": "one", "completion": "four", "label": label})
+    tokenizer = chatml_like()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(UsageError, match="given row 0: the chat template refuses these messages .no system role"):
+        rows_of("prompts", ASKED, tokenizer=tokenizer)
+
+
+def test_the_first_answer_of_a_dialogue():
+    row = {"prompt_len": 2, "input_ids": torch.arange(9), "targets": torch.tensor([-100, -100, 2, 3, -100, 5, 6, 7, 8])}
+    assert first_answer(row) == 4
+    assert first_answer(row | {"targets": torch.tensor([-100, -100, *range(2, 9)])}) is None
+    assert first_answer({"prompt_len": 2, "chosen_input_ids": torch.arange(9)}) is None

@@ -8,10 +8,12 @@ import pytest
 import torch
 from helpers.data import arguments, chatml_like, collected, every, gpt2_like, write_lines
 
-from datasets_prep.common import PrepareArgs, prepare
-from datasets_prep.encoding import Example
+from datasets_prep.common import PrepareArgs, prepare, rows_of
+from datasets_prep.encoding import Dropped, Example
+from datasets_prep.formats import to_row
 from datasets_prep.generic import prepare_data as generic
-from lightrlhf.cli.errors import UsageError
+from datasets_prep.reading import Source
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.splits import IGNORE_INDEX, load_prompts, load_split
 
 # Writes reasoning and calls of the last answer, reasoning of earlier ones not at all.
@@ -216,3 +218,37 @@ def test_control_tokens_in_contents_are_counted_in_the_report(tmp_path):
     end = chatml_like().eos_token_id
     assert int((torch.as_tensor(row["input_ids"]) == end).sum()) == 2
     assert json.loads((tmp_path / "report.json").read_text())["notes"] == report["notes"]
+
+
+def test_rendered_prompts_are_not_wrapped_once_more():
+    rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    for row in ({"prompt": rendered, "completion": "hi you"}, {"prompt": "hello", "completion": "hi you<|im_end|>"}):
+        assert finetune([row], chatml_like(), wrap_prompts=True) == ([], ["special_token_in_text"])
+    (example,), _ = finetune([{"prompt": "hello", "completion": " hi"}], chatml_like(), wrap_prompts=True)
+    assert example.notes == ("answer_begins_with_a_space",)
+
+
+def test_a_prompt_that_both_sides_begin_with_stays_text():
+    row = {"prompt": "The sky", "chosen": " is blue", "rejected": " is red", "is_plain": True}
+    examples, _ = collected([row], chatml_like(), wrap_prompts=True)
+    assert set(examples) == {"finetune", "preference", "prompts"}
+    (example,) = every(examples, "preference")
+    assert chatml_like().decode(example.ids[0].tolist()) == "The sky is blue<|im_end|>"
+
+
+def test_labels_of_another_kind_are_refused_as_a_whole(tmp_path):
+    rows = [{"prompt": f"p{n}", "completion": " fine", "label": n % 5} for n in range(40)]
+    file = write_lines(tmp_path / "stars.jsonl", rows)
+    gpt2_like().save_pretrained(tmp_path / "tokenizer")
+    args = arguments(generic.GenericArgs, destination_dir=str(tmp_path / "out"), dataset_name=str(file))
+    with pytest.raises(RunFailure, match="stars.jsonl:3: label is neither true nor false"):
+        prepare(args, rows_of(Source(str(file)), to_row, None), tokenizer=gpt2_like())
+
+
+def test_nothing_to_train_on_says_why(tmp_path):
+    args = arguments(destination_dir=str(tmp_path), test_percentage=0.5, validation_percentage=0.49)
+    with pytest.raises(RunFailure, match="all rows are in validation and test"):
+        prepare(args, [{"prompt": "p", "completion": " fine", "split": "test"}], tokenizer=gpt2_like())
+    preview = arguments(destination_dir=str(tmp_path), preview=2)
+    with pytest.raises(RunFailure, match="no row is left to train on .1 x prompt_is_null"):
+        prepare(preview, [Dropped("prompt_is_null", "file:1")], tokenizer=gpt2_like())

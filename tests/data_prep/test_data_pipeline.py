@@ -172,7 +172,7 @@ def test_filters_count_what_they_drop():
     assert reasons([row], max_prompt_length=3) == ["prompt_too_long"]
     assert reasons([row], max_length=8, max_prompt_length=8) == ["no_trained_tokens"]
     assert reasons([row | {"chosen": " <|endoftext|> and more"}]) == ["special_token_in_text"]
-    assert reasons([row], stage="dialogue") == ["belongs_to_another_stage"]
+    assert reasons([row], stage="dialogue") == ["columns_of_no_dialogue_row_but_of_finetune_or_preference_or_prompts"]
 
 
 def test_a_pair_that_is_the_same_after_the_cut_is_dropped():
@@ -434,7 +434,7 @@ def test_script_runs_as_module_and_as_path(tmp_path, tokenizer_dir, as_module):
         (["--dataset_name=/nowhere"], "--dataset_name /nowhere"),
         (["--tokenizer_name=./nowhere"], "--tokenizer_name ./nowhere"),
         (["--chat_template=no/such/file"], "--chat_template no/such/file"),
-        (["--stage=dialogue"], "belongs_to_another_stage"),
+        (["--stage=dialogue"], "columns_of_no_"),
     ],
 )
 def test_invalid_arguments_are_one_line(tmp_path, tokenizer_dir, capsys, flags, words):

@@ -197,7 +197,7 @@ case(
     [{"messages": [user("Hi"), tool("Rain"), said("Wet.")]}],
     "a tool message that follows no assistant",
 )
-case("narrator.jsonl", [{"messages": [{"role": "narrator", "content": "Once"}, *TALK]}], "unknown_role")
+case("narrator.jsonl", [{"messages": [{"role": "narrator", "content": "Once"}, *TALK]}], "unknown role 'narrator': user, assistant, system and tool are read")
 # ShareGPT
 case("sharegpt.jsonl", [{"conversations": SHARED, "id": "x"}], {"messages": TALK[:2], "columns": {"id": "x"}})
 case("sharegpt.parquet", [{"conversations": SHARED, "system": "Be kind."}, {"conversations": SHARED, "system": None}],
@@ -249,7 +249,10 @@ case("pairs_chat.parquet", [{"prompt": [user("Hi")], "chosen": [said("Hello.")],
 case("pairs_implicit.jsonl", [{"chosen": TALK, "rejected": [*TALK[:3], said("No.")]}],
      {"prompt": TALK[:3], "chosen": "See you.", "rejected": "No."})
 case("pairs_implicit_text.jsonl", [{"chosen": "The sky is blue", "rejected": "The sky is red"}],
-     {"prompt": "The sky is", "chosen": " blue", "rejected": " red"})
+     {"prompt": "The sky is", "chosen": " blue", "rejected": " red", "is_plain": True,
+      "notes": ["prompt: what chosen and rejected begin with, as text"]})
+case("pairs_of_dialogue_texts.jsonl", [{side: f"\n\nHuman: Hi\n\nAssistant: {side}" for side in ("chosen", "rejected")}],
+     "a dialogue as text ('Human: '): give messages, or use datasets_prep.helpful_harmless")
 case("pairs_thinking.jsonl", [{"prompt": [user("Hi")], "chosen": [said("Hello.", reasoning_content="Greet.")], "rejected": [said("What?")]}],
      {"prompt": [user("Hi")], "chosen": said("Hello.", reasoning_content="Greet."), "rejected": "What?"})
 case("pairs_of_episodes.jsonl", [{"chosen": [TALK[0], said("a"), *TALK[2:]], "rejected": [TALK[0], said("b"), *TALK[2:]]}],
@@ -270,7 +273,7 @@ case("unpaired_chat.parquet", [{"prompt": [user("Hi")], "completion": [said("Hel
      {"prompt": [user("Hi")], "completion": "Hello.", "label": True})
 case("unpaired_dialogue.jsonl", [{"messages": TALK, "label": False}, {"messages": TALK[:1], "label": True}, {"messages": TALK, "label": None}],
      {"prompt": TALK[:3], "completion": "See you.", "label": False}, "a label of a dialogue without an answer",
-     {"messages": TALK, "notes": ["label is null: read as messages"]})
+     "label_is_null")
 case("no_label.jsonl", [{"prompt": "Sky?", "completion": " Red.", "label": "sky"}], "label is neither true nor false")
 case("stepwise.jsonl", [STEPWISE], "steps with a label each are not read; nearest: prompt, completion, label")
 # other columns, several formats
@@ -423,11 +426,8 @@ def test_arguments_of_a_template_are_noted():
 @pytest.mark.parametrize("label", [None, 2, -1, "yes", [], 0.5])
 def test_labels_that_are_no_truth_values_never_reach_the_targets(label):
     raw = {"prompt": "a", "completion": "b", "label": label}
-    if label is None:
-        assert to_row(raw)["notes"] == ["label is null: read as prompt, completion"]
-    else:
-        with pytest.raises(BadRow, match="label is neither"):
-            to_row(raw)
+    with pytest.raises(BadRow, match="label_is_null" if label is None else "label is neither"):
+        to_row(raw)
 
 
 def test_a_mapped_column_takes_the_place_of_another():

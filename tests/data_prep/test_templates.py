@@ -132,7 +132,7 @@ def prepared(kind: Kind, rows: list[dict[str, Any]], folder: Path, **flags: Any)
     for row in skipped:
         refused[int(row["source"].split(":")[1])][row["stage"]] = row["reason"]
     assert sum(row["rows"] for row in report["dropped"]) == len(skipped)  # each refused row is counted
-    assert all(re.fullmatch(r"[a-z0-9_]+", row["reason"]) for row in report["dropped"])
+    assert all(re.fullmatch(r"[a-z0-9_]+( \(.*\))?", row["reason"]) for row in report["dropped"])
     return Prepared(found, refused, report)
 
 

@@ -141,12 +141,23 @@ def test_the_metrics_of_labelled_responses(data, tokenizer, rows, tmp_path):
     assert found["rewards/margins"] == pytest.approx(found["rewards/chosen"] - found["rewards/rejected"])
     right = sum((reward > -1.0) == row["label"] for reward, row in zip(rewards, rows)) / len(rows)
     assert found["rewards/accuracies"] == pytest.approx(right) and found["rewards/reference_point"] == -1.0
-    total, count = dpo.total_reward(found, rows)
-    assert count == 8 and total == pytest.approx(sum(rewards), abs=1e-3)
+    total, count, bad_total, bad_count = dpo.total_reward(found, rows)
+    assert count + bad_count == 8 and total + bad_total == pytest.approx(sum(rewards), abs=1e-3)
+    mean = dpo.RunningMean()
+    mean.update(*dpo.total_reward(found, rows))
+    assert mean.value == pytest.approx((found["rewards/chosen"] + found["rewards/rejected"]) / 2)
     good = [row for row in rows if row["label"]]
     alone = dpo.train_step(run, policy, good, tokenizer.pad_token_id)
     assert not {"rewards/rejected", "rewards/margins"} & alone.keys()
-    assert dpo.total_reward(alone, good) == (pytest.approx(alone["rewards/chosen"] * len(good)), len(good))
+    assert dpo.total_reward(alone, good) == (pytest.approx(alone["rewards/chosen"] * len(good)), len(good), 0.0, 0)
+
+
+def test_delta_is_the_middle_of_both_labels_however_many_there_are_of_each():
+    mean = dpo.RunningMean()
+    mean.update(9 * 2.0, 9, -2.0, 1)
+    assert mean.value == 0.0
+    mean.update(0.0, 0, -4.0, 1)
+    assert mean.value == pytest.approx((2.0 - 3.0) / 2)
 
 
 SIDES = {"chosen": True, "rejected": False}
