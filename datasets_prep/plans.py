@@ -57,6 +57,7 @@ class Planner:
             return self._plans_of_plain(row, prompt, answers, stages)
         end, best = len(prompt), answers.get("chosen", answers.get("completion"))
         talk = Dialogue(self.tokenizer, [*prompt, *([_message(best)] if best is not None else [])], row.get("tools"))
+        notes += _name_notes(talk, end)
         prompts: list[tuple[Segment, Segment | None]] = [(Segment(talk.prompt(end), "rendered"), None)]
         plans = [Plan("prompts", prompts)]
         if stages & {"finetune", "preference", "unpaired"}:
@@ -85,7 +86,8 @@ class Planner:
                 raise BadRow("every_message_has_weight_0")
             opening = ("opening_answer_carries_no_loss",) if messages[0]["role"] == "assistant" else ()
             weighed = ("message_of_weight_0_carries_no_loss",) if len(trained) < len(answers) else ()
-            plans.append(Plan("finetune", [self._turn(talk, i) for i in trained], opening + weighed))
+            finetune = [self._turn(talk, i) for i in trained]
+            plans.append(Plan("finetune", finetune, (*opening, *weighed, *_name_notes(talk, trained[-1]))))
         if "dialogue" in stages:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
@@ -165,6 +167,12 @@ class Planner:
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Whether `value` is a list of `{role, content}`."""
     return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+
+
+def _name_notes(talk: Dialogue, end: int) -> tuple[str, ...]:
+    """A note if the template does not write the name that a message among the first `end` has."""
+    names = [message["name"] for message in talk.messages[:end] if message.get("name")]
+    return ("name_not_written_by_the_template",) if any(name not in talk.prompt(end) for name in names) else ()
 
 
 def _message(answer: str | dict[str, Any]) -> dict[str, Any]:

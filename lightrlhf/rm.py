@@ -43,7 +43,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, share_prefixes
 from lightrlhf.models.roles import count_parameters, inference, vocabulary_size
 from lightrlhf.models.roles import last_token as end_scores
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
 from lightrlhf.rewards.loading import STATISTICS
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -151,6 +151,8 @@ def train(
     source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
     tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer)
+    if args.resume_from:
+        check_stored_ids(tokenizer, args.data_dir, args.resume_from)
     sets = load_sets("preference", "train", args, rows, tokenizer)
     pairs = [row for one in sets for row in one]
     validation = interleaved(load_sets("preference", "validation", args, rows, tokenizer))

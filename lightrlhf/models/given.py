@@ -21,7 +21,7 @@ from lightrlhf.models.loading import (
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, ScalarModel
-from lightrlhf.models.tokenizer import check_same_ids, store_ends
+from lightrlhf.models.tokenizer import check_same_ids, check_stored_ids, store_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,8 @@ def load_start(given: PreTrainedModel | Policy | None, args: ModelArgs, tokenize
 
     shares: whether other roles may use its backbone, with LoRA.
     """
+    if resumed := getattr(args, "resume_from", None):
+        check_stored_ids(tokenizer, getattr(args, "data_dir", "the data"), resumed)
     if given is not None:
         return as_policy(given, args, tokenizer, shares)
     source, flag = starting_model(args)

@@ -41,7 +41,7 @@ def load_tokenizer(data_dir: str | Path | list[str] | None, model_name: str | No
         raise UsageError(f"{data_dir} has no tokenizer folder; give --model_name to use that model's tokenizer")
     tokenizer = _with_pad_token(_read(str(source)), f"the tokenizer in {source}")
     if data_dir is not None and source == stored and model_name and model_name != "tiny":
-        _check_same_ids(tokenizer, data_dir, model_name)
+        check_stored_ids(tokenizer, data_dir, model_name)
     return tokenizer
 
 
@@ -115,8 +115,8 @@ def check_same_ids(tokenizer: Any, model: Any) -> None:
         )
 
 
-def _check_same_ids(tokenizer: Any, data_dir: str | Path, model_name: str) -> None:
-    """Check that a local model's own tokenizer maps the data's tokens to the same ids. Raises: UsageError."""
+def check_stored_ids(tokenizer: Any, data_dir: Any, model_name: str) -> None:
+    """Check that the tokenizer of a local model or run maps the data's tokens to the same ids. Raises: UsageError."""
     folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
     own = _vocabulary(folder)  # may have more: a reward model's pad token
     if own and any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):

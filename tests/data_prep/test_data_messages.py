@@ -252,3 +252,13 @@ def test_nothing_to_train_on_says_why(tmp_path):
     preview = arguments(destination_dir=str(tmp_path), preview=2)
     with pytest.raises(RunFailure, match="no row is left to train on .1 x prompt_is_null"):
         prepare(preview, [Dropped("prompt_is_null", "file:1")], tokenizer=gpt2_like())
+
+
+def test_a_name_that_the_template_does_not_write_is_noted():
+    rows = [{"messages": [USER | {"name": "bob"}, ANSWER]}, {"prompt": [USER | {"name": "bob"}], "completion": "first"}]
+    for row in rows:
+        (example,), _ = finetune([row], chatml_like())
+        assert example.notes == ("name_not_written_by_the_template",)
+    tokenizer = chatml_like()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.role", "(m.name or m.role)", 1)
+    assert finetune(rows[:1], tokenizer)[0][0].notes == ()

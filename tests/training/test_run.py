@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, kill_seed, last_checkpoint, metrics, run_killed, save_model, weights
+from helpers.data import gpt2_like
 
 from lightrlhf import sft
 from lightrlhf.cli.args import TrainArgs
@@ -125,6 +126,20 @@ def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
     before = weights(last_checkpoint(folder)), metrics(folder)
     main(["--resume_from", str(folder)])
     assert (weights(last_checkpoint(folder)), metrics(folder)) == before
+
+
+@pytest.mark.parametrize("program", ["sft", "rm"])
+def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, tmp_path, capsys):
+    flags = ["--data_dir", str(cafe_data), "--model_name", "tiny", "--log_dir", str(tmp_path), "--max_steps", "1", *CPU]
+    folder = main_of(program)(flags)
+    other = shutil.copytree(cafe_data, tmp_path / "other")
+    gpt2_like().save_pretrained(other / "tokenizer")
+    with pytest.raises(SystemExit):
+        main_of(program)(["--resume_from", folder, "--data_dir", str(other), "--max_steps", "2"])
+    assert "prepared with a tokenizer other than that of" in capsys.readouterr().err
+    same = shutil.copytree(cafe_data, tmp_path / "same")
+    main_of(program)(["--resume_from", folder, "--data_dir", str(same), "--max_steps", "2"])
+    assert f"this run began on {cafe_data} and goes on with {same}" in capsys.readouterr().out
 
 
 def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tmp_path):
