@@ -46,6 +46,7 @@ class Controls(NamedTuple):
     texts: tuple[str, ...]
     stripping: tuple[str, ...]  # the texts of those that take the spaces behind them
     beginnings: frozenset[str]  # texts that more text makes one of them
+    firsts: frozenset[str]  # their first characters
     by_other_texts: bool  # whether other texts may become one, for the tokenizer normalises texts first
 
 
@@ -77,7 +78,8 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
     beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
     patterns = _any_of(texts), _any_of(texts - tags)
     kinds = tuple(sorted(texts)), tuple(sorted(stripping))
-    return Controls(frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, by_other_texts)
+    firsts = frozenset(text[0] for text in texts)
+    return Controls(frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, firsts, by_other_texts)
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
@@ -98,13 +100,17 @@ def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
 
     Another mark stands behind the beginning of a control token at its end, which the text behind it may complete.
     """
-    found = controls(tokenizer)
+    return _protected(controls(tokenizer), text, keep_tags)
+
+
+def _protected(found: Controls, text: str, keep_tags: bool) -> str:
     pattern = found.beside_tags if keep_tags else found.spelled
     text = text.replace(MARK, "\ufffd")
     while pattern.search(text):  # again for tokens within tokens
         text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
     content = text.rstrip()  # templates trim
-    if any(content[start:] in found.beginnings for start in range(max(0, len(content) - LONGEST), len(content))):
+    end = content[-LONGEST:]
+    if not found.firsts.isdisjoint(end) and any(end[start:] in found.beginnings for start in range(len(end))):
         return content + MARK + text[len(content) :]
     return text
 
@@ -199,14 +205,14 @@ def _leaves(value: Any) -> list[str]:
 
 def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
     """Messages as a template gets them: protected, and without what concerns the loss alone."""
-    knows_developer = "developer" in template_of(tokenizer)
+    found, knows_developer = controls(tokenizer), "developer" in template_of(tokenizer)
 
     def shown(message: dict[str, Any]) -> dict[str, Any]:
         is_answer, role = message["role"] == "assistant", message["role"]
         result = {"role": "system" if role == "developer" and not knows_developer else role}
         for name in FIELDS:
             if message.get(name) is not None:
-                spell = partial(protected, tokenizer, keep_tags=is_answer and name == "content")
+                spell = partial(_protected, found, keep_tags=is_answer and name == "content")
                 result[name] = _mapped(message[name], spell)
         return result
 
