@@ -63,14 +63,8 @@ PLAIN_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
-MUST_AGREE = (
-    "dataset_name",
-    "tokenizer_name",
-    "chat_template",
-    "seed",
-    "split",
-    "columns",
-)  # between stages in one folder
+# between stages in one folder
+MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)

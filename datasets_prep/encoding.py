@@ -221,7 +221,7 @@ class Encoder:
         turns = [(ids[prompt], ids[answer] if answer else None) for prompt, answer in plan.turns]
         if any(part.spells for turn in turns for part in turn if part):
             raise BadRow("special_token_in_text")
-        (first, answer), *more = turns
+        first, answer = turns[0]
         if plan.stage == "prompts" or answer is None:
             return [Joined(len(first.ids), [first.ids], [])]
         if plan.stage == "preference":
@@ -235,7 +235,9 @@ class Encoder:
                 rows.append(Joined(len(prompt.ids), [], []))  # the template rewrote an earlier turn, or the first turn
             row, start = rows[-1], len(prompt.ids)
             row.sides[:] = [np.concatenate([prompt.ids, answer.ids])]
-            row.spans.extend((start + a, start + b) for a, b in answer.spans())
+            is_whole = plan.stage == "dialogue"  # spans are the turns, for rollouts, not what a template's tags count
+            spans = [(0, len(answer.ids))] if is_whole else answer.spans()
+            row.spans.extend((start + a, start + b) for a, b in spans)
         if plan.stage == "dialogue" and len(rows) > 1:
             raise BadRow("template_rewrites_history")
         return rows

@@ -1,7 +1,7 @@
 """Plans: the texts that a row gives for each stage, before they are tokenised.
 
-Left out: plain prompts and documents in which control tokens are spelled. They are texts that a chat template has
-rendered already, and belong into the columns as messages.
+Left out: plain prompts and documents that spell control tokens. A chat template has rendered them already; give them as
+messages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Planner:
             return self._plans_of_messages(row, stages)
         if "text" in row:
             return self._plans_of_plain(row, "", {"completion": row["text"]}, stages)
-        prompt = row["prompt"] if row.get("is_plain") else self.wrapped(row["prompt"])
+        prompt = row["prompt"] if row.get("is_plain") else self._wrapped(row["prompt"])
         answers: Row = {name: row[name] for name in ("completion", "chosen", "rejected") if name in row}
         notes = self._wrapping_notes(answers) if isinstance(row["prompt"], str) and self.wraps else ()
         if "preference" in stages and self.args.remove_same_responses and answers["chosen"] == answers["rejected"]:
@@ -153,7 +153,7 @@ class Planner:
             self._plain(text, keep_tags=True)
         return ("answer_begins_with_a_space",) if any(text[:1] == " " for text in texts) else ()
 
-    def wrapped(self, prompt: str | Messages) -> str | Messages:
+    def _wrapped(self, prompt: str | Messages) -> str | Messages:
         if isinstance(prompt, str) and self.wraps:
             self._plain(prompt)
             return [{"role": "user", "content": prompt}]

@@ -143,7 +143,7 @@ def train(
         return load_dialogues(args.data_dir, split) if dialogues is None else dialogues.get(split, [])
 
     if args.stage in ("all", "generate"):
-        rows_of("train")  # a mistake is told before any work
+        rows_of("train")  # a missing or damaged file fails before any generation
     data = "given/dialogues" if is_given else args.data_dir
     directory, policy = open_directory(args, "iterative_refuel", data, given, old_name=args.SPLIT_FROM)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, policy)

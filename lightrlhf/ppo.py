@@ -371,9 +371,8 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
     metrics = []
     for minibatch in parts:
         metrics.append(update_minibatch(run, actor, critic, minibatch))
-        if (
-            args.max_kl is not None and metrics[-1]["policy/approxkl"] > args.max_kl
-        ):  # of all ranks, so the same on each
+        approxkl = metrics[-1]["policy/approxkl"]  # over all ranks, so they all stop here
+        if args.max_kl is not None and approxkl > args.max_kl:
             break
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
     run.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))

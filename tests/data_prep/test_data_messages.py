@@ -262,3 +262,14 @@ def test_a_name_that_the_template_does_not_write_is_noted():
     tokenizer = chatml_like()
     tokenizer.chat_template = tokenizer.chat_template.replace("m.role", "(m.name or m.role)", 1)
     assert finetune(rows[:1], tokenizer)[0][0].notes == ()
+
+
+def test_turns_of_a_dialogue_are_whole_where_tags_count_a_part():
+    tokenizer = chatml_like()
+    body = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}plainly {% generation %}"
+    body += "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = body + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    examples, _ = collected([{"messages": [USER, ANSWER]}], tokenizer)
+    ((finetuned,), (dialogue,)) = every(examples, "finetune"), every(examples, "dialogue")
+    assert [text.strip() for text in trained(tokenizer, finetuned)] == ["first"]  # the space is the word's token's
+    assert trained(tokenizer, dialogue) == ["plainly first<|im_end|>"]
