@@ -452,7 +452,7 @@ def test_dialogues_have_the_spans_of_their_turns(name, dialogues):
             assert len(rows) == 1, where
             assert rows[0]["input_ids"].tolist() == turns[-1].whole, where
             assert [tuple(span) for span in rows[0]["turn_spans"]] == [
-                (len(turn.prompt) + turn.trained.index(True), len(turn.whole)) for turn in turns
+                (len(turn.prompt), len(turn.whole)) for turn in turns
             ], where
         else:
             assert not rows and {None, "dialogue"} & {*written.refused[number]}, where
