@@ -19,7 +19,7 @@ $(VENV)/.installed: setup.py constraints.txt
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install quickstart demo check test test-nightly lint clean
+.PHONY: install quickstart demo check test attacks test-nightly lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
@@ -33,15 +33,20 @@ demo: $(VENV)/.installed
 
 # While working: a few minutes.
 check: lint
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and not attack" tests
 
-# Before anything lands: all tests.
+# Before anything lands: all tests but the attacks.
 test: $(VENV)/.installed
-	$(PYTEST) tests
+	$(PYTEST) -m "not attack" tests
 
-# All tests, then REPEATS times those that draw at random: kills at new steps, and new examples of properties.
+# Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
+ROW ?= *
+attacks: $(VENV)/.installed
+	$(BIN)/python -m pytest -s tests/attacks/test_$(ROW).py
+
+# All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, new examples of properties.
 REPEATS ?= 5
-test-nightly: test
+test-nightly: test attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
 lint: $(VENV)/.installed

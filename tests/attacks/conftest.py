@@ -1,0 +1,44 @@
+"""Attacks: many cases of one class each, one printed line a case, and a table of them at the end.
+
+They run in the nightly tier (`make attacks`); the ordinary tests hold one red case of each class.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+TRIED: defaultdict[str, list[bool]] = defaultdict(list)  # by row of the table: whether each case held
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.attack)
+
+
+@pytest.fixture
+def case(request):
+    """Returns `case(name, held, seen="", row=None)`: notes and prints one case; the test fails if any did not hold.
+
+    The row is the module's `ROW` unless named.
+    """
+    broken = []
+
+    def note(name: str, held: bool, seen: str = "", row: str | None = None) -> None:
+        row = row or request.module.ROW
+        TRIED[row].append(bool(held))
+        line = f"{row} {len(TRIED[row]):4d} {'held' if held else 'BROKEN'} {name}{': ' if seen else ''}{seen}"
+        print(line, flush=True)
+        if not held:
+            broken.append(line)
+
+    yield note
+    assert not broken, f"{len(broken)} did not hold:\n" + "\n".join(broken[:20])
+
+
+def pytest_terminal_summary(terminalreporter):
+    for row, held in TRIED.items():
+        terminalreporter.write_line(f"{row}: {sum(held)} of {len(held)} held")
