@@ -38,7 +38,7 @@ from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
-from lightrlhf.training.distributed import processes
+from lightrlhf.training.distributed import leave_at_exit, processes
 
 NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures"}  # flags that leave rows as they are
 NO_EFFECT |= {one.name for one in dataclasses.fields(RemoteArgs)}
@@ -176,6 +176,7 @@ def start_ranks(args: GenerateArgs) -> tuple[Shard, torch.device, Callable[[], N
     strategy = DDPStrategy(timeout=LONGEST_WAIT)
     fabric = Fabric(accelerator=args.accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)
     fabric.launch()
+    leave_at_exit()
     return Shard(fabric.global_rank, fabric.world_size), fabric.device, fabric.barrier
 
 

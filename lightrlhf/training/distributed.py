@@ -8,6 +8,7 @@ Left out: tensor, pipeline and sequence parallelism, elastic restarts.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import os
@@ -99,6 +100,12 @@ def launch(fabric: Any, args: TrainArgs) -> None:
     except torch.distributed.DistError as problem:
         line = " ".join(str(problem).split())[:200]
         raise RunFailure(f"the ranks did not all start within --ddp_timeout {args.ddp_timeout} s: {line}") from None
+    leave_at_exit()
+
+
+def leave_at_exit() -> None:
+    """Destroy the process group before the interpreter ends: a thread of gloo that outlives it aborts the process."""
+    atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
 
 
 def check_same(fabric: Any, args: TrainArgs) -> None:
