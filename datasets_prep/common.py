@@ -51,6 +51,8 @@ from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
+from lightrlhf.storage.checkpoint import sealed_files
+from lightrlhf.storage.seals import seal
 
 CHUNK = 1000  # rows tokenised per call
 RESPONSE_ROOM = 128  # tokens left for a response by default, as many as the trainers sample
@@ -415,13 +417,14 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
     """Yield a temporary folder; on success its files replace those of `destination`, on an error it is removed.
 
     Older splits of `stages` that were not written again are removed. All files are fsynced before any is renamed, so
-    `destination` never contains a partial file.
+    `destination` never contains a partial file; the seal is among them, so files of two preparations are noticed.
     """
     folder = None
     try:
         destination.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
         yield folder
+        seal(folder, sealed_files(folder), before=destination)
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         for file in files:
             with file.open("rb") as handle:

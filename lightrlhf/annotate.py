@@ -21,25 +21,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, check_at_least
+from lightrlhf.cli.args import RARE, SealArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import ROW, Encoding, RewardFunction, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 from lightrlhf.storage.run_dir import stored
+from lightrlhf.storage.seals import seal
 from lightrlhf.training.provenance import given_objects
 
 CHUNK = 256  # prompts scored between two writes
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateArgs:
+class AnnotateArgs(SealArgs):
     """Score sampled responses, and choose preference pairs among them."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -114,7 +115,7 @@ def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
         raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")
     print(f"{output}: {describe(rows)}")
     if args.choose_type and args.output_dir:
-        tokenizer = load_tokenizer(args.data_dir, args.tokenizer_name)
+        tokenizer = load_tokenizer(args.data_dir, args.tokenizer_name, verify=args.verify)
         pairs, counts = choose_pairs(args, args.choose_type, rows, tokenizer)
         print(write_pairs(args, Path(args.output_dir), pairs, counts, tokenizer))
     return output
@@ -243,7 +244,7 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
             save_split(folder, "preference", split, members)
         else:
             (folder / f"preference_{split}.pt").unlink(missing_ok=True)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    store_tokenizer(tokenizer, folder)
     margins = sorted(row["columns"]["margin"] for row in pairs)
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
@@ -251,6 +252,7 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     write_text(folder / "report.json", json.dumps(report, indent=1))
     judge = stored(args.data_dir, "judge") if args.data_dir else None
     write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
+    seal(folder, ["args.json"])
     return f"{folder}: {counted}, mean margin {mean:.3f}"
 
 

@@ -235,7 +235,7 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer, args.verify)
     load = load_unpaired if args.loss_type in UNPAIRED_LOSSES else load_pairs
     loaded = [load(args, "train", folder, rows, tokenizer) for folder in sources(args, rows)]
     pairs, notes = ([one for part in parts for one in part] for parts in zip(*loaded))  # or labelled responses
@@ -341,7 +341,7 @@ def load_stage(
             f"--loss_type {args.loss_type} learns from {path.name}, but {data_dir} holds {other.name}; "
             f"prepare the data again, or use one of --loss_type {', '.join(fitting)}"
         )
-    return load_rows(stage, split, data_dir, None, tokenizer), str(path)
+    return load_rows(stage, split, data_dir, None, tokenizer, args.verify), str(path)
 
 
 def load_unpaired(

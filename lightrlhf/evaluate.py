@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf import evaluate_dialogues, evaluate_env
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -49,7 +49,7 @@ from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(GenerationArgs):
+class EvaluateArgs(GenerationArgs, SealArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -137,24 +137,24 @@ def evaluate_policy(
     args: EvaluateArgs, name: str, data_dir: str, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Results of a language model and one record per prompt (prompt, response, scores)."""
-    tokenizer = load_tokenizer(data_dir, name)
+    tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
     batch_size = args.rollout_mini_batch_size
     results: dict[str, Any] = {}
     if Path(data_dir, f"finetune_{args.split}.pt").is_file():
-        demonstrations = load_split(data_dir, "finetune", args.split)[: args.num_samples]
+        demonstrations = load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples]
         check_vocabulary(demonstrations, vocabulary_size(policy), data_dir)
         results["perplexity"] = perplexity(policy, demonstrations, tokenizer.pad_token_id, batch_size)
         if args.rouge:
             results |= rouge(args, policy, demonstrations, tokenizer)
-    prompts = load_prompts(data_dir, args.split)[: args.num_samples]
+    prompts = load_prompts(data_dir, args.split, args.verify)[: args.num_samples]
     reference_dir, flag = reference_of(args, name)
     reference = policy
     if reference_dir is not None:
         reference = load_policy(reference_dir, ModelArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
         has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
         if has_reward and Path(data_dir, f"preference_{args.split}.pt").is_file():
-            pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
+            pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
             check_vocabulary(pairs, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
             divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
             reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
@@ -262,11 +262,11 @@ def evaluate_reward_model(
     args: EvaluateArgs, name: str, data_dir: str, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Accuracy (ties half), loss and margin of a reward model on pairs, and one record per pair."""
-    tokenizer = load_tokenizer(data_dir, name)
+    tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     source = resolve(name, "--experiment_dir")
     model = load_scalar(source, ModelArgs(), tokenizer, args.seed, "--experiment_dir")
     model = model.requires_grad_(False).eval().to(device)
-    pairs = load_split(data_dir, "preference", args.split)[: args.num_samples]
+    pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):
         pairs = pair_rows(tokenizer, pairs)
     check_vocabulary(pairs, vocabulary_size(model), data_dir)

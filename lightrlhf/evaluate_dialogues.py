@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, check_at_least
+from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -36,7 +36,7 @@ from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateDialoguesArgs(GenerationArgs, UserArgs):
+class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -84,7 +84,7 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     if data_dir is None:
         raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
     scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)
-    openings = [row.before(0) for row in load_dialogues(data_dir, args.split)[: args.num_samples]]
+    openings = [row.before(0) for row in load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]]
     start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
     rows: list[dict[str, Any]] = []
     baseline: list[list[float | None]] = []  # scores of the first model
@@ -112,7 +112,7 @@ def hold_dialogues(
     args: EvaluateDialoguesArgs, name: str, data_dir: str, openings: list[Dialogue], user: Any, device: torch.device
 ) -> list[Dialogue]:
     """Dialogues of `num_turns` turns between a model and the user, one from each opening."""
-    tokenizer = load_tokenizer(data_dir, name)
+    tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
     check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
     return roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.rollout_mini_batch_size)

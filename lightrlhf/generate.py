@@ -24,7 +24,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import INPUT, RARE, DeviceArgs, GenerationArgs, ModelArgs, check_at_least, check_data_dir
+from lightrlhf.cli.args import (
+    INPUT,
+    RARE,
+    DeviceArgs,
+    GenerationArgs,
+    ModelArgs,
+    SealArgs,
+    check_at_least,
+    check_data_dir,
+)
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
@@ -40,14 +49,15 @@ from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
 from lightrlhf.training.distributed import leave_at_exit, processes
 
-NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures"}  # flags that leave rows as they are
+# flags that leave rows as they are
+NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify"}
 NO_EFFECT |= {one.name for one in dataclasses.fields(RemoteArgs)}
 CHUNKS = 8  # batches of the engine between two writes: enough to fill its slots, few enough to lose little
 LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArgs(GenerationArgs, RemoteArgs):
+class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
     """Sample responses to prompts and write them as JSONL."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -233,24 +243,24 @@ def prompts_of_data(args: GenerateArgs, data_dir: str) -> list[Row]:
     path = Path(data_dir) / f"prompts_{args.split}.pt"
     source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
     if source != "prompts":
-        return answered(data_dir, source, args.split, args.ref_scores)
+        return answered(data_dir, source, args.split, args.ref_scores, args.verify)
     if args.ref_scores:
         raise UsageError(
             f"--ref_scores True: the prompts of {path} have no answers; add --prompts_from preference or finetune"
         )
     return [
         {**row.get("columns", {}), "prompt_ids": torch.as_tensor(row["input_ids"]).tolist()}
-        for row in load_split(data_dir, "prompts", args.split)
+        for row in load_split(data_dir, "prompts", args.split, args.verify)
     ]
 
 
-def answered(data_dir: str, stage: str, split: str, with_answers: bool) -> list[Row]:
+def answered(data_dir: str, stage: str, split: str, with_answers: bool, verify: bool = True) -> list[Row]:
     """The prompts of preference pairs or of demonstrations, with or without their answers."""
     sides = {"ref": "input_ids"}
     if stage == "preference":
         sides = {"ref": "chosen_input_ids", "rejected": "rejected_input_ids"}
     results = []
-    for row in load_split(data_dir, stage, split):
+    for row in load_split(data_dir, stage, split, verify):
         start = row["prompt_len"]
         ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
         end = first_answer(row)  # of a dialogue, whose prompt is that of its first turn
@@ -271,7 +281,7 @@ class Local:
     """The generation engine of this process."""
 
     def __init__(self, args: GenerateArgs, device: torch.device) -> None:
-        self.tokenizer = load_tokenizer(args.data_dir, args.model_name)
+        self.tokenizer = load_tokenizer(args.data_dir, args.model_name, verify=args.verify)
         models = ModelArgs(trust_remote_code=args.trust_remote_code)
         self.policy: Policy = load_policy(args.model_name, models, self.tokenizer).eval().to(device)
         self.scorer = reward_model(args, device)
@@ -294,7 +304,8 @@ class Remote:
 
     def __init__(self, args: GenerateArgs, device: torch.device) -> None:
         needs_text = args.data_dir is not None or args.rm_experiment_dir is not None
-        self.tokenizer = load_tokenizer(args.data_dir, args.rm_experiment_dir) if needs_text else None
+        own = args.rm_experiment_dir
+        self.tokenizer = load_tokenizer(args.data_dir, own, verify=args.verify) if needs_text else None
         self.scorer = reward_model(args, device)
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()

@@ -45,7 +45,7 @@ from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogue
 from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
@@ -140,13 +140,13 @@ def train(
 
     @functools.cache
     def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them
-        return load_dialogues(args.data_dir, split) if dialogues is None else dialogues.get(split, [])
+        return load_dialogues(args.data_dir, split, args.verify) if dialogues is None else dialogues.get(split, [])
 
     if args.stage in ("all", "generate"):
         rows_of("train")  # a missing or damaged file fails before any generation
     data = "given/dialogues" if is_given else args.data_dir
     directory, policy = open_directory(args, "iterative_refuel", data, given, old_name=args.SPLIT_FROM)
-    tokenizer = load_tokenizer(None if is_given else args.data_dir, policy)
+    tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
     with kept_if_started(args, directory):
         evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)
     for number in range(1, args.iterations + 1):
@@ -287,7 +287,7 @@ def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: Pr
     for split, members in splits.items():
         if members:
             save_split(folder / "pairs", "refuel", split, members)
-    tokenizer.save_pretrained(folder / "pairs" / "tokenizer")
+    store_tokenizer(tokenizer, folder / "pairs")
     firsts = [scores["first"] for scores in rewards]
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)

@@ -153,11 +153,11 @@ def train(
     args.check_reward(reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = None if prompts is None else load_tokenizer(None, starting_model(args)[0])
-    shards = prompt_shards(args, load_rows("prompts", "train", args.data_dir, prompts, tokenizer))
-    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer)[: args.eval_prompts]
+    shards = prompt_shards(args, load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify))
+    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
     given = given_objects(prompts=prompts, reward=reward)
     directory, initial = open_directory(args, "online_dpo", data_dir or "given/prompts", given)
-    tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial), initial
+    tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
     with kept_if_started(args, directory):
         evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
     for number, shard in enumerate(shards, start=1):
@@ -203,7 +203,7 @@ def respond(
     args: OnlineDPOArgs, folder: Path, prompts: Sequence[Row], number: int, responder: str, data_dir: str | None
 ) -> None:
     """Write `prompts.jsonl` and `responses.jsonl`."""
-    tokenizer = load_tokenizer(data_dir, responder)
+    tokenizer = load_tokenizer(data_dir, responder, verify=args.verify)
     rows = []
     for row in prompts:
         ids = torch.as_tensor(row["input_ids"]).tolist()
@@ -240,6 +240,7 @@ def score_and_choose(
         length_penalty=args.length_penalty,
         output_dir=str(folder / "pairs"),
         data_dir=data_dir,
+        verify=args.verify,
         tokenizer_name=None if data_dir else initial,
         seed=args.seed,
         accelerator=args.accelerator,

@@ -134,10 +134,10 @@ def train(
     if dialogues is None:
         check_data_dir(args)
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
-        dialogues = {split: load_dialogues(args.data_dir, split) for split in splits}
+        dialogues = {split: load_dialogues(args.data_dir, split, args.verify) for split in splits}
     data = "given/dialogues" if is_given else None
     run = Run(args, "online_refuel", on_step, given, data, split_from=args.SPLIT_FROM)
-    tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer)
+    tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer, args.verify)
     policy = load_start(policy, args, tokenizer)
     share_prefixes(policy, args.total_length)
     rows = with_room(run, policy, dialogues["train"])

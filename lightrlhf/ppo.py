@@ -217,7 +217,8 @@ def train(
     args.check_start(policy)
     args.check_reward(reward)
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
-    tokenizer = load_tokenizer(args.data_dir if prompts is None else None, starting_model(args)[0], tokenizer)
+    data_dir = args.data_dir if prompts is None else None
+    tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)
     sets = load_sets("prompts", "train", args, prompts, tokenizer)
     examples = [row for one in sets for row in one]
     held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []

@@ -191,11 +191,11 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer)
-    train_rows = load_rows("refuel", "train", args.data_dir, rows, tokenizer)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer, args.verify)
+    train_rows = load_rows("refuel", "train", args.data_dir, rows, tokenizer, args.verify)
     validation_rows: list[Row] = []
     if args.eval_interval and (rows is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()):
-        validation_rows = load_rows("refuel", "validation", args.data_dir, rows, tokenizer)
+        validation_rows = load_rows("refuel", "validation", args.data_dir, rows, tokenizer, args.verify)
     run = Run(args, "refuel", on_step, given, data=None if rows is None else "given/rows")
     policy = load_start(policy, args, tokenizer)
     check_vocabulary(train_rows, vocabulary_size(policy), args.data_dir)

@@ -150,7 +150,7 @@ def train(
     args.check_start(policy)
     source, flag = starting_model(args)
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer, args.verify)
     if args.resume_from:
         check_stored_ids(tokenizer, args.data_dir, args.resume_from)
     sets = load_sets("preference", "train", args, rows, tokenizer)

@@ -87,7 +87,7 @@ def train(
     if policy is None and args.model_name is None:
         raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
     given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, args.model_name, tokenizer)
+    tokenizer = load_tokenizer(args.data_dir if rows is None else None, args.model_name, tokenizer, args.verify)
     sets = load_sets("finetune", "train", args, rows, tokenizer)
     examples = [row for one in sets for row in one]
     validation = interleaved(load_sets("finetune", "validation", args, rows, tokenizer)) if args.eval_interval else []

@@ -31,7 +31,12 @@ EDGES = {  # of programs to programs; all else goes through the rooms
     "evaluate": {"evaluate_env", "evaluate_dialogues"},
 }
 FOR_DATA = {"cli", "data", "envs"}  # rooms that data preparation may use, and these files
-FOR_DATA_FILES = {"lightrlhf.demo.votes", "lightrlhf.demo.summaries"}
+FOR_DATA_FILES = {
+    "lightrlhf.demo.votes",
+    "lightrlhf.demo.summaries",
+    "lightrlhf.storage.checkpoint",
+    "lightrlhf.storage.seals",
+}
 FILES = sorted(path for folder in ("lightrlhf", "datasets_prep") for path in (ROOT / folder).rglob("*.py"))
 
 

@@ -40,6 +40,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table, save_figure
 
@@ -181,7 +182,7 @@ def write_data(folder: Path, seed: int, wrong: str) -> str:
             targets = torch.tensor([IGNORE_INDEX] * len(ids) + response)
             rows.append({"prompt_len": len(ids), "input_ids": [*ids, *response], "targets": targets})
         save_split(folder, stage, split, rows)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    store_tokenizer(tokenizer, folder)
     return str(folder)
 
 

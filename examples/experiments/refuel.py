@@ -45,9 +45,11 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.generation.dialogues import user_turn_ids
+from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table, save_figure
+from lightrlhf.storage.seals import seal
 
 VALUES = 4  # of each slot
 ASK, KNOWN = 0.2, 0.7  # how often demonstrations ask, and how often they then use an answer they have
@@ -230,8 +232,9 @@ def write_two_slots(folder: Path, seed: int) -> None:
                 columns = {"secret": secret}
                 rows.append({"messages": messages, "input_ids": ids, "turn_spans": spans, "columns": columns})
         save_split(folder, stage, split, rows)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    store_tokenizer(tokenizer, folder)
     write_text(folder / "args.json", json.dumps({"judge": TASKS["two slots"]["judge"]}))
+    seal(folder, ["args.json"])
 
 
 # ------------------------------------------------------------------------------------------------------------ runs

@@ -34,7 +34,15 @@ HIGHER_IS_BETTER = {"accuracies", "margins", "score", "reward", "gold", "win_rat
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataArgs:
+class SealArgs:
+    """Data."""
+
+    verify: bool = field(default=True, metadata=RARE)
+    """Compare what is read of prepared data with the hashes of its `manifest.json`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArgs(SealArgs):
     """Data."""
 
     data_dir: str = field(default="data", metadata=INPUT)
@@ -42,7 +50,7 @@ class DataArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSetsArgs:
+class DataSetsArgs(SealArgs):
     """Data."""
 
     data_dir: list[str] | str = field(default="data", metadata=PATHS | INPUT)

@@ -16,7 +16,8 @@ import torch
 from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
-from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, Row, load_prompts, load_split
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows
+from lightrlhf.data.splits import SPLITS, differing, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
@@ -28,13 +29,18 @@ TEXTS = {
 }
 
 
-def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any) -> list[Row]:
-    """Rows of a split: those given, else those of `--data_dir`.
+def load_rows(
+    stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any, verify: bool = True
+) -> list[Row]:
+    """Rows of a split: those given, else those of `--data_dir`, compared with its seal if `verify`.
 
-    Raises: UsageError when the file cannot be read, or a given row lacks a column.
+    Raises: UsageError when the file cannot be read or has changed, or a row lacks a column or holds a bad value.
     """
+    vocab_size = None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+    if given is None and stage == "prompts":
+        return load_prompts(data_dir, split, verify, vocab_size)
     if given is None:
-        return load_prompts(data_dir, split) if stage == "prompts" else load_split(data_dir, stage, split)
+        return load_split(data_dir, stage, split, verify, vocab_size)
     is_table, is_list = hasattr(given, "iterrows"), hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     if isinstance(given, str) or is_table or not is_list:
         remedy = "; give its .to_dict('records')" if is_table else ""
@@ -50,12 +56,15 @@ def load_rows(stage: str, split: str, data_dir: str, given: Given | None, tokeni
         rows = list(given) if split == "train" else []
     if split == "train" and not rows:
         raise UsageError(f"no {stage} rows were given to train on")
-    return [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
+    rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
+    if rows:
+        check_rows(rows, stage, vocab_size=vocab_size)
+    return differing(rows) if rows and stage == "preference" else rows
 
 
 def load_sets(stage: str, split: str, args: DataSetsArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:
     """Rows of a split of each set of `--data_dir`, or those given as one set. Raises: as `load_rows`."""
-    return [load_rows(stage, split, folder, given, tokenizer) for folder in sources(args, given)]
+    return [load_rows(stage, split, folder, given, tokenizer, args.verify) for folder in sources(args, given)]
 
 
 def sources(args: DataSetsArgs, given: Given | None) -> list[str]:

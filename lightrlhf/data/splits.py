@@ -1,6 +1,7 @@
 """Splits: reading, checking and writing the prepared `{stage}_{split}.pt` files.
 
-A split is a list of rows that fits in memory. Files are read with `weights_only=True`, so they cannot run code.
+A split is a list of rows that fits in memory. Files are compared with the folder's seal (`storage/seals.py`), read with
+`weights_only=True`, so they cannot run code, and checked row by row (`schema.py`).
 
 Left out: streamed and memory-mapped datasets.
 """
@@ -8,41 +9,38 @@ Left out: streamed and memory-mapped datasets.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, without_equal_pairs
 from lightrlhf.storage.checkpoint import save_tensors
+from lightrlhf.storage.seals import check_sealed, seal
 
-IGNORE_INDEX = -100
 SPLITS = ("train", "validation", "test")
-COLUMNS = {
-    "finetune": {"prompt_len", "input_ids", "targets"},
-    "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
-    "unpaired": {"prompt_len", "input_ids", "label", "columns"},
-    "prompts": {"prompt_len", "input_ids", "columns"},
-    "dialogue": {"messages", "input_ids", "turn_spans"},
-    "refuel": {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask", "reward")},
-}
-Row = dict[str, Any]
 
 
-def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
-    """Load the rows of `{data_dir}/{stage}_{split}.pt`.
+def load_split(
+    data_dir: str | Path, stage: str, split: str, verify: bool = True, vocab_size: int | None = None
+) -> list[Row]:
+    """Load the rows of `{data_dir}/{stage}_{split}.pt`; pairs of equal responses are left out, with a note.
 
-    Raises: UsageError naming the file when it is missing, damaged, empty, of another stage, or holds code.
+    verify: compare the file with the folder's seal; vocab_size: of the tokenizer, above which no token id may lie.
+    Raises: UsageError naming the file when it is missing, damaged, changed, empty, of another stage, holds code, or has
+    a bad row.
     """
     path = Path(data_dir) / f"{stage}_{split}.pt"
     if not path.is_file():
         splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
         remedy = "; prepare it with --validation_percentage, or give --eval_interval 0" if split == "validation" else ""
         raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}{remedy}")
+    check_sealed(Path(data_dir), [path.name, "args.json"], verify)
     try:
-        rows = torch.load(path, weights_only=True)
+        rows = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         raise UsageError(f"{path} holds objects other than plain data and was not loaded; prepare it again") from None
     except Exception as problem:
@@ -51,13 +49,20 @@ def load_split(data_dir: str | Path, stage: str, split: str) -> list[Row]:
         ) from None
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
-    for index, row in enumerate(rows):
-        _check_row(row, stage, f"{path}: row {index}")
-    return rows
+    check_rows(rows, stage, str(path), vocab_size)
+    return differing(rows, str(path)) if stage == "preference" else rows
+
+
+def differing(rows: list[Row], source: str = "") -> list[Row]:
+    """The pairs whose responses differ; prints how many do not. Raises: UsageError when none does."""
+    different, note = without_equal_pairs(rows, source)
+    if note and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(note, flush=True)
+    return different
 
 
 def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
-    """Write `{data_dir}/{stage}_{split}.pt` atomically, with ids as int32 views of one tensor, as in prepared data.
+    """Write `{data_dir}/{stage}_{split}.pt` atomically and seal it, with ids as int32 views of one tensor, as prepared.
 
     Raises: UsageError when it cannot be written.
     """
@@ -69,6 +74,7 @@ def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(path, stored)
+        seal(path.parent, [path.name])
     except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
         raise UsageError(f"{path} cannot be written: {first_line(problem)}") from None
     return path
@@ -94,27 +100,13 @@ def split_by_hash(
     return rest
 
 
-def _check_row(row: Any, stage: str, where: str) -> None:
-    if not isinstance(row, dict) or not COLUMNS[stage] <= row.keys():
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise UsageError(f"{where} has {keys}, but the {stage} stage requires {sorted(COLUMNS[stage])}")
-    if stage == "finetune":
-        ids, targets = row["input_ids"], torch.as_tensor(row["targets"])
-        if len(targets) != len(ids):
-            raise UsageError(f"{where} has {len(ids)} input_ids but {len(targets)} targets; prepare it again")
-        if ((targets < 0) & (targets != IGNORE_INDEX)).any():
-            raise UsageError(f"{where} has a negative target other than {IGNORE_INDEX}; prepare it again")
-    if stage == "unpaired" and not isinstance(row["label"], bool):
-        raise UsageError(f"{where} has the label {row['label']!r}, which is neither True nor False; prepare it again")
-
-
-def load_prompts(data_dir: str | Path, split: str) -> list[Row]:
+def load_prompts(data_dir: str | Path, split: str, verify: bool = True, vocab_size: int | None = None) -> list[Row]:
     """Load rows `prompt_len, input_ids (the prompt alone), columns` from `prompts_*.pt`, else from `finetune_*.pt`."""
     if (Path(data_dir) / f"prompts_{split}.pt").is_file():
-        return load_split(data_dir, "prompts", split)
+        return load_split(data_dir, "prompts", split, verify, vocab_size)
     prompts = [
         {"prompt_len": row["prompt_len"], "input_ids": row["input_ids"][: row["prompt_len"]], "columns": {}}
-        for row in load_split(data_dir, "finetune", split)
+        for row in load_split(data_dir, "finetune", split, verify, vocab_size)
         if row["prompt_len"]
     ]
     if not prompts:

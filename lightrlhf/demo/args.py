@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lightrlhf.cli.args import GenerationArgs, check_at_least, needs_package
+from lightrlhf.cli.args import GenerationArgs, SealArgs, check_at_least, needs_package
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.models.loading import find_device
 
@@ -15,7 +15,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoArgs(GenerationArgs):
+class DemoArgs(GenerationArgs, SealArgs):
     """Chat with trained models in the browser, compare them and collect votes."""
 
     experiment_dir: list[str] = field(metadata=PATHS)

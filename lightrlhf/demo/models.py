@@ -39,6 +39,7 @@ from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import choices, located, stored
+from lightrlhf.storage.seals import check_sealed
 
 DEEPEST_COLOUR = 3.0  # |log-ratio| in nats at which a token's colour saturates
 REPEAT_TIMES, PARSING_CUTOFF = 3, 5  # for experiments whose args.json has no such flag
@@ -85,7 +86,8 @@ class ModelCache:
     """LRU cache of models by label: the checkpoints of `folders` and the models that their training started from.
 
     capacity: models kept in memory. data_dir: splits and tokenizer instead of those that each experiment was trained
-    on. reference_dir: reference model instead of the one that each experiment started from.
+    on. reference_dir: reference model instead of the one that each experiment started from. verify: compare the data
+    with its seal.
     Raises: UsageError when a folder has a reward model, or is neither a model folder nor an experiment dir.
     """
 
@@ -97,9 +99,11 @@ class ModelCache:
         model_args: ModelArgs | None = None,
         data_dir: str | None = None,
         reference_dir: str | None = None,
+        verify: bool = True,
     ) -> None:
         self.folders, self.device, self.capacity = list(folders), device, capacity
         self.model_args, self.data_dir, self.reference_dir = model_args or ModelArgs(), data_dir, reference_dir
+        self.verify = verify
         self.lock = threading.Lock()
         self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
         for folder in folders:
@@ -160,14 +164,16 @@ class ModelCache:
                 while len(self.loaded) >= self.capacity:
                     self.loaded.popitem(last=False)
                     release_memory()
-                self.loaded[source] = load_model(source, data_dir, self.device, self.model_args)
+                self.loaded[source] = load_model(source, data_dir, self.device, self.model_args, self.verify)
             self.loaded.move_to_end(source)
             return self.loaded[source]
 
 
-def load_model(source: str, data_dir: str | None, device: torch.device, args: ModelArgs) -> LoadedModel:
+def load_model(
+    source: str, data_dir: str | None, device: torch.device, args: ModelArgs, verify: bool = True
+) -> LoadedModel:
     """A policy for inference. Raises: UsageError when it cannot be loaded."""
-    tokenizer = load_tokenizer(data_dir, source)
+    tokenizer = load_tokenizer(data_dir, source, verify=verify)
     policy = load_policy(source, args, tokenizer, "the checkpoint")
     return LoadedModel(policy.requires_grad_(False).eval().to(device), tokenizer)
 
@@ -293,9 +299,10 @@ def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
     return text
 
 
-def example_prompt(data_dir: str) -> list[int]:
-    """Token ids of `example_prompt.pt`. Raises: UsageError when the file is missing or damaged."""
+def example_prompt(data_dir: str, verify: bool = True) -> list[int]:
+    """Token ids of `example_prompt.pt`. Raises: UsageError when the file is missing, damaged or changed."""
     path = Path(data_dir) / "example_prompt.pt"
+    check_sealed(Path(data_dir), [path.name], verify)
     try:
         return [int(i) for i in torch.load(path, weights_only=True)["input_ids"]]
     except FileNotFoundError:

@@ -72,7 +72,8 @@ class DemoBackend:
             load_in_4bit=args.load_in_4bit,
         )
         device = find_device(args.accelerator)
-        cache = ModelCache(args.experiment_dir, device, args.max_models, model_args, args.data_dir, args.reference_dir)
+        folders, data = args.experiment_dir, args.data_dir
+        cache = ModelCache(folders, device, args.max_models, model_args, data, args.reference_dir, args.verify)
         last = args.experiment_dir[-1]
         default_file = Path(last if stored(last, "program") else ".") / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))
@@ -105,7 +106,8 @@ class DemoBackend:
         """Token ids of a split's prompts. Raises: UsageError when the data is missing."""
         key = self._data(label), split
         if key not in self.prompt_ids:
-            self.prompt_ids[key] = [torch.as_tensor(row["input_ids"]).tolist() for row in load_prompts(*key)]
+            rows = load_prompts(*key, self.args.verify)
+            self.prompt_ids[key] = [torch.as_tensor(row["input_ids"]).tolist() for row in rows]
         return self.prompt_ids[key]
 
     def prompt(self, label: str, split: str, index: int) -> str | Messages:
@@ -121,11 +123,12 @@ class DemoBackend:
         folder = self.cache.data(label)
         if folder is None or not (Path(folder) / "example_prompt.pt").is_file():
             return FORMS[0]
-        return prompt_values(as_prompt(load_tokenizer(folder, None), example_prompt(folder)))[1]
+        tokenizer = load_tokenizer(folder, None, verify=self.args.verify)
+        return prompt_values(as_prompt(tokenizer, example_prompt(folder, self.args.verify)))[1]
 
     def example(self, label: str) -> str | Messages:
         """The prompt of `example_prompt.pt`. Raises: UsageError when it is missing."""
-        return as_prompt(self.cache.model(label).tokenizer, example_prompt(self._data(label)))
+        return as_prompt(self.cache.model(label).tokenizer, example_prompt(self._data(label), self.args.verify))
 
     def _data(self, label: str) -> str:
         folder = self.cache.data(label)

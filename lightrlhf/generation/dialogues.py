@@ -125,13 +125,13 @@ def from_row(row: Row, index: int, columns: dict[str, Any]) -> Dialogue:
     return Dialogue(index, columns=columns, **{**row, "turn_spans": [tuple(span) for span in row["turn_spans"]]})
 
 
-def load_dialogues(data_dir: str, split: str) -> list[Dialogue]:
+def load_dialogues(data_dir: str, split: str, verify: bool = True) -> list[Dialogue]:
     """The dialogues of `dialogue_{split}.pt`, in order; each ends with an assistant turn.
 
     A column `user_turns` holds the user messages, for `recorded_user`.
     """
     dialogues = []
-    for index, row in enumerate(load_split(data_dir, "dialogue", split)):
+    for index, row in enumerate(load_split(data_dir, "dialogue", split, verify)):
         user_turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
         spans = [(int(start), int(end)) for start, end in row["turn_spans"]]
         columns = {**row.get("columns", {}), "user_turns": user_turns}

@@ -31,7 +31,7 @@ from lightrlhf.models.quantisation import (
 from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, transformer_layers, vocabulary_size
 from lightrlhf.models.tiny import tiny_config
 from lightrlhf.models.tokenizer import store_ends
-from lightrlhf.storage.checkpoint import MANIFEST, verify_checkpoint
+from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +174,7 @@ def load_model(
         model = auto_class.from_config(tiny_config(tokenizer, **options))
     else:
         config = lora.adapter_config(source, flag)
-        if config is not None and (Path(base) / MANIFEST).is_file():
+        if config is not None and is_sealed(Path(base)):
             verify_checkpoint(Path(base))
         if not check_stored_quantisation(base, flag, args, "num_labels" in options):
             options |= quantisation_options(args)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import lora
-from lightrlhf.storage.checkpoint import follow_best, newest_checkpoint, verify_checkpoint
+from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
 
 
 def quiet_libraries() -> None:
@@ -47,10 +47,11 @@ def resolve(name: str, flag: str = "--model_name") -> str:
         if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UsageError(f"{flag} {name} does not exist")
         return name
-    if path.name.startswith("checkpoint-"):
+    is_model = (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file()
+    if is_sealed(path) and (is_model or not (path / "args.json").is_file()):
         verify_checkpoint(path)
         return str(path)
-    if (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file():
+    if is_model:
         return name
     if (path / "args.json").is_file():
         return str(newest_checkpoint(path, flag))

@@ -12,15 +12,22 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.tokens import turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.seals import check_sealed, seal
 
 
-def load_tokenizer(data_dir: str | Path | list[str] | None, model_name: str | None = None, given: Any = None) -> Any:
+def load_tokenizer(
+    data_dir: str | Path | list[str] | None, model_name: str | None = None, given: Any = None, verify: bool = True
+) -> Any:
     """The given tokenizer, else the one the data was prepared with (`{data_dir}/tokenizer`), else the model's own.
 
-    One without a pad token pads with its end token.
-    Raises: UsageError when it cannot be loaded, has no end token, or is not the same in all of several folders.
+    One without a pad token pads with its end token. verify: compare that of the data with the folder's seal.
+    Raises: UsageError when it cannot be loaded, has changed, has no end token, or is not the same in all of several
+    folders.
     """
     quiet_libraries()
+    for folder in data_dir if isinstance(data_dir, list) else [data_dir] if data_dir is not None else []:
+        if (Path(folder) / "tokenizer").is_dir():
+            check_sealed(Path(folder), ["tokenizer", "args.json"], verify)
     if isinstance(data_dir, list):
         data_dir = _same_tokenizer(data_dir)
     if given is not None:
@@ -45,12 +52,18 @@ def load_tokenizer(data_dir: str | Path | list[str] | None, model_name: str | No
     return tokenizer
 
 
+def store_tokenizer(tokenizer: Any, data_dir: Path) -> None:
+    """Save a tokenizer as that of prepared data, `{data_dir}/tokenizer`, sealed."""
+    tokenizer.save_pretrained(data_dir / "tokenizer")
+    seal(data_dir, ["tokenizer"])
+
+
 def _read(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as problem:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as problem:  # a damaged file makes it raise anything
         raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
 
 
@@ -128,6 +141,4 @@ def check_stored_ids(tokenizer: Any, data_dir: Any, model_name: str) -> None:
 
 def _vocabulary(folder: Path) -> dict[str, int]:
     """Token ids of the tokenizer in a local folder; empty without one."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder)).get_vocab() if (folder / "tokenizer.json").is_file() else {}
+    return _read(str(folder)).get_vocab() if (folder / "tokenizer.json").is_file() else {}

@@ -139,6 +139,6 @@ def _plain(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as problem:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as problem:  # a damaged file makes it raise anything
         raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None

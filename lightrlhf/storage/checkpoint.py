@@ -85,12 +85,64 @@ def checkpoints(experiment_dir: Path) -> list[Path]:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Compare a checkpoint with its manifest. Raises: UsageError naming the first missing or changed file."""
+    """Compare a checkpoint with its manifest, also under another name or behind a link.
+
+    Raises: UsageError naming the first missing, changed or added file, and how to go on.
+    """
     problem = _first_damage(folder)
     if problem:
-        before = [path for path in checkpoints(folder.parent) if _age(path) < _age(folder) and not _first_damage(path)]
+        real = folder.resolve()
+        others = checkpoints(real.parent) if real.name.startswith("checkpoint-") else []
+        before = [path for path in others if _age(path) < _age(real) and not _first_damage(path)]
         remedy = f"the one before it is intact: {before[-1]}" if before else "no earlier checkpoint is intact"
-        raise UsageError(f"{folder} is damaged ({problem}); {remedy}")
+        raise UsageError(f"{folder} is damaged ({problem}); {remedy}; a file changed on purpose: {accepting(folder)}")
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder is one that `write_folder` wrote, whatever its name is now, rather than a model of others.
+
+    One without a manifest counts if it has our `resume.pt`, or lies where an experiment dir keeps its own.
+    """
+    own = folder.name.startswith("checkpoint-") or folder.name in (BEST, "base")
+    if (folder / "resume.pt").exists() or (own and (folder.resolve().parent / "args.json").is_file()):
+        return True
+    try:
+        stored = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, RecursionError):
+        return True
+    return isinstance(stored, dict) and all(isinstance(one, str) for one in stored.values())  # else another's manifest
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name. Raises: FileNotFoundError, or ValueError when the manifest is damaged."""
+    try:
+        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, RecursionError) as problem:
+        raise ValueError(f"{MANIFEST} cannot be read: {problem}") from None
+    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
+        raise ValueError(f"{MANIFEST} holds no hashes")
+    return hashes
+
+
+def sealed_files(folder: Path) -> list[str]:
+    """Names of the files that a manifest lists: all in the folder, behind links too, but the manifest and hidden ones.
+
+    Nothing loads a hidden file; file managers and network file systems add them.
+    """
+    names = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [(Path(place) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def accepting(folder: Path) -> str:
+    """How to accept the files of a folder that were changed on purpose."""
+    return f"accept it by python -m lightrlhf.storage.seals {folder}"
 
 
 def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
@@ -139,11 +191,14 @@ def save_tensors(path: Path, value: Any) -> None:
 
 def _first_damage(folder: Path) -> str | None:
     try:
-        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        hashes = read_manifest(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except (OSError, ValueError):
+    except ValueError:
         return f"{MANIFEST} cannot be read"
+    added = [name for name in sealed_files(folder) if name not in hashes]
+    if added:
+        return f"{added[0]} was added to it"
     for name, expected in hashes.items():
         file = folder / name
         if not file.is_file():

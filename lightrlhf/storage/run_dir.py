@@ -13,15 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import checkpoints, follow_best
+from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best
+from lightrlhf.storage.seals import check_sealed
 
 
 def stored(directory: str, key: str) -> Any:
-    """A value of `{directory}/args.json` (for a checkpoint, of its experiment dir); None when there is none."""
+    """A value of `{directory}/args.json` (for a checkpoint, of its experiment dir); None when there is none.
+
+    Raises: UsageError when that of a run has changed since; that of prepared data is compared where its files are read.
+    """
+    folder = experiment_of(directory)
     try:
-        return json.loads((experiment_of(directory) / "args.json").read_text(encoding="utf-8")).get(key)
-    except (OSError, ValueError):
-        return None
+        values = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        values = {}
+    if "destination_dir" not in values:
+        check_args(folder)
+    return values.get(key) if isinstance(values, dict) else None
+
+
+def check_args(directory: Path) -> None:
+    """Compare `args.json` of a run with its seal, if it has one. Raises: UsageError."""
+    if (directory / MANIFEST).is_file():
+        check_sealed(directory, ["args.json"], remedy=accepting(directory))
 
 
 def data_dir_of(directory: str) -> str | None:

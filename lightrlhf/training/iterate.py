@@ -27,8 +27,9 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
-from lightrlhf.storage.checkpoint import checkpoints, write_text
-from lightrlhf.storage.run_dir import make_parent, new_run_dir
+from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, write_text
+from lightrlhf.storage.run_dir import check_args, make_parent, new_run_dir
+from lightrlhf.storage.seals import seal
 from lightrlhf.training.provenance import check_given
 
 FREE = ("resume_from", "iterations", "stage")  # flags that may change when a run is resumed
@@ -66,6 +67,7 @@ def open_directory(
     stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
     try:
         write_text(directory / "args.json", json.dumps(stored, indent=1))
+        seal(directory, ["args.json"])
     except OSError as problem:
         raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
     return directory, initial
@@ -73,6 +75,7 @@ def open_directory(
 
 def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], source: str, directory: Path) -> str:
     """The initial policy of a run that may be resumed with these flags and objects."""
+    check_args(directory)
     stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     if stored.get("program") not in programs:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {programs[0]}")
@@ -120,7 +123,7 @@ def kept_if_started(args: Any, directory: Path) -> Iterator[None]:
     try:
         yield
     except UsageError:
-        if not args.resume_from and [path.name for path in directory.iterdir()] == ["args.json"]:
+        if not args.resume_from and {path.name for path in directory.iterdir()} <= {"args.json", MANIFEST}:
             shutil.rmtree(directory)
         raise
 

@@ -118,7 +118,9 @@ def reference_logps(
     reference = policy
     if run.args.ref_model is not None:
         load_tokenizer(
-            run.args.data_dir if Path(run.args.data_dirs[0]).is_dir() else None, run.args.ref_model
+            run.args.data_dir if Path(run.args.data_dirs[0]).is_dir() else None,
+            run.args.ref_model,
+            verify=run.args.verify,
         )  # refuses a model with another tokenizer
         plain = ModelArgs(trust_remote_code=run.args.trust_remote_code)
         reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")

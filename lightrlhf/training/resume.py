@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.sharding import full_tensors
 from lightrlhf.storage.checkpoint import newest_checkpoint, write_text
+from lightrlhf.storage.run_dir import check_args
 from lightrlhf.training.provenance import check_given
 
 
@@ -37,6 +38,7 @@ def read_state(
     is_old = stored.get("program") == split_from and "setting" in stored
     if stored.get("program") != program and not is_old:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
+    check_args(directory)
     check_given(stored.get("given", {}), given, f"--resume_from {directory}")
     path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
     return torch.load(path, weights_only=True, mmap=True, map_location="cpu")

@@ -33,6 +33,7 @@ from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
 from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, write_text
 from lightrlhf.storage.run_dir import make_parent, new_run_dir, stored
+from lightrlhf.storage.seals import seal
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
@@ -571,6 +572,7 @@ class Run(Generic[AnyArgs]):
             described = {**to_dict(self.args), "program": self.program, "versions": versions()}
             described |= {"git_commit": git_commit()} | ({"given": self.given} if self.given else {})
             write_text(self.directory / "args.json", json.dumps(described, indent=1))
+            seal(self.directory, ["args.json"])
         self.directory = Path(self.fabric.broadcast(str(self.directory)))
         self._logger = self._make_logger()
 

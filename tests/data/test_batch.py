@@ -271,7 +271,7 @@ def test_a_vocabulary_that_just_fits_is_accepted():
 def test_a_foreign_ignore_index_is_refused(tmp_path):
     row = {"prompt_len": 1, "input_ids": [5, 6, 7], "targets": [-1, 6, 7]}
     torch.save([row], tmp_path / "finetune_train.pt")
-    with pytest.raises(UsageError, match="row 0 has a negative target other than -100"):
+    with pytest.raises(UsageError, match="row 0 has targets\\[0\\] = -1, neither -100 nor the token"):
         load_split(tmp_path, "finetune", "train")
 
 

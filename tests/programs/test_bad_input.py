@@ -240,8 +240,9 @@ class Bomb:
 
 
 def data_case(world, name: str) -> None:
-    """Damage the copy of the data in one way."""
+    """Damage the copy of the data in one way, without a seal that would tell at once."""
     data = world["data"]
+    (data / "manifest.json").unlink()
     file = data / "finetune_train.pt"
     if name == "missing":
         file.unlink()
@@ -308,6 +309,8 @@ def test_a_bad_split_is_refused_and_its_code_never_runs(name, world, capsys):
 @pytest.mark.parametrize("program, file", [("rm", "preference_train.pt"), ("ppo", "prompts_train.pt")])
 def test_every_program_refuses_the_split_of_another_stage(program, file, world, capsys):
     shutil.copy(world["data"] / "finetune_train.pt", world["data"] / file)
+    assert f"{file} is not what was written" in refused(program, good_flags(program, world), capsys)
+    (world["data"] / "manifest.json").unlink()
     assert f"{file}: row 0" in refused(program, good_flags(program, world), capsys)
 
 

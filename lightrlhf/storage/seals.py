@@ -1,0 +1,105 @@
+"""Seals: `manifest.json` beside files holds the SHA-256 of each as it was written, compared as they are read.
+
+A seal binds content to a name, so a test split copied over the training split is noticed as a flipped bit is. A
+checkpoint and a stored base are sealed whole (`checkpoint.py`); in a folder of prepared data, and in an experiment dir,
+only what is read is compared. Files that were changed on purpose are accepted by
+`python -m lightrlhf.storage.seals FOLDER`, which seals the folder as it is now.
+
+Left out: signatures. A seal finds accidents and mistakes, not somebody who writes a new manifest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.storage.checkpoint import MANIFEST, accepting, read_manifest, sealed_files, sha256, write_text
+
+
+def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None:
+    """Note the hashes of files that were written to a folder; a name may be a folder in it.
+
+    Other files keep the hashes they had (in `before`, whose files those of `folder` will replace); those of a folder
+    that had no manifest are noted as they are. Raises: OSError.
+    """
+    names, earlier = list(names), before or folder
+    try:
+        hashes = read_manifest(earlier)
+    except FileNotFoundError:
+        hashes = {name: sha256(earlier / name) for name in sealed_files(earlier) if not _within(name, names)}
+    except ValueError:
+        hashes = {}  # what it sealed is then missed by whoever reads it
+    hashes = {name: one for name, one in hashes.items() if (earlier / name).is_file() and not _within(name, names)}
+    hashes |= {name: sha256(folder / name) for name in sealed_files(folder) if _within(name, names)}
+    write_text(folder / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+
+
+def check_sealed(folder: Path, names: Iterable[str], verify: bool = True, remedy: str = "") -> None:
+    """Compare files that are about to be read with the folder's seal; a name may be a folder, whose files all count.
+
+    A folder that was prepared before there were seals is read with one warning. verify False: nothing is compared;
+    remedy: how to go on, by default that for prepared data.
+    Raises: UsageError naming the first file that is not what was written, and how to go on.
+    """
+    if not verify:
+        return
+    remedy = remedy or f"prepare it again, {accepting(folder)}, or give --verify False"
+    try:
+        hashes = read_manifest(folder)
+    except FileNotFoundError:
+        return _warn_unsealed(str(folder))
+    except ValueError:
+        raise UsageError(f"{folder / MANIFEST} is damaged; {remedy}") from None
+    for name in _expanded(folder, names, hashes):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder / name} is missing since the folder was written; {remedy}")
+        if name not in hashes:
+            raise UsageError(f"{folder / name} was added after the folder was written; {remedy}")
+        if sha256(folder / name) != hashes[name]:
+            raise UsageError(f"{folder / name} is not what was written; {remedy}")
+
+
+def _within(name: str, parents: Sequence[str]) -> bool:
+    """Whether a name is one of `parents`, or lies in one of them."""
+    return any(name == parent or name.startswith(f"{parent}/") for parent in parents)
+
+
+def _expanded(folder: Path, names: Iterable[str], hashes: dict[str, str]) -> Iterator[str]:
+    """The files of these names, on disk or sealed; a single file that is neither is left out."""
+    for name in names:
+        sealed = {file for file in hashes if _within(file, [name])}
+        if (folder / name).is_dir():
+            sealed |= {f"{name}/{file}" for file in sealed_files(folder / name)}
+        elif (folder / name).exists():
+            sealed.add(name)
+        yield from sorted(sealed)
+
+
+@functools.cache  # once a folder and process
+def _warn_unsealed(folder: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        line = f"note: {folder} has no {MANIFEST}, so damage to its files goes unnoticed"
+        print(f"{line}; seal it: python -m lightrlhf.storage.seals {folder}", file=sys.stderr, flush=True)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Seal folders as they are now."""
+    folders = sys.argv[1:] if argv is None else argv
+    if not folders or any(not Path(folder).is_dir() for folder in folders):
+        raise UsageError("usage: python -m lightrlhf.storage.seals FOLDER ..., whose files are accepted as they are")
+    for folder in map(Path, folders):
+        try:
+            seal(folder, sealed_files(folder))
+        except OSError as problem:
+            raise UsageError(f"{folder / MANIFEST} cannot be written: {problem.strerror}") from None
+        print(f"{folder / MANIFEST}: {len(read_manifest(folder))} files")
+
+
+if __name__ == "__main__":
+    main()
