@@ -46,7 +46,7 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
-from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl, write_settings
+from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl
 from lightrlhf.training.distributed import leave_at_exit, processes
 
 # flags that leave rows as they are
@@ -495,8 +495,7 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
     if [row["index"] for row in rows] != list(range(num_rows)):
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
     partial = output.with_name(f"{output.stem}.merged-{shard.rank}.jsonl")
-    write_jsonl(partial, rows)
-    write_settings(partial, settings)
+    write_jsonl(partial, rows, settings)
     os.replace(partial.with_suffix(".args.json"), output.with_suffix(".args.json"))
     os.replace(partial, output)
 

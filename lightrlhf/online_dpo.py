@@ -328,7 +328,7 @@ def evaluate_iteration(
     first = folder.parent / "iteration-00" / "evaluation.jsonl"
     before = read_jsonl(first) if first.is_file() and folder.name != "iteration-00" else records
     add_scores(args, records, before, reward, data_dir_of(str(folder.parent)))
-    write_jsonl(folder / "evaluation.jsonl", records)
+    write_jsonl(folder / "evaluation.jsonl", records, settings={})
     write_text(folder / "evaluation.json", json.dumps(summary(records, before), indent=1))
 
 

@@ -247,16 +247,23 @@ def old_logps(run: Run[Any], policy: Policy, rows: Sequence[Row], pad_id: int, k
         return score(run, policy, rows, pad_id).cpu()
     path, digest = Path(run.args.data_dir) / "old_logprobs.pt", fingerprint(run, policy, rows)
     stored = torch.load(path, weights_only=True) if path.is_file() else {}
-    if stored.get("fingerprint") == digest:
+    if stored.get("fingerprint") == digest and stored.get("sha256") == hash_tensor(stored["logps"]):
         logps: Tensor = stored["logps"]
         return logps
     if stored:
-        run.print0(f"{path} is of another policy, precision or device: log-probabilities are computed again")
+        run.print0(
+            f"{path} is of another policy, precision or device, or has changed: log-probabilities are computed again"
+        )
     logps = score(run, policy, rows, pad_id).cpu()
     if run.is_first:
-        save_tensors(path, {"fingerprint": digest, "logps": logps})
+        save_tensors(path, {"fingerprint": digest, "logps": logps, "sha256": hash_tensor(logps)})
     run.fabric.barrier()
     return logps
+
+
+def hash_tensor(values: Tensor) -> str:
+    """SHA-256 of a tensor's values on the CPU."""
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
 
 
 def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:

@@ -1,11 +1,14 @@
 """Crash-safe JSONL: rows are appended in order, and a restarted program resumes after the last complete row.
 
 `rows.args.json` next to `rows.jsonl` holds the settings that produced it, so that one file never mixes rows of two
-settings. Left out: databases, and several processes writing to one file (each writes its own).
+settings, and, once the writer has closed the file, its SHA-256: who reads the rows notices if they have changed since.
+
+Left out: databases, and several processes writing to one file (each writes its own).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import write_text
 
+SEAL = "sha256"  # beside the settings
 Row = dict[str, Any]
 Item = TypeVar("Item")
 
@@ -26,9 +30,11 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
+        content = path.read_bytes()
+        lines = content.decode("utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}") from None
+    check_seal(path, content)
     rows = [_parse(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     for number, row in enumerate(rows, start=1):
         missing = [name for name in needs if name not in row]
@@ -37,10 +43,15 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
     return rows
 
 
-def write_jsonl(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write a whole file atomically."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_text(Path(path), "".join(_line(row) for row in rows))
+def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = None) -> None:
+    """Write a whole file atomically, with its settings and seal where `settings` are given."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if settings is not None:
+        write_settings(path, settings)  # a kill between both leaves no seal
+    write_text(path, "".join(_line(row) for row in rows))
+    if settings is not None:
+        write_settings(path, settings | {SEAL: _sha256(path.read_bytes())})
 
 
 class JsonlWriter:
@@ -52,7 +63,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path, settings: Row | None = None, renamed: Mapping[str, str] | None = None) -> None:
-        self.path = Path(path)
+        self.path, self._settings, self._changed = Path(path), settings, False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
@@ -70,6 +81,9 @@ class JsonlWriter:
 
         Raises: UsageError when the disk is full; earlier rows are kept.
         """
+        if not self._changed and self._settings is not None:
+            write_settings(self.path, self._settings)  # without the seal of the rows before
+        self._changed = True
         try:
             self._file.write("".join(_line(row) for row in rows).encode("utf-8"))
             self._file.flush()
@@ -107,12 +121,17 @@ class JsonlWriter:
                     return
 
     def close(self) -> None:
+        """Close the file, and seal it if rows were added. Raises: OSError."""
         self._file.close()
+        if self._changed and self._settings is not None:
+            write_settings(self.path, self._settings | {SEAL: _sha256(self.path.read_bytes())})
+        self._changed = False
 
     def __enter__(self) -> JsonlWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._changed = self._changed and kind is None  # after an error, such as a full disk, there is no seal
         self.close()
 
     def _lock(self) -> None:
@@ -128,6 +147,7 @@ class JsonlWriter:
     def _complete_rows(self) -> list[Row]:
         """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
+        check_seal(self.path, content)
         end = content.rfind(b"\n") + 1
         if end < len(content):
             self._file.truncate(end)
@@ -142,7 +162,7 @@ def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None 
         stored = json.loads(stored_in.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UsageError(f"{path} has rows, but {stored_in.name} with their settings is missing; remove both") from None
-    stored = {(renamed or {}).get(name, name): value for name, value in stored.items()}
+    stored = {(renamed or {}).get(name, name): value for name, value in stored.items() if name != SEAL}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
     if changed:
@@ -153,9 +173,27 @@ def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None 
         )
 
 
+def check_seal(path: Path, content: bytes) -> None:
+    """Raises: UsageError when a file with a seal has changed since it was written; content: that of the file."""
+    sidecar = path.with_suffix(".args.json")
+    try:
+        stored = json.loads(sidecar.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(stored, dict) and SEAL in stored and stored[SEAL] != _sha256(content):
+        raise UsageError(
+            f"{path} is not what was written; remove it and {sidecar.name} and write it again, "
+            f"or, if it was changed on purpose, remove {SEAL} from {sidecar.name}"
+        )
+
+
 def write_settings(path: Path, settings: Row) -> None:
     """Write the settings of a file's rows to `{path}.args.json`, without the suffix `.jsonl`."""
     write_text(path.with_suffix(".args.json"), json.dumps(settings, indent=1))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _line(row: Row) -> str:

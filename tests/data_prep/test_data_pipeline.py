@@ -27,7 +27,8 @@ from datasets_prep.splits import Placement, shares_of
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import preference_batch
-from lightrlhf.data.splits import COLUMNS, IGNORE_INDEX, SPLITS, load_split
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX
+from lightrlhf.data.splits import SPLITS, load_split
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "latte muffin bread please large small order coffee".split()

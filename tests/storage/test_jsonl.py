@@ -18,8 +18,9 @@ def test_rows_come_back_as_they_were(tmp_path):
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_an_incomplete_last_line_is_written_again(tmp_path, cut):
     path = tmp_path / "rows.jsonl"
-    with JsonlWriter(path, {"seed": 1}) as writer:
-        writer.append(*ROWS)
+    killed = JsonlWriter(path, {"seed": 1})
+    killed.append(*ROWS)
+    killed._file.close()
     path.write_bytes(path.read_bytes()[:-cut])
     with JsonlWriter(path, {"seed": 1}) as writer:
         assert writer.rows == ROWS[:1]
@@ -112,3 +113,27 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         with pytest.raises(UsageError, match="rows.jsonl cannot be written: No space left on device"):
             writer.append({})
         opened.close()
+
+
+def test_rows_that_changed_since_they_were_written_are_noticed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonlWriter(path, {"seed": 1}) as writer:
+        writer.append({"a": 1})
+    with JsonlWriter(path, {"seed": 1}) as writer:
+        assert writer.rows == [{"a": 1}]
+        writer.append({"a": 2})
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a": 3}\n')
+    for read in (lambda: read_jsonl(path), lambda: JsonlWriter(path, {"seed": 1})):
+        with pytest.raises(UsageError, match="rows.jsonl is not what was written.*remove sha256 from rows.args.json"):
+            read()
+
+
+def test_rows_of_a_writer_that_was_killed_have_no_seal(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonlWriter(path, {"seed": 1}) as writer:
+        writer.append({"a": 1})
+    killed = JsonlWriter(path, {"seed": 1})
+    killed.append({"a": 2})
+    killed._file.close()
+    assert JsonlWriter(path, {"seed": 1}).rows == [{"a": 1}, {"a": 2}]

@@ -1,0 +1,208 @@
+"""Prepared data, checkpoints and stage files that changed since they were written: found, or provably the same.
+
+A flip counts as harmless only where what is read is equal, value for value, to what was written.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.splits import load_split
+from lightrlhf.demo.models import example_prompt
+from lightrlhf.models.names import resolve
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import final_checkpoint, write_folder
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
+from lightrlhf.storage.run_dir import stored
+
+ROW = "seals"
+STAGES = ("finetune", "preference", "prompts")
+
+
+def said(read) -> str:
+    """The one line of the error of a call, empty without one."""
+    try:
+        read()
+    except UsageError as problem:
+        return str(problem)
+    return ""
+
+
+def flip(file: Path, offset: int, bit: int) -> bytes:
+    """Flip a bit; returns the content before."""
+    before = file.read_bytes()
+    changed = bytearray(before)
+    changed[offset % len(before)] ^= 1 << bit
+    file.write_bytes(changed)
+    return before
+
+
+@pytest.fixture
+def data(cafe_data, tmp_path):
+    return shutil.copytree(cafe_data, tmp_path / "cafe")
+
+
+def readers(data: Path) -> dict[str, object]:
+    """What reads each file of a prepared folder that a run reads."""
+    found: dict[str, object] = {}
+    for stage in STAGES:
+        for split in ("train", "validation", "test"):
+            if (data / f"{stage}_{split}.pt").is_file():
+                found[f"{stage}_{split}.pt"] = lambda a=stage, b=split: load_split(data, a, b)
+    for file in sorted((data / "tokenizer").iterdir()):
+        found[f"tokenizer/{file.name}"] = lambda: load_tokenizer(str(data))
+    found["args.json"] = lambda: load_split(data, "finetune", "train")
+    found["example_prompt.pt"] = lambda: example_prompt(str(data))
+    return found
+
+
+def test_flips_in_prepared_data(data, case):
+    rng, reading = random.Random(0), readers(data)
+    splits = [name for name in reading if name.endswith(".pt")]
+    for name, times in [(name, 18 if name in splits else 6) for name in reading]:
+        for _ in range(times):
+            place, bit = rng.randrange((data / name).stat().st_size), rng.randrange(8)
+            before = flip(data / name, place, bit)
+            line = said(reading[name])
+            (data / name).write_bytes(before)
+            case(f"{name} byte {place} bit {bit}", name in line and "\n" not in line, line[:0])
+    for place in range(0, (data / "manifest.json").stat().st_size, 97):
+        before = flip(data / "manifest.json", place, rng.randrange(8))
+        values = [said(read) or read() for read in list(reading.values())[:3]]
+        (data / "manifest.json").write_bytes(before)
+        whole = [read() for read in list(reading.values())[:3]]
+        held = all(isinstance(value, str) or repr(value) == repr(one) for value, one in zip(values, whole))
+        case(f"manifest.json byte {place}: refused, or the same rows", held)
+
+
+def test_moved_splits(data, case):
+    reading = readers(data)
+    splits = [name for name in reading if name.endswith(".pt") and name != "example_prompt.pt"]
+    for name in splits:
+        content = (data / name).read_bytes()
+        for other in splits:
+            if other != name:
+                shutil.copy(data / other, data / name)
+                line = said(reading[name])
+                (data / name).write_bytes(content)
+                case(f"{other} copied over {name}", f"{name} is not what was written" in line)
+        for kind, changed in {
+            "cut by one byte": content[:-1],
+            "cut to half": content[: len(content) // 2],
+            "empty": b"",
+            "longer by a byte": content + b"\0",
+            "twice": content * 2,
+        }.items():
+            (data / name).write_bytes(changed)
+            line = said(reading[name])
+            (data / name).write_bytes(content)
+            case(f"{name} {kind}", f"{name} is not what was written" in line)
+        (data / name).rename(data / "away")
+        case(f"{name} missing", "does not exist" in said(reading[name]) or "missing" in said(reading[name]))
+        (data / "away").rename(data / name)
+    for split in ("validation", "test"):
+        for stage in ("unpaired", "dialogue", "refuel"):
+            shutil.copy(data / "finetune_train.pt", data / f"{stage}_{split}.pt")
+            line = said(lambda: load_split(data, stage, split))
+            case(f"{stage}_{split}.pt added", f"{stage}_{split}.pt was added" in line)
+    for name in ("chat_template.jinja2", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "x.py"):
+        (data / "tokenizer" / name).write_text("{}")
+        case(f"tokenizer/{name} added", f"{name} was added" in said(lambda: load_tokenizer(str(data))))
+        (data / "tokenizer" / name).unlink()
+    (data / "tokenizer").rename(data / "elsewhere")
+    (data / "tokenizer").symlink_to(data / "elsewhere")
+    case("a linked tokenizer that is the same loads", said(lambda: load_tokenizer(str(data))) == "")
+    flip(data / "elsewhere" / "tokenizer.json", 99, 1)
+    case("a linked tokenizer that differs", "tokenizer.json" in said(lambda: load_tokenizer(str(data))))
+    case("--verify False reads it", "what was written" not in said(lambda: load_tokenizer(str(data), verify=False)))
+
+
+def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
+    rng = random.Random(1)
+    for run in (sft_dir, rm_dir):
+        mine = shutil.copytree(run, tmp_path / Path(run).parts[-4])
+        saved = final_checkpoint(mine)
+        (tmp_path / f"link {mine.name}").symlink_to(saved)
+        ways = [str(saved), str(mine), str(tmp_path / f"link {mine.name}")]
+        files = sorted(path for path in saved.rglob("*") if path.is_file())
+        for file in files:
+            for _ in range(12):
+                place, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+                before = flip(file, place, bit)
+                name = rng.choice(ways)
+                line = said(lambda: resolve(name))
+                file.write_bytes(before)
+                # a manifest that says another hash names that file; one that cannot be read, itself
+                case(f"{mine.name}/{file.name} byte {place} bit {bit}", "is damaged" in line and "\n" not in line)
+        for added in (
+            "model.safetensors.index.json", "adapter_config.json", "modeling.py", "pytorch_model.bin", "tokenizer.model",
+            "chat_template.jinja2", "additional_chat_templates/tool_use.jinja", "custom_generate/generate.py",
+            "model-00001-of-00002.safetensors", "vocab.json", "preprocessor_config.json", "deep/manifest.json",
+        ):  # fmt: skip
+            (saved / added).parent.mkdir(exist_ok=True)
+            (saved / added).write_text("{}")
+            for name in ways:
+                case(f"{mine.name}: {added} added", f"{added} was added to it" in said(lambda: resolve(name)))
+            (saved / added).unlink()
+        renamed = shutil.copytree(saved, tmp_path / f"mine {mine.name}")
+        case(f"{mine.name}: renamed loads", said(lambda: resolve(str(renamed))) == "")
+        for file in sorted(path for path in renamed.rglob("*") if path.is_file() and path.name != "manifest.json"):
+            before = flip(file, 5, 2)
+            case(f"{mine.name}: renamed, {file.name}", file.name in said(lambda: resolve(str(renamed))))
+            file.write_bytes(before)
+        before = (mine / "args.json").read_bytes()
+        for _ in range(12):
+            flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
+            case(f"{mine.name}/args.json", "args.json is not what" in said(lambda: stored(str(mine), "program")))
+            (mine / "args.json").write_bytes(before)
+    base = tmp_path / "run" / "base"
+    base.parent.mkdir()
+    write_folder(base, lambda folder: (folder / "config.json").write_text("{}") and None)
+    for changed in (b"[]", b"{} ", b""):
+        (base / "config.json").write_bytes(changed)
+        case("base/config.json", "config.json" in said(lambda: resolve(str(base))))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("{}")
+    case("a foreign folder without a manifest loads", said(lambda: resolve(str(foreign))) == "")
+
+
+def test_stage_files(tmp_path, case):
+    rng = random.Random(2)
+    for name in ("responses.jsonl", "rewards.jsonl", "dialogues.jsonl"):
+        path = tmp_path / name
+        rows = [{"index": i, "responses": ["a text", "b"], "rewards": [0.5, i]} for i in range(9)]
+        with JsonlWriter(path, {"seed": 1}) as writer:
+            writer.append(*rows)
+        content = path.read_bytes()
+        for place in rng.sample(range(len(content)), 20):
+            flip(path, place, rng.randrange(8))
+            line = said(lambda: read_jsonl(path))
+            resumed = said(lambda: JsonlWriter(path, {"seed": 1}))
+            path.write_bytes(content)
+            case(f"{name} byte {place}", name in line and name in resumed)
+        for kind, changed in {"cut": content[:-9], "a row less": content[: content.rfind(b"\n{") + 1],
+                              "a row more": content + b'{"index": 9}\n', "in another order": content[::-1]}.items():  # fmt: skip
+            path.write_bytes(changed)
+            case(f"{name} {kind}", name in said(lambda: read_jsonl(path)))
+            path.write_bytes(content)
+        case(f"{name} as it was", read_jsonl(path) == rows)
+
+
+def test_what_a_seal_costs(tmp_path, capsys):
+    """A line for the page: seconds for a gigabyte, of a split that is in the page cache."""
+    import time
+
+    from lightrlhf.storage.checkpoint import sha256
+
+    torch.save(torch.zeros(2**28, dtype=torch.uint8), tmp_path / "big.pt")
+    start = time.perf_counter()
+    sha256(tmp_path / "big.pt")
+    with capsys.disabled():
+        print(f"seal: {4 * (time.perf_counter() - start):.2f} s per GB")
