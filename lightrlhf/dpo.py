@@ -43,7 +43,7 @@ from lightrlhf.cli.args import (
 )
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batches
+from lightrlhf.data.batch import micro_batch_indices
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_rows, sources
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
@@ -499,12 +499,13 @@ def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int
     if args.loss_type == "kto":
         baseline = reference_point(run, model, rows, pad_id)
     sums = torch.zeros(8, device=run.device)
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
-    for i, micro in enumerate(micros):
+    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
+    for i, places in enumerate(micros):
+        micro = [rows[j] for j in places]
         batch = make_batch(args, micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             loss, parts = loss_of(args, micro, sequence_logps(model, batch), baseline)
-            run.backward(loss / count)
+            run.backward(loss / count, places)
         sums += torch.stack(parts).detach()
     metrics = metrics_of(args, (run.sum_over_ranks(sums) / count).tolist(), baseline)
     losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll") if name in metrics}

@@ -153,6 +153,7 @@ def train(
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(rows, step, args.rollout_size)
+        run.name_batch([row.index for row in batch], "dialogues")
         with run.phase("rollout"):
             pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, run.shard(batch), tokenizer)
         with run.phase("update"):

@@ -393,11 +393,11 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
             terms = (stats.logprobs, micro.logprobs, micro.advantages, micro.action_mask)  # (B, T-1) each
             loss = policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
-            run.backward(loss / count)
+            run.backward(loss / count, micro.places)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
-            run.backward(args.vf_coeff * critic_loss / count)
+            run.backward(args.vf_coeff * critic_loss / count, micro.places)
         with torch.no_grad():
             difference = (stats.logprobs - micro.logprobs)[micro.action_mask]
             ratio = difference.exp()

@@ -240,6 +240,7 @@ def train(
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
         starts = starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
+        run.name_batch(starts, "starts")
         with run.phase("rollout"), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
@@ -464,12 +465,12 @@ def update_minibatch(
         with run.accumulate(actor, enabled=more):
             stats = actor(**agent.inputs(micro), with_entropy=args.entropy_coeff > 0)
             actor_loss, measured = loss(stats, micro)
-            run.backward(actor_loss / total)
+            run.backward(actor_loss / total, micro.places)
         critic_loss = torch.zeros((), device=run.device)
         if critic is not None:
             with run.accumulate(critic, enabled=more):
                 critic_loss = value_loss(state_values(critic, micro), micro)
-                run.backward(critic_loss / total)
+                run.backward(critic_loss / total, micro.places)
         losses += torch.stack([actor_loss.detach(), critic_loss.detach()])
         for name, values in measured.items():
             sums[name] = sums.get(name, torch.zeros((), device=run.device)) + values.sum()

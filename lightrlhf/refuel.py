@@ -39,7 +39,7 @@ from lightrlhf.cli.args import (
 )
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, dialogue_pair_batch, row_length
+from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batch_indices
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
 from lightrlhf.data.tokens import decode
@@ -168,9 +168,11 @@ class Pairs(NamedTuple):
     rows: list[Row]  # ids and action masks of both sides
     rewards: Tensor  # (2, N)
     old_logps: Tensor  # (2, N) S_old
+    places: Sequence[int] | None = None  # of the pairs in this rank's part of a step's batch; None: in order
 
     def select(self, index: Sequence[int]) -> Pairs:
-        return Pairs([self.rows[i] for i in index], self.rewards[:, index], self.old_logps[:, index])
+        """The pairs of these places, which they remember."""
+        return Pairs([self.rows[i] for i in index], self.rewards[:, index], self.old_logps[:, index], index)
 
 
 def train(
@@ -214,7 +216,7 @@ def train(
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(range(len(train_rows)), step, args.mini_batch_size)
-        mine = pairs.select(run.shard(batch))
+        mine = pairs.select(run.shard(batch))._replace(places=None)
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
         run.step += 1
@@ -296,24 +298,19 @@ def score_shard(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: in
     return logps
 
 
-def micro_batch_indices(rows: Sequence[Row], size: int) -> list[list[int]]:
-    """Indices of rows in micro-batches of similar length."""
-    order = sorted(range(len(rows)), key=lambda i: row_length(rows[i]))
-    return [order[start : start + size] for start in range(0, len(order), size)]
-
-
 # --------------------------------------------------------------------------------------------------------- learning
 def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Metrics:
     """One optimiser step on the pairs of all ranks, `pairs` being this rank's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
     total = run.total(len(pairs.rows))
+    places = range(len(pairs.rows)) if pairs.places is None else pairs.places
     micros = run.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size))
     for i, index in enumerate(micros):
         micro = pairs.select(index)
         batch = dialogue_pair_batch(micro.rows, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             losses, micro_sums = pair_losses(run.args, turn_logps(model, batch, run.args.temperature), micro)
-            run.backward(losses.sum() / total)
+            run.backward(losses.sum() / total, [places[j] for j in index])
         sums += micro_sums
     metrics = mean_metrics("train/", (run.sum_over_ranks(sums) / total).tolist())
     return {**metrics, "train/grad_norm": run.optimize("policy")}

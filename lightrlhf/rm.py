@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batches, preference_batch
+from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
@@ -217,13 +217,14 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
     args = run.args
     count = run.total(len(rows))
     sums = torch.zeros(4, device=run.device)
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
-    for i, micro in enumerate(micros):
+    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
+    for i, places in enumerate(micros):
+        micro = [rows[j] for j in places]
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
-            run.backward(loss / count)
+            run.backward(loss / count, places)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
     loss, *rewards = (run.sum_over_ranks(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}

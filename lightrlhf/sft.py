@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import RARE, DataSetsArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, finetune_batch, micro_batches, pack
+from lightrlhf.data.batch import Batch, finetune_batch, micro_batch_indices, micro_batches, pack
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text
@@ -124,15 +124,15 @@ def train(
 def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
-    batches = [layout(args, micro, pad_id).to(run.device) for micro in micros]
+    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
+    batches = [layout(args, [rows[i] for i in micro], pad_id).to(run.device) for micro in micros]
     count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
         with run.accumulate(model, enabled=i + 1 < len(batches)):
             stats = model(**policy_inputs(batch), with_mean=args.label_smoothing > 0)
             loss = sft_loss(stats, batch.action_mask, args.label_smoothing)
-            run.backward(loss / count)
+            run.backward(loss / count, micros[i])
         total += float(loss.detach())
     return run.total(total) / count, run.optimize("policy")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -22,6 +22,14 @@ class RunFailure(UsageError):
     """A failure during the run. Printed as one line; exit status 1."""
 
     exit_status = 1
+
+
+class NotFinite(RunFailure):
+    """Logits that are not finite, in sampling; rows: places of the prompts among those of the call."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class StopTraining(Exception):

@@ -32,6 +32,7 @@ class Batch:
     attention_mask: Tensor  # (B, T)   bool, False on padding
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
     sequence_ids: Tensor | None = None  # (B, T) int64, packed rows only: 1, 2, … per example, 0 on padding
+    places: Tensor | None = None  # (B,) int64, of each row in its rank's part of a step's batch, for error messages
     paired: bool = False  # the rows are pairs: all chosen texts, then the rejected ones in the same order
 
     def __len__(self) -> int:
@@ -226,11 +227,16 @@ def row_length(row: Row) -> int:
     return sum(len(value) for key, value in row.items() if key.endswith("input_ids"))
 
 
+def micro_batch_indices(rows: Sequence[Row], size: int) -> list[list[int]]:
+    """Indices of rows in groups of `size` of similar length, shortest first, which need little padding."""
+    order = sorted(range(len(rows)), key=lambda i: row_length(rows[i]))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
-    """Yields groups of `size` rows of similar length, shortest first, which need little padding."""
-    ordered = sorted(rows, key=row_length)
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+    """Yields the rows of `micro_batch_indices`."""
+    for index in micro_batch_indices(rows, size):
+        yield [rows[i] for i in index]
 
 
 def inference_batches(lengths: Tensor, max_rows: int) -> Iterator[Tensor]:

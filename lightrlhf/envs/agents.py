@@ -27,7 +27,7 @@ from lightrlhf.envs import TextEnv, prompts
 from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowed_labels, decision_batch
 from lightrlhf.generation.engine import generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
-from lightrlhf.generation.sampling import sample
+from lightrlhf.generation.sampling import check_sampled, sample
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, inference, policy_inputs
@@ -217,6 +217,7 @@ class ModelAgent:
                 rows = [number for group in part for number in group]
                 uniforms = torch.tensor([seats[number].rng.random() for number in rows])
                 tokens, logprobs, _ = sample(logits[source], uniforms, self.args)
+                check_sampled(logprobs, model)
                 for i, number, token, logprob in zip(source.tolist(), rows, tokens.tolist(), logprobs.tolist()):
                     one, seats[number].policy_prefix = decisions[number], prefixes[i]
                     chosen = int(self.label_ids[token]) if self.args.shrink_head else token

@@ -182,7 +182,8 @@ def decision_batch(episodes: Sequence[Episode], pad_id: int, num_labels: int) ->
         PlayedBatch,
         logprobs=logprobs,
         allowed=allowed_labels(decisions, num_labels),
-        episode=torch.tensor([index for index, episode in enumerate(episodes) for _ in episode.decisions]),
+        episode=(places := torch.tensor([i for i, episode in enumerate(episodes) for _ in episode.decisions])),
+        places=places,
         rewards=torch.tensor([one.reward for one in decisions]),
     )
 

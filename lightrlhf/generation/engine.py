@@ -24,7 +24,7 @@ from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
-from lightrlhf.generation.sampling import first_stop, sample
+from lightrlhf.generation.sampling import check_sampled, first_stop, sample
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.roles import Policy, embedding_rows, inference, position_inputs
 
@@ -343,7 +343,11 @@ def generate_steps(
 
 
 def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Completions:
-    """The responses sampled so far, cut after a stop string."""
+    """The responses sampled so far, cut after a stop string.
+
+    Raises: NotFinite naming the model and the prompts, when it gave logits that are not finite.
+    """
+    check_sampled(slots.logprobs[:-1], slots.model)  # the last row is that of idle slots
     args, ends = slots.args, {*eos_ids, *slots.args.eos_ids}
     responses, logprobs, truncated = [], [], []
     for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):

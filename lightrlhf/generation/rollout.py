@@ -50,6 +50,7 @@ def generate_rollout(
             logprobs[batch.action_mask] = sampled_with.to(logprobs)
     return batch.extend(
         Rollout,
+        places=torch.arange(len(prompts), device=batch.input_ids.device),
         prompt_len=torch.tensor([len(prompt) for prompt in prompts], device=batch.input_ids.device),
         truncated=torch.tensor(sampled.truncated, device=batch.input_ids.device),
         logprobs=logprobs,

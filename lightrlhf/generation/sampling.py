@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.errors import NotFinite
 from lightrlhf.data.tokens import decode
 
 
@@ -34,7 +35,9 @@ def sample(
     """Sample one token per row by inverse CDF: logits (S, V), uniforms (S,) -> three tensors (S,).
 
     Returns ids, their log-probabilities (at the temperature over the whole vocabulary, before penalty and truncation),
-    and the probability removed by top-k, top-p and min-p. Repetition penalty on the tokens of `seen` (S, V),
+    and the probability removed by top-k, top-p and min-p. Where logits are NaN or infinite the log-probability is NaN,
+    which the caller passes to `check_sampled` once it waits for the device anyway. Repetition penalty on the tokens of
+    `seen` (S, V),
     temperature, top-k, top-p, min-p: in the order, and with the distribution, of Hugging Face's processors.
     """
     logits = logits.float()
@@ -50,11 +53,26 @@ def sample(
         total = cumulative[:, -1:]
         below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
         token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
+        token = token.clamp(max=probs.shape[-1] - 1)  # beyond the last one where probabilities are NaN
         if restricted is not probs:
             removed = 1 - total[:, 0] / probs.sum(-1)
     else:
         token = logits.argmax(-1)
     return token, unpenalised.gather(-1, token[:, None])[:, 0].log(), removed
+
+
+def check_sampled(logprobs: Tensor, model: Any) -> None:
+    """Check log-probabilities (B,) or (B, T) of sampled tokens. Raises: NotFinite naming the model and the rows."""
+    bad = logprobs.isnan().reshape(len(logprobs), -1).any(1)
+    if bad.any():
+        name = getattr(model.config, "name_or_path", "") or "the model"
+        rows = bad.nonzero()[:, 0].tolist()
+        shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        raise NotFinite(
+            f"{name} gives logits that are not finite for {shown} of {len(bad)} prompts (counted from 0); "
+            "its weights are damaged or its precision overflows: give an intact model, or --precision 32-true",
+            rows,
+        )
 
 
 def restrict(probs: Tensor, args: SamplingArgs) -> Tensor:

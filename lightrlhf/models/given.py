@@ -11,6 +11,7 @@ from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import lora
 from lightrlhf.models.loading import (
+    check_weights,
     choose_trainable,
     grow_vocabulary,
     load_policy,
@@ -56,6 +57,7 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
         raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
     check_same_ids(tokenizer, model)
     model.float().requires_grad_(True)
+    check_weights(model, "policy: the given model")
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:
         switch_off_dropout(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import lora
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
@@ -105,6 +106,7 @@ def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, se
     if source and config is not None and source not in backbone.loaded:
         name = f"start_{len(backbone.loaded)}"
         backbone.loaded[source] = name, lora.load_adapter(model, name, source, config)
+        check_weights(model, f"{flag} {source}", backbone.loaded[source][1])
     start, head = backbone.loaded.get(source or "", (None, None))
     trainable = args.finetune_mode == "lora"
     if trainable:
@@ -186,14 +188,27 @@ def load_model(
         model.float()
     if args.disable_dropout:
         switch_off_dropout(model)
+    head = None if config is None else lora.load_adapter(model, "start_0", source, config)
+    check_weights(model, f"{flag} {source}", head)
     if config is None:
         return model, base, {}
-    head = lora.load_adapter(model, "start_0", source, config)
     if model.can_generate() and (Path(source) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source)  # not its base's
     if head is not None and hasattr(model, "score"):
         model.get_parameter("score.weight").data.copy_(head)
     return model, base, {source: ("start_0", head)}
+
+
+def check_weights(model: nn.Module, named: str, head: Tensor | None = None) -> None:
+    """Check that weights are finite; of a buffer that it has no NaN, for masks hold -inf.
+
+    Raises: UsageError naming the model and the first weight that is not.
+    """
+    weights = [*model.named_parameters(), *([] if head is None else [("the scalar head", head)])]
+    bad = not_finite(weights) + [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise UsageError(f"{named} has weights that are not finite: {bad[0]}{more}; give an intact copy of the model")
 
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> PreTrainedModel:

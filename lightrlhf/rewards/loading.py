@@ -12,7 +12,7 @@ from torch import nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
-from lightrlhf.models.loading import load_scalar
+from lightrlhf.models.loading import check_weights, load_scalar
 from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy
@@ -127,6 +127,7 @@ def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
         model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
     except Exception as problem:  # the folder's code may raise anything
         raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
+    check_weights(model, f"{flag} {source}")
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", torch.float32)
     if model.config.pad_token_id is None:

@@ -145,6 +145,29 @@ def accepting(folder: Path) -> str:
     return f"accept it by python -m lightrlhf.storage.seals {folder}"
 
 
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint by its manifest; None if nothing is."""
+    return _first_damage(folder)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that no step writes over it and none counts it; returns where it is.
+
+    Raises: RunFailure when it cannot be renamed.
+    """
+    kept = folder.with_name(f"damaged-{folder.name}")
+    while kept.exists():
+        kept = kept.with_name(f"{kept.name}x")
+    try:
+        folder.rename(kept)
+    except OSError as problem:
+        raise RunFailure(f"{folder} is damaged and cannot be renamed to {kept.name}: {problem.strerror}") from None
+    best = folder.parent / BEST
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    return kept
+
+
 def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
     """The last checkpoint of a run, verified. Raises: UsageError when there is none or it is damaged."""
     existing = checkpoints(experiment_dir)

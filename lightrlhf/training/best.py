@@ -30,9 +30,9 @@ class Best:
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
 
     def update(self, value: float, step: int) -> bool:
-        """Whether a value is the best so far; NaN never is."""
+        """Whether a value is the best so far; one that is not finite never is."""
         gain = self.value - value if self.lower_is_better else value - self.value
-        is_better = not math.isnan(value) and (self.step is None or gain > 0)
+        is_better = math.isfinite(value) and (self.step is None or gain > 0)
         if is_better:
             self.value, self.step = value, step
         self.since = 0 if is_better else self.since + 1

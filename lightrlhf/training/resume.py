@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.maths.finite import leaves, not_finite
 from lightrlhf.models.sharding import full_tensors
-from lightrlhf.storage.checkpoint import newest_checkpoint, write_text
+from lightrlhf.storage.checkpoint import checkpoints, damage, newest_checkpoint, write_text
 from lightrlhf.storage.run_dir import check_args
 from lightrlhf.training.provenance import check_given
 
 
 def read_state(
     directory: Path, program: str, given: Mapping[str, str], split_from: str | None = None
-) -> dict[str, Any]:
-    """`resume.pt` of the newest checkpoint of a run, memory-mapped, so that ranks share its pages.
+) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
+    """`resume.pt` of the newest good checkpoint of a run, memory-mapped, so that ranks share its pages.
 
-    given: the objects that `train` was called with, by name; split_from: the program that was this one too in older
-    releases, by `--setting`.
-    Raises: UsageError when there is none, it is of another program, or the run began with other objects.
+    Second, the damaged ones that are newer, newest first, with what is wrong with each. given: the objects that
+    `train` was called with, by name; split_from: the program that was this one too in older releases, by `--setting`.
+    Raises: UsageError when there is none, none is good, it is of another program, or the run began with other objects.
     """
     try:
         stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
@@ -40,8 +41,32 @@ def read_state(
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
     check_args(directory)
     check_given(stored.get("given", {}), given, f"--resume_from {directory}")
-    path = newest_checkpoint(directory, "--resume_from") / "resume.pt"
-    return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    damaged: list[tuple[Path, str]] = []
+    for folder in reversed(checkpoints(directory)):
+        state, problem = read_checkpoint(folder)
+        if state is not None:
+            return state, damaged
+        damaged.append((folder, problem))
+    if not damaged:
+        newest_checkpoint(directory, "--resume_from")  # raises: there is none
+    found = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
+    raise UsageError(f"--resume_from {directory} has no good checkpoint ({found}); start a new run")
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """`resume.pt` of a checkpoint; None if it is damaged or not finite, and in which way.
+
+    Reading all weights and optimiser states once costs a fraction of comparing the hashes.
+    """
+    if problem := damage(folder):
+        return None, problem
+    try:
+        state = torch.load(folder / "resume.pt", weights_only=True, mmap=True, map_location="cpu")
+        parts = {name: state[name] for name in ("learned", "optimizers", "schedulers", "extra")}
+    except Exception as error:  # unpickling raises whatever the bytes mean
+        return None, f"resume.pt cannot be read: {type(error).__name__}"
+    bad = not_finite(leaves(parts))
+    return (None, f"{bad[0]} is not finite") if bad else (state, "")
 
 
 def rng_states(device: torch.device, world_size: int) -> dict[str, Tensor]:

@@ -14,8 +14,10 @@ import json
 import math
 import random
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,15 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import RunFailure, StopTraining, UsageError
+from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import epoch_order, mix_seed, row_length
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
 from lightrlhf.data.splits import Row
+from lightrlhf.maths.finite import leaves, not_finite
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, write_text
+from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, set_aside, write_text
 from lightrlhf.storage.run_dir import make_parent, new_run_dir, stored
 from lightrlhf.storage.seals import seal
 from lightrlhf.training.best import Best
@@ -50,6 +53,7 @@ from lightrlhf.training.resume import (
 )
 from lightrlhf.training.watchdog import RankWatchdog
 
+NAMED_ROWS = 16  # at most, in an error message
 IN_PROGRESS_BAR = ("train/loss", "rewards/accuracies", "objective/score", "objective/kl")
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
@@ -94,6 +98,8 @@ class Run(Generic[AnyArgs]):
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
         self.data = " + ".join(self.data_dirs)  # as the model card names it
         self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
+        self._ends: list[int] = []  # of several sets among all rows
+        self._batch: tuple[Sequence[Any], str] = ((), "")  # names of the rows of the step on all ranks, and their kind
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
@@ -102,9 +108,11 @@ class Run(Generic[AnyArgs]):
             self.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
+        self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
         self.resumed = self._read_resume_state(split_from)
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
+        self._never_finite: set[int] = set()  # buffers that hold infinities from the start, as masks do
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
         self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
@@ -162,13 +170,19 @@ class Run(Generic[AnyArgs]):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step and name it in errors. Raises: RunFailure when memory runs out."""
+        """Time a part of a step and name it in errors.
+
+        Raises: RunFailure when memory runs out or sampling meets logits that are not finite.
+        """
         started = time.perf_counter()
         where = f"{name} of step {self.step + 1}"
         if self.watchdog:
             self.watchdog.where = where
         try:
             yield
+        except NotFinite as problem:
+            rows = "" if name == "evaluation" else self._of_rows(problem.rows or None)
+            raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
                 advice = memory_advice(self.args, name, problem, self._trainable(), self.world_size, self.device)
@@ -223,6 +237,8 @@ class Run(Generic[AnyArgs]):
             for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
                 group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
         self.learners[name] = Learner(wrapped, optimizer, scheduler)
+        whole = getattr(wrapped.module, "model", wrapped.module)
+        self._never_finite |= {id(part) for part in whole.buffers() if not_finite([("", part)])}
         return wrapped
 
     def _warmup(self, num_updates: int) -> int:
@@ -255,19 +271,21 @@ class Run(Generic[AnyArgs]):
             else:
                 yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, places: Sequence[int] | Tensor | None = None) -> None:
         """Backward pass of a sum divided by its global count; undoes the averaging of gradients over ranks.
 
-        Raises: RunFailure, naming the step, when the loss is not finite.
+        places: of the micro-batch's rows in this rank's part of the batch, by which an error names them.
+        Raises: RunFailure, naming the step and the rows, when the loss is not finite.
         """
         if not torch.isfinite(loss):
-            raise RunFailure(f"loss is {float(loss.detach())} at step {self.step + 1}{self._last_good()}")
+            where = f"at step {self.step + 1}{self._of_rows(places)}"
+            raise RunFailure(f"loss is {float(loss.detach())} {where}{self._last_good()}")
         self.fabric.backward(loss * self.world_size)
 
     def optimize(self, name: str) -> float:
         """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
 
-        Raises: RunFailure, naming the step, when a gradient is not finite; the weights are unchanged then.
+        Raises: RunFailure, naming the step and its rows, when a gradient is not finite; the weights are unchanged then.
         """
         module, optimizer, scheduler = self.learners[name]
         with self._collective():
@@ -277,7 +295,8 @@ class Run(Generic[AnyArgs]):
                 )
             )
         if not torch.isfinite(norm):
-            raise RunFailure(f"{name} gradient norm is {float(norm)} at step {self.step + 1}{self._last_good()}")
+            where = f"at step {self.step + 1}{self._of_rows()}"
+            raise RunFailure(f"{name} gradient norm is {float(norm)} {where}{self._last_good()}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         scheduler.step()
@@ -291,6 +310,64 @@ class Run(Generic[AnyArgs]):
 
     def learning_rate(self, name: str) -> float:
         return self.learners[name].scheduler.get_last_lr()[0]
+
+    def name_batch(self, names: Sequence[Any], kind: str = "training rows") -> None:
+        """Name the rows of the current step on all ranks, for errors; `global_batch` does, by their numbers."""
+        self._batch = names, kind
+
+    def _of_rows(self, places: Sequence[int] | Tensor | None = None) -> str:
+        """The rows at these places of this rank's part of the batch, or all of the batch, as part of an error."""
+        names, kind = self._batch
+        if places is not None and names:
+            mine = self.shard(names)
+            names = [mine[int(place)] for place in places if int(place) < len(mine)]
+        names = list(dict.fromkeys(map(self._row_name, names)))
+        if not names:
+            return ""
+        more = f" and {len(names) - NAMED_ROWS} more" if len(names) > NAMED_ROWS else ""
+        return f" ({kind} {', '.join(names[:NAMED_ROWS])}{more}, counted from 0)"
+
+    def _row_name(self, name: Any) -> str:
+        """A row as an error names it: its number, of several sets that in its own set, with the set's folder."""
+        if not self._ends or not isinstance(name, int):
+            return str(name)
+        number = bisect(self._ends, name)
+        return f"{name - (self._ends[number - 1] if number else 0)} of {self.data_dirs[number]}"
+
+    def _check_finite(self, module: nn.Module, extra: dict[str, Any]) -> None:
+        """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any.
+
+        Each rank looks at what it holds: with `fsdp` at its shards.
+        """
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, part in [*self._roles().items(), ("model", module)]:
+            for owner in (part, getattr(part, "model", part)):  # a shared backbone is not registered
+                for key, tensor in [*owner.named_parameters(), *owner.named_buffers()]:
+                    if id(tensor) not in self._never_finite:
+                        found.setdefault(id(tensor), (f"{name} weight {key.removeprefix('model.')}", tensor))
+        tensors = list(found.values())
+        for name, learner in self.learners.items():
+            states = getattr(getattr(learner.optimizer, "optimizer", learner.optimizer), "state", {})
+            for parameter, state in states.items():
+                owner = found.get(id(parameter), (name, None))[0]
+                tensors += leaves(state, f"optimiser state of {owner}:")
+        tensors += leaves(extra, "state of the loop:")
+        bad = not_finite(tensors)
+        problems = [f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""]
+        if self.world_size > 1:
+            mine, problems = problems[0], [""] * self.world_size
+            torch.distributed.all_gather_object(problems, mine)
+        for rank, problem in enumerate(problems):
+            if problem:
+                on = f" on rank {rank}" if self.world_size > 1 else ""
+                raise RunFailure(
+                    f"{problem} is not finite{on} after step {self.step}{self._of_rows()}, so no checkpoint is written"
+                    f"{self._last_good()}"
+                )
+
+    def _roles(self) -> dict[str, Any]:
+        """The trained models as loaded, without what Fabric wraps them in."""
+        return {name: learner.module.module for name, learner in self.learners.items()}
 
     def _last_good(self) -> str:
         saved = checkpoints(self.directory)
@@ -328,6 +405,7 @@ class Run(Generic[AnyArgs]):
         if len(sizes) < 2:
             return
         self._sizes = tuple(sizes) if weights else ()
+        self._ends = list(accumulate(sizes))
         shares = mixed_shares(sizes, weights or sizes)
         for folder, share in zip(self.data_dirs, shares):
             if not share:
@@ -351,6 +429,7 @@ class Run(Generic[AnyArgs]):
         chosen = order[index * size : (index + 1) * size]
         if len(chosen) < self.world_size:  # too few for a row per rank: borrow from the epoch's start
             chosen += order[: self.world_size - len(chosen)]
+        self.name_batch(chosen)
         return [rows[i] for i in chosen]
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -465,9 +544,11 @@ class Run(Generic[AnyArgs]):
         """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
 
         extra: the loop's own state as plain values; files: further text files by name.
-        Raises: RunFailure, naming the last good checkpoint.
+        Raises: RunFailure, naming the last good checkpoint, when it cannot be written, or a weight, an optimiser's
+        state or the loop's own is not finite.
         """
         with self.phase("saving"), self._collective():
+            self._check_finite(module, extra or {})
             self._save(module, tokenizer, extra, files)
 
     def _save(
@@ -534,8 +615,7 @@ class Run(Generic[AnyArgs]):
     def _write_profile(self) -> None:
         from lightrlhf.training.roofline import write_profile
 
-        roles = {name: learner.module.module for name, learner in self.learners.items()}
-        write_profile(self.directory, self._timed, roles, self.args, self.device, self.world_size)
+        write_profile(self.directory, self._timed, self._roles(), self.args, self.device, self.world_size)
 
     def _card(self, results: Metrics | None = None) -> str:
         summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{self.data}`."
@@ -545,7 +625,10 @@ class Run(Generic[AnyArgs]):
     def _read_resume_state(self, split_from: str | None) -> dict[str, Any] | None:
         if not self.args.resume_from:
             return None
-        state = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
+        state, damaged = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
+        self._damaged = [folder for folder, _ in damaged]
+        for folder, problem in damaged:
+            self.fabric.print(f"note: {folder} is damaged ({problem}); going on from step {state['step']} before it")
         began = stored(self.args.resume_from, "data_dir")
         if began is not None and began != getattr(self.args, "data_dir", began):
             self.fabric.print(f"note: this run began on {began} and goes on with {self.data}")
@@ -564,6 +647,8 @@ class Run(Generic[AnyArgs]):
 
     def _open_directory(self) -> None:
         if self.is_first and self.resumed:
+            for folder in self._damaged:
+                self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
             forget_rows_after(self.directory / "metrics.jsonl", self.step)
             forget_rows_after(self.directory / "samples.jsonl", self.step)
             link_best(self.directory, self.best.step)  # a kill may have come before it

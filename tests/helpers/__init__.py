@@ -148,7 +148,7 @@ class RunOfOneStep:
     def autocast(self):
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, places=None) -> None:
         loss.backward()
 
     def optimize(self, name: str) -> float:
