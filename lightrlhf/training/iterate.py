@@ -27,10 +27,11 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, write_text
+from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, damage, write_text
 from lightrlhf.storage.run_dir import check_args, make_parent, new_run_dir
 from lightrlhf.storage.seals import seal
 from lightrlhf.training.provenance import check_given
+from lightrlhf.training.resume import read_checkpoint
 
 FREE = ("resume_from", "iterations", "stage")  # flags that may change when a run is resumed
 Args = TypeVar("Args")
@@ -52,7 +53,9 @@ def open_directory(
     started = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
     if started:
         source = f"{'--resume_from' if args.resume_from else '--output_dir'} {started}"
-        return Path(started), _check_resumed(args, (program, old_name or program), given or {}, source, Path(started))
+        initial = _check_resumed(args, (program, old_name or program), given or {}, source, Path(started))
+        reopen_damaged_policy(Path(started))
+        return Path(started), initial
     name, flag = starting_model(args)
     initial = resolve(name, flag)  # the newest checkpoint now; later ones do not change the run
     if not Path(initial).is_dir():
@@ -89,12 +92,36 @@ def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], 
 
 
 def find_started_run(folder: Path) -> str | None:
-    """The training run of an iteration that can be resumed; one without a checkpoint is removed."""
-    runs = [path.parent for path in (folder / "training").rglob("args.json")]
-    resumable = next((str(run) for run in runs if checkpoints(run)), None)
-    if resumable is None:
-        shutil.rmtree(folder / "training", ignore_errors=True)
+    """The training run of an iteration that can be resumed; one without a checkpoint is removed.
+
+    One whose checkpoints are all damaged is renamed to `damaged-training`, and a line says so.
+    """
+    training = folder / "training"
+    runs = [path.parent for path in training.rglob("args.json")]
+    resumable = next((str(run) for run in runs if any(read_checkpoint(one)[0] for one in checkpoints(run))), None)
+    if resumable is None and any(map(checkpoints, runs)):
+        kept = folder / "damaged-training"
+        shutil.rmtree(kept, ignore_errors=True)
+        training.rename(kept)
+        print(f"note: no checkpoint of {training} is good; training starts again, and they are kept as {kept}")
+    elif resumable is None:
+        shutil.rmtree(training, ignore_errors=True)
     return resumable
+
+
+def reopen_damaged_policy(directory: Path) -> None:
+    """Go on with the training of the last iteration from an earlier checkpoint if that of its policy is damaged.
+
+    What was generated and scored stays; a line says so.
+    """
+    policies = sorted(path for path in directory.glob("iteration-*/policy") if path.is_dir())
+    newest = checkpoints(policies[-1])[-1:] if policies else []
+    problem = damage(newest[0]) if newest else None
+    if problem:
+        print(f"note: {newest[0]} is damaged ({problem}); the training of this iteration goes on from before it")
+        training = policies[-1].with_name("training")
+        training.mkdir(exist_ok=True)
+        policies[-1].rename(training / "reopened")
 
 
 def keep_policy(folder: Path) -> None:
