@@ -1,16 +1,141 @@
-"""Run a program that kills itself: `python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`.
+"""Programs that kill themselves, at a moment or at an event.
 
-`MODULE`'s main ends by SIGKILL, `DELAY` seconds after the files of `PATTERN` in `FOLDER` have more than `ROWS` lines in
-total (-1: after the first of them exists).
+As a program: `python killed.py FOLDER PATTERN ROWS DELAY MODULE flags…`. `MODULE`'s main ends by SIGKILL, `DELAY`
+seconds after the files of `PATTERN` in `FOLDER` have more than `ROWS` lines in total (-1: after the first of them
+exists). As a module: runs in forks of a process that has imported the libraries, so that a kill costs tenths of a
+second. Events are what changes a file, and the backward passes and optimiser steps between.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from helpers.processes import die_when
+
+CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
+
+
+def main_of(program: str) -> Callable[[list[str]], Any]:
+    """The `main` of a program of the library."""
+    return importlib.import_module(f"lightrlhf.{program}").main
+
+
+def fork(call: Callable[[], Any], output: Path) -> int:
+    """Start `call` in a fork of this process, printing to a file; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        call()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait(pid: int) -> int:
+    """The exit status of a fork, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def forked(call: Callable[[], Any], output: Path) -> int:
+    """Run `call` in a fork of this process; returns its exit status, negative for a signal."""
+    return wait(fork(call, output))
+
+
+def with_events(call: Callable[[], Any], folder: Path, at: int = 0, tell: Path | None = None) -> Callable[[], None]:
+    """A call that dies by SIGKILL at its event number `at`, counted from 1; with 0 it writes all events to `tell`.
+
+    folder: events on files are counted below it. An event within `Run.save` begins with `save `. For a fork only.
+    """
+
+    def counted() -> None:
+        events = Events(str(folder), at)
+        try:
+            call()
+        finally:
+            if tell:
+                tell.write_text(json.dumps(events.seen))
+
+    return counted
+
+
+class Events:
+    """Counts events of this process, which it ends at one of them; for good, so in a fork only."""
+
+    def __init__(self, folder: str, at: int) -> None:
+        import torch
+        from transformers import modeling_utils
+
+        from lightrlhf.training.run import Run
+
+        self.folder, self.at, self.seen, self.saving, self.waiting = folder, at, [], 0, False
+        sys.addaudithook(self._audit)
+        self._around(os, "fsync")
+        self._around(torch, "save", file=1)
+        self._around(modeling_utils, "safe_save_file", file=1)
+        for name in ("backward", "optimize", "log"):
+            self._around(Run, name)
+        save = Run.save
+
+        def saving(*arguments: Any, **options: Any) -> None:
+            self.happens("begins saving")
+            self.saving += 1
+            save(*arguments, **options)
+            self.saving -= 1
+            self.happens("has saved")
+
+        Run.save = saving
+
+    def happens(self, name: str) -> None:
+        """Note an event; the process ends at the one it is to end at."""
+        self.seen.append(f"{'save ' if self.saving else ''}{name}")
+        if len(self.seen) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _audit(self, kind: str, arguments: tuple) -> None:
+        if kind not in CHANGES or self.waiting:
+            return
+        path = arguments[0]
+        if kind == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        is_relative = kind in ("os.remove", "os.rmdir") and len(arguments) > 1 and arguments[-1] not in (-1, None)
+        if is_relative or (isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder)):
+            self.happens(f"{kind} {Path(path).name}")
+
+    def _around(self, owner: Any, name: str, file: int | None = None) -> None:
+        """Events before and after a function; of one that writes a file (its second argument) also in the middle."""
+        function = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self.happens(f"before {name}")
+            result = function(*arguments, **options)
+            if file is not None and isinstance(arguments[file], str | os.PathLike):
+                if len(self.seen) + 1 == self.at:  # as if it came within the write
+                    self.waiting = True
+                    os.truncate(arguments[file], os.path.getsize(arguments[file]) // 2)
+                self.happens(f"within {name}")
+            self.happens(f"after {name}")
+            return result
+
+        setattr(owner, name, wrapped)
 
 
 def main() -> None:
