@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,7 +173,8 @@ class PairScorer:
     """A model that compares two responses (`rm --loss_type pair`).
 
     A response's score, in [0, 1], is its mean probability of beating each other response of its group, in both orders:
-    K (K - 1) comparisons of K responses. A response without another one has no score.
+    K (K - 1) comparisons of K responses. A response without another one has no score. Nor has one that could not be
+    read beside another (too long together, or the model's answer is no number), see `read_together`.
     """
 
     model: nn.Module
@@ -182,9 +183,10 @@ class PairScorer:
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
         """Mean winning probabilities."""
-        rows, places = [], []
+        rows, places, sizes = [], [], []
         for g, group in enumerate(groups):
             encoded = [self.encoding.prompt_and_response(sample) for sample in group]
+            sizes.append([len(response) for _, response in encoded])
             for a, (prompt, first) in enumerate(encoded):
                 for b, (_, second) in enumerate(encoded):
                     if a != b:
@@ -198,12 +200,32 @@ class PairScorer:
 
         lengths = [len(row) for row in rows]
         logits = in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
-        chances: list[list[list[float]]] = [[[] for _ in group] for group in groups]
+        first_wins: list[dict[tuple[int, int], float]] = [{} for _ in groups]
         for (g, a, b), logit in zip(places, logits):
-            chance = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
-            chances[g][a].append(chance)
-            chances[g][b].append(1 - chance)
-        return [[finite(sum(c) / len(c)) if c else None for c in group] for group in chances]
+            if math.isfinite(logit):
+                first_wins[g][a, b] = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
+        scores: list[list[float | None]] = []
+        for chances, lengths in zip(first_wins, sizes):
+            kept = read_together(chances, lengths)
+            rivals = {k: [other for other in kept if other != k] for k in kept}
+            totals = {k: sum(chances[k, other] + 1 - chances[other, k] for other in rivals[k]) for k in kept}
+            scores.append([totals[k] / (2 * len(rivals[k])) if k in kept else None for k in range(len(lengths))])
+        return scores
+
+
+def read_together(chances: Container[tuple[int, int]], lengths: Sequence[int]) -> list[int]:
+    """Indices of the responses of a group that were all compared with each other, in both orders; none of fewer than 2.
+
+    Scores are comparable only where all had the same rivals, so the response with the most missing comparisons is left
+    out, of equals the longest, until none is missing. chances: what was compared, (first, second).
+    """
+    kept = list(range(len(lengths)))
+    while len(kept) > 1:
+        missing = [sum((a, b) not in chances or (b, a) not in chances for b in kept if b != a) for a in kept]
+        if not any(missing):
+            return kept
+        kept.pop(max(range(len(kept)), key=lambda k: (missing[k], lengths[kept[k]])))
+    return []
 
 
 @dataclass

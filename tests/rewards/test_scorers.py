@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,20 @@ from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
-from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, reward_statistics
-from lightrlhf.rewards.scorers import Encoding, FunctionScorer, ModelScorer, same_tokenizer, score_rollout
+from lightrlhf.rewards.scorers import (
+    Encoding,
+    FunctionScorer,
+    ModelScorer,
+    PairScorer,
+    Sample,
+    read_together,
+    same_tokenizer,
+    score_rollout,
+)
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -155,3 +165,48 @@ def test_a_function_is_loaded_by_its_import_path():
     from datasets_prep.cafe.judge import gold
 
     assert load_function("datasets_prep.cafe.judge:gold", "--reward_function") is gold
+
+
+# ------------------------------------------------------------------------------------------------ comparing responses
+class Comparing(torch.nn.Module):
+    """Prefers the response whose first token is larger; a response that begins with 60 or more it cannot read."""
+
+    def __init__(self, tokenizer) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(auto_map={})
+        self.marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]")]
+
+    def forward(self, input_ids, attention_mask):
+        firsts = [[after(row.tolist(), mark) for mark in self.marks] for row in input_ids]
+        return SimpleNamespace(score=torch.tensor([math.nan if max(a, b) >= 60 else a - b for a, b in firsts]).float())
+
+
+def after(row: list[int], mark: list[int]) -> int:
+    return next(row[i + len(mark)] for i in range(len(row)) if row[i : i + len(mark)] == mark)
+
+
+def compared(tokenizer, responses: list[list[int]], longest: int | None = None) -> list[float | None]:
+    samples = [Sample("p", "r", False, [5, 6], ids, tokenizer=tokenizer) for ids in responses]
+    return PairScorer(Comparing(tokenizer), Encoding(tokenizer, longest=longest), 3)([samples])[0]
+
+
+def test_what_a_comparing_model_could_not_read_has_no_score(tokenizer):
+    """Not one half, which would be a tie; the others are compared among themselves."""
+    assert compared(tokenizer, [[50], [60]]) == [None, None]
+    assert compared(tokenizer, [[50]]) == [None]
+    kept = compared(tokenizer, [[50], [52]])
+    assert kept[1] == pytest.approx(1 / (1 + math.exp(-2))) and sum(kept) == pytest.approx(1)
+    assert compared(tokenizer, [[50], [60], [52], [61]]) == [kept[0], None, kept[1], None]
+    long = [[50, *[7] * 20], [52], [51]]
+    room = len(pair_prompt(tokenizer, [5, 6], [50], [52]))
+    assert compared(tokenizer, long, room) == [None, *compared(tokenizer, [[52], [51]])]
+    assert compared(tokenizer, long[:2], room) == [None, None]
+    assert compared(tokenizer, long, room - 1) == [None] * 3
+
+
+def test_a_comparison_read_in_one_order_only_does_not_count():
+    assert read_together({(0, 1)}, [3, 3]) == []
+    assert read_together({(0, 1), (1, 0), (0, 2), (2, 1), (1, 2)}, [3, 3, 9]) == [0, 1]
+    assert read_together({(a, b) for a in range(3) for b in range(3)}, [1, 1, 1]) == [0, 1, 2]
+    assert read_together(set(), []) == []
