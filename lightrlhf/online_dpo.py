@@ -43,7 +43,7 @@ from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample
+from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample, finite
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
@@ -344,7 +344,7 @@ def add_scores(
     if judge:
         texts = ([record[key] for record in records] for key in ("prompt", "response"))
         for record, gold in zip(records, load_function(judge, "the judge of the data")(*texts)):
-            record["gold"] = gold["score"]
+            record["gold"] = finite(float(gold["score"]))
 
 
 def as_sample(record: Row) -> Sample:

@@ -239,8 +239,8 @@ def make_pairs(
         torch.cat([sums, counts])
     ).tolist()
     return Pairs(pair_rows, rewards, old), {
-        "objective/score": score / max(num_valid, 1.0),
-        "objective/reward": reward / max(num_valid, 1.0),
+        "objective/score": score / num_valid if num_valid else math.nan,
+        "objective/reward": reward / num_valid if num_valid else math.nan,
         "objective/kl": ratio / num_sides,
         "objective/valid_ratio": num_valid / num_sides,
         "completions/truncated_ratio": num_cut / num_sides,
@@ -277,12 +277,16 @@ def evaluate(
     rows: Sequence[Dialogue],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Metrics:
-    """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation."""
+    """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation.
+
+    Of those that have one; NaN where there is none.
+    """
     shard = run.shard(rows)
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
     dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1)
     scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]
-    return {"val/score": run.total(sum(scores)) / max(run.total(len(scores)), 1.0)}
+    total, count = run.total(sum(scores)), run.total(len(scores))
+    return {"val/score": total / count if count else math.nan}
 
 
 @one_line_errors

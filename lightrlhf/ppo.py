@@ -129,8 +129,10 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, Sampling
     """For `parsing`: textblob, benepar, stanza, python (for programs), or a function `package.module:name`."""
     parser_model: str | None = field(default=None, metadata=RARE)
     """Local folder of the model that benepar or stanza reads."""
-    value_function: Literal["equal", "unit", "position", "first"] = field(default="equal", metadata=RARE)
-    """A macro action's value: mean of its tokens' values, the last, weighted towards the last, or the first."""
+    value_function: Literal["equal", "unit", "position", "position_first", "first"] = field(
+        default="equal", metadata=RARE
+    )
+    """A macro action's value: mean of its tokens' values, last one, mean weighted to the last or first, or first one."""
     normalize_rewards: bool = field(default=True, metadata=RARE)
     """Shift and scale scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = True
@@ -250,18 +252,19 @@ def train(
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
-            scores, valid = score(args, rollout, scorer, tokenizer)  # (B,) each
-            rollout = rollout.masked(valid)
-            values = predict_values(value_model, rollout, args.rollout_mini_batch_size)  # (B, T-1)
-            rewards = token_rewards(rollout, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+            scores = score(args, rollout, scorer, tokenizer)  # (B,), NaN where there is none
+            scored = rollout.masked(~scores.isnan())
+            values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
+            rewards = token_rewards(scored, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
             noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
-            segments, parse_failures = segment_responses(args, rollout, noise, tokenizer, parser)  # (B, T-1)
-            batch = estimate_advantages(args, rollout, rewards, values, segments, run.sum_over_ranks)
+            segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
+            batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores, rewards) | macro_metrics(run, batch, parse_failures)
         metrics["objective/kl_coeff"] = kl_coeff.value
-        kl_coeff.update(metrics["objective/kl"], len(rows))
+        if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
+            kl_coeff.update(metrics["objective/kl"], len(rows))
 
         run.step += 1
         if run.due(args.log_interval, num_steps):
@@ -290,9 +293,9 @@ def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool = Fal
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
-def score(args: PPOArgs, rollout: Rollout, scorer: GroupScorer, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Scores (B,), clipped, less the penalty for a missing end, and which responses have one, (B,) bool."""
-    scores = score_rollout(scorer, rollout, tokenizer)  # (B,), NaN where a response could not be scored
+def score(args: PPOArgs, rollout: Rollout, scorer: GroupScorer, tokenizer: Any) -> Tensor:
+    """Scores (B,), clipped, less the penalty for a missing end; NaN where a response could not be scored."""
+    scores = score_rollout(scorer, rollout, tokenizer)
     limit = args.reward_clip_value if args.clip_rewards else None
     return bounded_scores(scores, rollout.truncated, limit, args.missing_eos_penalty)
 
@@ -417,11 +420,12 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation
 def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Metrics:
-    """Mean length of macro actions, responses not parsed, and explained variance of the critic, over all ranks."""
+    """Mean length of macro actions, share of scored responses not parsed, and explained variance, over all ranks."""
+    num_scored = int(batch.action_mask.any(1).sum())
     variance = explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
     return {
         "completions/macro_length": run.total(batch.num_actions) / max(run.total(batch.num_segments), 1.0),
-        "completions/parse_failures": run.total(parse_failures) / run.total(len(batch)),
+        "completions/parse_failures": run.total(parse_failures) / max(run.total(num_scored), 1.0),
         "value/explained_variance": float(variance),
     }
 
@@ -435,8 +439,7 @@ def evaluate(
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
     rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer)
-    scores, valid = score(args, rollout, scorer, tokenizer)
-    return evaluation_metrics(run, rollout.masked(valid), scores, tokenizer)
+    return evaluation_metrics(run, rollout, score(args, rollout, scorer, tokenizer), tokenizer)
 
 
 @one_line_errors

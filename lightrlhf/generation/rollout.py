@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,33 +94,48 @@ def response_kl(rollout: Rollout) -> Tensor:
 
 
 def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Tensor) -> Metrics:
-    """Means over the responses of all ranks; scores: (B,), rewards: (B, T-1)."""
+    """Means over the responses of all ranks; scores: (B,), NaN where there is none, rewards: (B, T-1).
+
+    Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
+    means over all that were sampled, so the rollout is the one with the actions of them all.
+    """
     entropy = -masked_mean(rollout.logprobs, rollout.action_mask, 1)
-    columns = [response_kl(rollout), scores, rewards.sum(1), entropy, rollout.lengths(), rollout.truncated.float()]
-    sums = run.sum_over_ranks(torch.stack(columns, 1).sum(0))
-    kl, score, reward, entropy_mean, length, truncated = (sums / run.total(len(rollout))).tolist()
-    return {
+    columns = [response_kl(rollout), entropy, rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
+    kl, entropy_mean, length, truncated, valid = row_means(run, columns, torch.ones_like(rollout.truncated))
+    metrics = {
         "objective/kl": kl,
-        "objective/score": score,
-        "objective/reward": reward,
         "objective/entropy": entropy_mean,
+        "objective/valid_ratio": valid,
         "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
         "completions/mean_length": length,
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
     }
+    score, reward = row_means(run, [scores, rewards.sum(1)], ~scores.isnan())
+    return {"objective/score": score, "objective/reward": reward} | metrics
 
 
 def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenizer: Any) -> Metrics:
-    """Means over held-out responses of all ranks; logs the first four of them to `samples.jsonl`."""
-    columns = [scores, response_kl(rollout), rollout.lengths(), rollout.truncated.float()]
-    sums = run.sum_over_ranks(torch.stack([column.sum() for column in columns]))
-    means = (sums / run.total(len(rollout))).tolist()
+    """Means over held-out responses of all ranks, as in `rollout_metrics`; logs the first four to `samples.jsonl`."""
+    columns = [response_kl(rollout), rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
+    means = row_means(run, columns, torch.ones_like(rollout.truncated))
     texts = zip(rollout.prompt_ids()[:4], rollout.response_ids()[:4], scores.tolist())
     run.log_samples(
-        [{"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": s} for p, r, s in texts]
+        [
+            {"prompt": decode(tokenizer, p), "response": decode(tokenizer, r), "score": None if math.isnan(s) else s}
+            for p, r, s in texts
+        ]
     )
-    return dict(zip(("val/score", "val/kl", "val/mean_length", "val/truncated_ratio"), means))
+    metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
+    return dict(zip(("val/score",), row_means(run, [scores], ~scores.isnan()))) | metrics
+
+
+def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list[float]:
+    """Mean of each column (B,) over the counted rows of all ranks, (B,) bool; NaN where there is none."""
+    values = torch.stack([column.float() for column in columns], 1)  # (B, C)
+    kept = torch.where(counted[:, None], values, torch.zeros_like(values))  # NaN times 0 would be NaN
+    *sums, count = run.sum_over_ranks(torch.cat([kept.sum(0), counted.sum()[None].float()])).tolist()
+    return [total / count if count else math.nan for total in sums]
 
 
 def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: Any) -> None:

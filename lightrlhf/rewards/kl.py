@@ -11,22 +11,18 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.maths.ops import KL_ESTIMATORS
 
 
-def bounded_scores(
-    scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float
-) -> tuple[Tensor, Tensor]:
-    """Scores (B,) clipped to +-limit, less the penalty of truncated responses, and which of them are valid, (B,) bool.
-
-    A response that could not be scored, NaN, gets 0 and is not valid.
-    """
-    valid = ~scores.isnan()
-    scores = torch.where(valid, scores, torch.zeros_like(scores))
+def bounded_scores(scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float) -> Tensor:
+    """Scores (B,) clipped to +-limit, less the penalty of truncated responses; NaN, of no score, stays NaN."""
     if limit is not None:
         scores = scores.clamp(-limit, limit)
-    return scores - missing_eos_penalty * truncated.to(scores), valid
+    return scores - missing_eos_penalty * truncated.to(scores)
 
 
 def token_rewards(rollout: Rollout, scores: Tensor, kl_coeff: float, kl_estimator: str = "k1") -> Tensor:
-    """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1)."""
+    """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1).
+
+    A response without a score, NaN, must have no actions (`Rollout.masked`); its rewards are 0.
+    """
     kl = KL_ESTIMATORS[kl_estimator](rollout.logprobs, rollout.ref_logprobs)
     rewards = torch.where(rollout.action_mask, -kl_coeff * kl, torch.zeros_like(kl))
     steps = torch.arange(rewards.shape[1], device=rewards.device)

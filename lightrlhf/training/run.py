@@ -473,7 +473,7 @@ class Run(Generic[AnyArgs]):
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log(self, metrics: dict[str, float]) -> None:
-        """Log metrics of the current step and call `on_step` with them."""
+        """Log metrics of the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
         if self.is_first:
             self._write_metrics(metrics)
         self._compare(metrics)
@@ -502,7 +502,8 @@ class Run(Generic[AnyArgs]):
         return self.total(float(stop)) > 0
 
     def _write_metrics(self, metrics: Metrics) -> None:
-        row: dict[str, Any] = {"step": self.step, **{name: float(value) for name, value in metrics.items()}}
+        values = {name: float(value) for name, value in metrics.items()}
+        row: dict[str, Any] = {"step": self.step, **{k: v for k, v in values.items() if not math.isnan(v)}}
         if self.args.profile and "time/rollout" in row:
             self._timed.append(row)
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:

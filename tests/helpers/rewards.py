@@ -29,9 +29,18 @@ def worth(prompts, completions, worth, **columns):
     return [value * len(text) for value, text in zip(worth, completions)]
 
 
+def thousands(prompts, completions, **columns):
+    """The number that a completion writes."""
+    return [float(text) for text in completions]
+
+
 # ---------------------------------------------------------------------------------------------- faulty reward functions
 def always_nan(prompts, completions, **columns):
     return [math.nan] * len(completions)
+
+
+def every_other(prompts, completions, **columns):
+    return [math.nan if i % 2 else 1.0 for i in range(len(completions))]
 
 
 def partly_invalid(prompts, completions, **columns):

@@ -16,7 +16,7 @@ from lightrlhf import ppo
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import response_batch
-from lightrlhf.generation.rollout import score_logprobs
+from lightrlhf.generation.rollout import rollout_metrics, score_logprobs
 from lightrlhf.maths.macro_actions import fixed
 from lightrlhf.maths.ops import gae, policy_loss, whiten
 from lightrlhf.models.loading import load_policy, load_scalar
@@ -33,6 +33,7 @@ from lightrlhf.ppo import (
     update_minibatch,
     value_loss,
 )
+from lightrlhf.rewards.kl import token_rewards
 
 EOS = 1
 PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
@@ -190,9 +191,9 @@ def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, token
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
     raw = [9.0, 9.0, -9.0, 0.5]
-    assert score(args, rollout, scorer_of(raw), tokenizer)[0].tolist() == [2.0, 1.0, -2.0, -0.5]
+    assert score(args, rollout, scorer_of(raw), tokenizer).tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert score(free, rollout, scorer_of(raw), tokenizer)[0].tolist() == raw
+    assert score(free, rollout, scorer_of(raw), tokenizer).tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -207,12 +208,11 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
         before = rollout.action_mask.clone()
-        scored, valid = score(run.args, rollout, scorer_of(scores), tokenizer)
-        assert torch.equal(rollout.action_mask, before) and valid.tolist() == [not math.isnan(x) for x in scores]
-        rollout = rollout.masked(valid)
-        rewards = torch.zeros(rollout.action_mask.shape)
-        last = (rollout.attention_mask.sum(1) - 2)[:, None]
-        rewards = rewards.scatter(1, last, scored[:, None]) * rollout.action_mask
+        scored = score(run.args, rollout, scorer_of(scores), tokenizer)
+        assert torch.equal(rollout.action_mask, before)
+        assert scored.isnan().tolist() == [math.isnan(x) for x in scores]
+        rollout = rollout.masked(~scored.isnan())
+        rewards = token_rewards(rollout, scored, 0.1)
         batch = estimate_advantages(
             run.args, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1)
         )
@@ -221,6 +221,35 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         found.append(run.gradients)
     for name in ("policy", "critic"):
         assert_same_gradients(found[1][name], found[0][name], atol=2e-6)
+
+
+SCORES = {"half": [1.0, math.nan, -1.0, math.nan], "one": [math.nan] * 3 + [0.5], "none": [math.nan] * 4}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_metrics_are_means_over_what_was_scored_and_over_what_was_sampled(cafe_data, scores):
+    """A response without a score is no score of 0 and no KL of 0."""
+    rollout = rollout_of(PROMPTS, RESPONSES, truncated=[True, False, False, True])
+    rollout.ref_logprobs = rollout.logprobs - torch.tensor([9.0, 8.0, 10.0, 9.0])[:, None] / rollout.lengths()[:, None]
+    rollout.ref_logprobs = torch.where(rollout.action_mask, rollout.ref_logprobs, 0.0)
+    given = torch.tensor(scores)
+    rewards = token_rewards(rollout.masked(~given.isnan()), given, 0.1)
+    assert torch.isfinite(rewards).all() and (rewards[given.isnan()] == 0).all()
+    found = rollout_metrics(RunOfOneStep(ppo_args(cafe_data)), rollout, given, rewards)
+    valid = [i for i, value in enumerate(scores) if not math.isnan(value)]
+    assert found["objective/kl"] == pytest.approx(9.0, rel=1e-5)
+    assert found["objective/valid_ratio"] == len(valid) / 4
+    assert found["completions/mean_length"] == sum(map(len, RESPONSES)) / 4
+    assert found["completions/truncated_ratio"] == 0.5
+    entropy = [-rollout.logprobs[i].sum() / len(RESPONSES[i]) for i in range(4)]
+    assert found["objective/entropy"] == pytest.approx(float(sum(entropy)) / 4, rel=1e-5)
+    if not valid:
+        assert math.isnan(found["objective/score"]) and math.isnan(found["objective/reward"])
+        return
+    assert found["objective/score"] == pytest.approx(sum(scores[i] for i in valid) / len(valid))
+    kl = [9.0, 8.0, 10.0, 9.0]
+    expected = sum(scores[i] - 0.1 * kl[i] for i in valid) / len(valid)
+    assert found["objective/reward"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_values_are_those_of_the_state_each_action_was_taken_in(base_model, tokenizer):
@@ -404,6 +433,22 @@ def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model,
     flags += ["--eval_interval", "0"]
     folder = last_checkpoint(main([*flags, "--reward_function", "helpers.rewards:always_nan", *CPU]))
     assert weights(folder) == (base_model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("reward", "moves"), [("always_nan", False), ("every_other", True)])
+def test_the_kl_weight_follows_the_kl_of_all_samples_and_stays_where_none_was_scored(
+    cafe_data, base_model, tmp_path, reward, moves
+):
+    """At the reference the KL is 0, far below the target: the weight falls by 0.2 * 8 / 10,000 a rollout."""
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
+    flags += ["--reward_function", f"helpers.rewards:{reward}", "--adaptive_kl_coeff", "True", *CPU]
+    folder = last_checkpoint(main([*flags, "--actor_learning_rate", "1e-9"]))
+    rows = metrics(folder.parent)
+    expected = 0.1 * (1 - 0.2 * 8 / 10_000) if moves else 0.1
+    trained = [row for row in rows if "objective/kl" in row]
+    assert [row["objective/kl_coeff"] for row in trained] == pytest.approx([0.1, expected], rel=1e-9)
+    assert [row["objective/valid_ratio"] for row in trained] == [0.5 if moves else 0.0] * 2
+    assert all(("objective/score" in row) == moves for row in trained)
 
 
 def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
