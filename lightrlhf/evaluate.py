@@ -43,7 +43,7 @@ from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import device_of, score_rollout
+from lightrlhf.rewards.scorers import device_of, finite, score_rollout
 from lightrlhf.storage.results import cell, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
@@ -172,15 +172,22 @@ def evaluate_policy(
     ]
     if args.rm_experiment_dir:
         scorer = load_scorer(args.rm_experiment_dir, device, batch_size, "--rm_experiment_dir", single=True)
-        scores = score_rollout(scorer, rollout, tokenizer).tolist()
-        results["reward"] = sum(scores) / len(scores)
+        scores = [finite(score) for score in score_rollout(scorer, rollout, tokenizer).tolist()]
+        results |= mean_of("reward", scores)
         records = [{**record, "reward": value} for record, value in zip(records, scores)]
     if judge := stored(data_dir, "judge"):
         records = judged(judge, records)
         parts = [key for key in records[0]["gold"] if key != "score"]
-        results["gold"] = sum(r["gold"]["score"] for r in records) / len(records)
+        results |= mean_of("gold", [finite(float(r["gold"]["score"])) for r in records])
         results |= {part: sum(r["gold"][part] for r in records) / len(records) for part in parts}
     return results, records
+
+
+def mean_of(name: str, scores: Sequence[float | None]) -> dict[str, float]:
+    """The mean of the scores that there are, and the number of responses without one where there are some."""
+    valid = [score for score in scores if score is not None]
+    missing = len(scores) - len(valid)
+    return ({name: sum(valid) / len(valid)} if valid else {}) | ({f"{name}_missing": missing} if missing else {})
 
 
 @torch.no_grad()
@@ -215,19 +222,26 @@ def implicit_rewards(
 ) -> dict[str, Any]:
     """Accuracy (ties half) and margin of a DPO policy's implicit reward on pairs, beta f'(pi / pi_ref)."""
     scores: list[tuple[float, float]] = []
+    prompts: list[tuple[int, ...]] = []
     margin = 0.0
     for micro in micro_batches(rows, batch_size):
+        prompts += map(prompt_of, micro)
         inputs = policy_inputs(preference_batch(micro, pad_id).to(device_of(policy)))
         rewards = beta * divergence((policy(**inputs).logprobs - reference(**inputs).logprobs).sum(1))  # (2B,)
         chosen, rejected = rewards.chunk(2)
         scores += zip(chosen.tolist(), rejected.tolist())
         margin += float((chosen - rejected).sum())
-    accuracy, interval = win_rate(scores)
+    accuracy, interval = win_rate(scores, prompts)
     return {
         "implicit_accuracy": accuracy,
         "implicit_accuracy_interval": interval,
         "implicit_margin": margin / len(rows),
     }
+
+
+def prompt_of(pair: Row) -> tuple[int, ...]:
+    """The prompt of a pair of `preference_*.pt`; pairs of one prompt depend on each other."""
+    return tuple(torch.as_tensor(pair["chosen_input_ids"])[: pair["prompt_len"]].tolist())
 
 
 def respond(args: EvaluateArgs, policy: Policy, reference: Policy, rows: list[Row], tokenizer: Any) -> Rollout:
@@ -271,14 +285,16 @@ def evaluate_reward_model(
         pairs = pair_rows(tokenizer, pairs)
     check_vocabulary(pairs, vocabulary_size(model), data_dir)
     records: list[dict[str, Any]] = []
+    prompts: list[tuple[int, ...]] = []
     for micro in micro_batches(pairs, args.rollout_mini_batch_size):
+        prompts += map(prompt_of, micro)
         batch = preference_batch(micro, tokenizer.pad_token_id).to(device)
         chosen, rejected = last_token(model(batch.input_ids, batch.attention_mask), batch.attention_mask).chunk(2)
         losses = preference_loss(chosen, rejected).tolist()
         for row, good, bad, loss in zip(micro, chosen.tolist(), rejected.tolist(), losses):
-            right = 0.5 if good == bad else float(good > bad)
+            right = None if math.isnan(good - bad) else 0.5 if good == bad else float(good > bad)
             records.append({**row.get("columns", {}), "chosen": good, "rejected": bad, "loss": loss, "right": right})
-    accuracy, interval = win_rate((r["chosen"], r["rejected"]) for r in records)
+    accuracy, interval = win_rate(((r["chosen"], r["rejected"]) for r in records), prompts)
     count = len(records)
     results = {
         "accuracy": accuracy,
@@ -287,9 +303,11 @@ def evaluate_reward_model(
         "margin": sum(r["chosen"] - r["rejected"] for r in records) / count,
     }
     groups = sorted({r["group"] for r in records if "group" in r})
-    members = {group: [r["right"] for r in records if r.get("group") == group] for group in groups}
+    members = {
+        group: [r["right"] for r in records if r.get("group") == group and r["right"] is not None] for group in groups
+    }
     if groups:
-        results["by_group"] = {group: sum(values) / len(values) for group, values in members.items()}
+        results["by_group"] = {group: sum(values) / len(values) for group, values in members.items() if values}
     return results, records
 
 

@@ -25,7 +25,7 @@ from lightrlhf.envs import make_env, prompts, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflector, num_choices
 from lightrlhf.envs.episodes import Agent, Decision, Episode, Seat, count, oracle_agent, play, random_agent, rates
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
-from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -149,15 +149,16 @@ def starts_of(args: EvaluateEnvArgs, env: Any) -> list[Any]:
 
 
 def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: str) -> dict[str, Any]:
-    """Rates of episodes, and success by level, each with the 95% interval for these starts."""
+    """Rates of episodes, and success by level, each with its 95% interval; episodes of one start are one group."""
     overall = rates(count(episodes))
     results: dict[str, Any] = {f"{prefix}{name}": overall[name] for name in ("success", "cost", "length")}
     results[f"{prefix}invalid_ratio"] = overall["invalid_ratio"]
     for level, name in [(None, "success"), *((n, f"success, {level}") for n, level in enumerate(levels))]:
-        members = [one.success for one in episodes if level is None or one.level == level]
+        played = [one for one in episodes if level is None or one.level == level]
+        members = [float(one.success) for one in played]
         if members and (level is None or len(members) < len(episodes)):
             results[f"{prefix}{name}"] = sum(members) / len(members)
-            results[f"{prefix}{name}_interval"] = wilson_interval(sum(members), len(members))
+            results[f"{prefix}{name}_interval"] = share_interval(members, [repr(one.start) for one in played])
     return results
 
 

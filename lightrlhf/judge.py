@@ -5,8 +5,9 @@ server, a reward model, a Python function such as the café's gold judge, or a p
 server sees each pair in both orders; where its verdicts disagree the pair is a tie, and the share of such pairs is
 reported as position bias. A person sees each pair once, blind and in random order.
 
-The results are wins, ties and losses of A with 95% intervals (bootstrap over prompts), the lengths, and the win rate at
-equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written at once; an interrupted run resumes.
+The results are wins, ties and losses of A with 95% intervals (Wilson's, which are no point after three equal verdicts),
+the lengths, and the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written at
+once; an interrupted run resumes.
 
 `--sample` instead draws rows of the files, for a judge who cannot read all of them. Left out: ratings of more than two
 models, and the judging prompts of commercial benchmarks.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import re
 from collections import Counter
@@ -34,9 +34,10 @@ from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
+from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.models.loading import find_device
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import Sample, as_text
+from lightrlhf.rewards.scorers import FunctionScorer, Sample, as_text
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
@@ -286,8 +287,8 @@ def compare_scores(args: JudgeArgs) -> Work:
         for pair, (a, b) in zip(pairs, scores_of(pairs)):
             if a is None or b is None:
                 verdict = "malformed"
-            else:  # scores of the same text may differ by a rounding error
-                verdict = "tie" if math.isclose(a, b, rel_tol=1e-5) else "A" if a > b else "B"
+            else:  # in a batch, scores of the same text may differ by a rounding error
+                verdict = "tie" if a == b or pair["a"] == pair["b"] else "A" if a > b else "B"
             yield record(pair, verdict, score_a=a, score_b=b)
 
     return work
@@ -304,15 +305,18 @@ def function_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[floa
     """Scores of a Python function `f(prompts, completions, **columns)`: numbers, or dicts with a `score`."""
     function = load_function(args.judge, "--judge")
 
+    def numbers(prompts: list[str], responses: list[str], **columns: Any) -> list[Any]:
+        verdicts = function(prompts, responses, **columns)
+        return [verdict["score"] if isinstance(verdict, dict) else verdict for verdict in verdicts]
+
     def scores_of(pairs: Sequence[Row]) -> list[list[float | None]]:
-        names = {name for pair in pairs for name in pair["columns"]} - {"prompt", "response"}
-        columns = {name: [pair["columns"].get(name) for pair in pairs] for name in names}
-        prompts = [as_text(pair["prompt"]) for pair in pairs]
-        sides = []
-        for side in "ab":
-            verdicts = function(prompts, [pair[side] for pair in pairs], **columns)
-            sides.append([float(score["score"] if isinstance(score, dict) else score) for score in verdicts])
-        return [[None if math.isnan(score) else score for score in both] for both in zip(*sides, strict=True)]
+        columns = [{k: v for k, v in pair["columns"].items() if k not in ("prompt", "response")} for pair in pairs]
+        scorer = FunctionScorer(numbers, f"--judge {args.judge}")
+        sides = [
+            scorer([[Sample(pair["prompt"], pair[side], columns=own)] for pair, own in zip(pairs, columns)])
+            for side in "ab"
+        ]
+        return [[a, b] for (a,), (b,) in zip(*sides)]
 
     return scores_of
 
@@ -356,10 +360,14 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     if judged:
         scores = torch.tensor([SCORES[row["verdict"]] for row in judged], dtype=torch.float64)
         lengths = torch.tensor([[len(row[side].split()) for side in "ab"] for row in judged], dtype=torch.float64)
-        weights = resampled(len(judged), seed)  # (R, N)
+        prompts = [json.dumps(row["prompt"]) for row in judged]
         for name, values in (("win", scores == 1), ("tie", scores == 0.5), ("loss", scores == 0), ("win_rate", scores)):
-            results |= with_interval(name, values.double()[None] @ weights.T / len(judged))
-        results |= with_interval("length_controlled_win_rate", length_controlled(scores, lengths, weights)[None])
+            shares = values.double().tolist()
+            results[name] = sum(shares) / len(shares)
+            results[f"{name}_interval"] = list(share_interval(shares, prompts))
+        rates = length_controlled(scores, lengths, resampled(prompts, seed))  # (R,)
+        results["length_controlled_win_rate"] = float(rates[0])
+        results["length_controlled_win_rate_interval"] = length_controlled_interval(rates, len(set(prompts)))
         results |= {f"mean_length_{side}": float(lengths[:, i].mean()) for i, side in enumerate("ab")}
     both = [row for row in judged if "a_first" in row]
     if both:
@@ -371,19 +379,25 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     return results
 
 
-def resampled(count: int, seed: int) -> Tensor:
-    """Count of each pair in each bootstrap sample: (R, N). The first row is the data itself."""
+def resampled(prompts: Sequence[str], seed: int) -> Tensor:
+    """Count of each pair in each bootstrap sample of the prompts: (R, N). The first row is the data itself."""
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    own = torch.tensor([numbers[prompt] for prompt in prompts])  # (N,)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    weights = torch.zeros(RESAMPLES, count, dtype=torch.float64)
+    drawn = torch.randint(len(numbers), (RESAMPLES, len(numbers)), generator=generator)
+    weights = torch.zeros(RESAMPLES, len(numbers), dtype=torch.float64)
     weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    return torch.cat([torch.ones(1, count, dtype=torch.float64), weights])
+    return torch.cat([torch.ones(1, len(prompts), dtype=torch.float64), weights[:, own]])
 
 
-def with_interval(name: str, estimates: Tensor) -> Row:
-    """The estimate of the data, and the middle 95% of the resamples' estimates: (1, R) -> two entries."""
-    low, high = estimates[0, 1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return {name: float(estimates[0, 0]), f"{name}_interval": [low, high]}
+def length_controlled_interval(rates: Tensor, num_prompts: int) -> list[float]:
+    """The wider, on each side, of the middle 95% of the resamples' rates and Wilson's interval of the rate: (R,) -> 2.
+
+    Equal verdicts leave a bootstrap nothing to vary, but the rate no better known than a share of as many prompts.
+    """
+    low, high = rates[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    wilson = wilson_interval(float(rates[0]) * num_prompts, num_prompts)
+    return [min(low, wilson[0]), max(high, wilson[1])]
 
 
 def length_controlled(scores: Tensor, lengths: Tensor, weights: Tensor, ridge: float = 0.1) -> Tensor:

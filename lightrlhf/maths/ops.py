@@ -6,7 +6,9 @@ they count; a loop divides once, by the count over all micro-batches and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -169,17 +171,53 @@ def explained_variance(
     return 1 - error / total.clamp(min=1e-8)
 
 
-def win_rate(pairs: Iterable[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
-    """Share of pairs whose first number is the higher one, a tie half, with its 95% Wilson interval; 0 of none."""
-    wins, count = 0.0, 0
-    for one, other in pairs:
-        wins, count = wins + (one > other) + 0.5 * (one == other), count + 1
-    return wins / max(count, 1), wilson_interval(wins, count)
+def win_rate(
+    pairs: Iterable[tuple[float | None, float | None]], groups: Iterable[Hashable] | None = None
+) -> tuple[float, tuple[float, float]]:
+    """Share of pairs whose first number is the higher one, a tie half, with its 95% interval (`share_interval`).
+
+    A pair with a number that is None or NaN does not count; 0 of none. groups: see `share_interval`.
+    """
+    scores, kept = [], []
+    for (one, other), group in zip(pairs, itertools.count() if groups is None else groups):
+        if one is not None and other is not None and not (math.isnan(one) or math.isnan(other)):
+            scores.append(float(one > other) + 0.5 * (one == other))
+            kept.append(group)
+    return sum(scores) / max(len(scores), 1), share_interval(scores, kept)
 
 
 def wins(first: Tensor, second: Tensor) -> Tensor:
     """1 where the first is higher, 1/2 where both are equal, else 0; any shape, float32."""
     return (first > second).float() + 0.5 * (first == second).float()
+
+
+def share_interval(
+    values: Sequence[float], groups: Sequence[Hashable] | None = None, z: float = 1.96
+) -> tuple[float, float]:
+    """95% interval of the mean of values in [0, 1], such as wins with a tie as 1/2: Wilson's, on an effective number.
+
+    Values of one group (programs for one problem, judgements on one prompt) depend on each other. With G groups and the
+    variance v of their mean as that of a ratio (Cochran 1977, eq. 6.13), n' = p (1-p) / v values would be independent
+    (Kish 1965, section 8.2); n' is multiplied by (z / t_{G-1})^2 as in Korn and Graubard 1998, and lies between G
+    and the number of values. Where all groups agree v is 0, and n' is G. Ties make the interval wider than it needs to
+    be. Without groups each value is one of its own, and the interval is `wilson_interval`.
+    """
+    total, count = sum(values), len(values)
+    members: dict[Hashable, list[float]] = {}
+    for value, group in zip(values, range(count) if groups is None else groups, strict=True):
+        members.setdefault(group, []).append(value)
+    num_groups = len(members)
+    if num_groups == count:
+        return wilson_interval(total, count, z)
+    effective = float(num_groups)
+    mean = total / count
+    residuals = sum((sum(one) - mean * len(one)) ** 2 for one in members.values())
+    if num_groups > 1 and residuals > 1e-12 and 0 < mean < 1:
+        variance = num_groups / (num_groups - 1) * residuals / count**2
+        df = num_groups - 1
+        quantile = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)  # Student's t
+        effective = min(max(mean * (1 - mean) / variance * (z / quantile) ** 2, effective), float(count))
+    return wilson_interval(mean * effective, effective, z)
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from helpers.processes import GRACE, PATIENCE, started
 from helpers.servers import Handler, half_closed, status
 
 from lightrlhf import judge
+from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.storage.jsonl import read_jsonl
 
 
@@ -158,7 +159,8 @@ def test_a_function_judges_by_its_scores(tmp_path):
     results, records = run([files[0], longer], *flags)
     assert [row["verdict"] for row in records] == ["A", "A", "A", "malformed", "A"]
     assert records[0]["score_a"] == -1 and records[0]["score_b"] == -2
-    assert results["win"] == 1 and results["win_rate_interval"] == [1, 1] and "orders_disagree" not in results
+    assert results["win"] == 1 and results["win_rate_interval"] == pytest.approx([0.5101, 1], abs=1e-4)
+    assert "orders_disagree" not in results
 
 
 def test_a_reward_model_judges_as_it_scores(tmp_path, rm_dir, tokenizer):
@@ -247,13 +249,45 @@ def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
-def test_the_interval_is_that_of_the_bootstrap():
-    scores = torch.tensor([1.0] * 60 + [0.0] * 40, dtype=torch.float64)
-    found = judge.with_interval("w", scores[None] @ judge.resampled(100, 0).T / 100)
-    assert found["w"] == pytest.approx(0.6)
-    low, high = found["w_interval"]
-    half = 1.96 * (0.6 * 0.4 / 100) ** 0.5
-    assert (low, high) == pytest.approx((0.6 - half, 0.6 + half), abs=0.02)
+def verdicts(text: str, prompts: str | None = None) -> list[dict]:
+    """Records of verdicts A, B and = (a tie), on prompts named by letters, each its own by default."""
+    names = prompts or [str(i) for i in range(len(text))]
+    return [{"verdict": {"=": "tie"}.get(v, v), "prompt": p, "a": "x", "b": "y"} for v, p in zip(text, names)]
+
+
+def test_few_equal_verdicts_are_not_certain():
+    results = judge.summary(verdicts("AAA"), seed=0)
+    for name, interval in (
+        ("win", (0.4385, 1)),
+        ("tie", (0, 0.5615)),
+        ("loss", (0, 0.5615)),
+        ("win_rate", (0.4385, 1)),
+    ):
+        assert results[f"{name}_interval"] == pytest.approx(interval, abs=1e-4)
+    low, high = results["length_controlled_win_rate_interval"]
+    assert low < 0.5 and high > 0.99
+    low, high = judge.summary(verdicts("==="), seed=0)["win_rate_interval"]
+    assert low < 0.2 and high > 0.8
+
+
+def test_intervals_are_wilsons_of_the_pairs_ties_half():
+    results = judge.summary(verdicts("A" * 50 + "B" * 30 + "=" * 20), seed=0)
+    assert results["win_rate_interval"] == pytest.approx(wilson_interval(60, 100))
+    assert results["tie_interval"] == pytest.approx(wilson_interval(20, 100))
+
+
+def test_verdicts_on_one_prompt_are_not_as_many_observations():
+    once = judge.summary(verdicts("AABAB"), seed=0)["win_rate_interval"]
+    thrice = judge.summary(verdicts("AABAB" * 3, "abcde" * 3), seed=0)["win_rate_interval"]
+    assert thrice == pytest.approx(once)
+
+
+@pytest.mark.parametrize("judged_by", ["helpers.rewards:thousands"])
+def test_only_equal_scores_or_equal_texts_tie(tmp_path, judged_by):
+    one = write(tmp_path, "one.jsonl", {"p0": "1000.009", "p1": "1000.000", "p2": "7", "p3": "inf"})
+    two = write(tmp_path, "two.jsonl", {"p0": "1000.000", "p1": "1000.0000", "p2": "7", "p3": "1"})
+    _, records = run([one, two], "--judge", judged_by, "--output_file", str(tmp_path / "out.jsonl"))
+    assert [row["verdict"] for row in records] == ["A", "tie", "tie", "malformed"]
 
 
 def test_length_control_takes_out_what_length_explains():
