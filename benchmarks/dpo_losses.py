@@ -29,7 +29,7 @@ THEIRS = {  # our name: TRL's
     "nca_pair": "nca_pair",
     "sppo_hard": "sppo_hard",
     "exo_pair": "exo_pair",
-    "bco_pair": "bco_pair",  # TRL omits the running mean; the same as ours before the first step
+    "bco_pair": "bco_pair",  # TRL's has no d (1.16); the same as ours before the first step, where d is 0
     "apo_zero": "apo_zero",
     "apo_down": "apo_down",
     "aot": "aot",

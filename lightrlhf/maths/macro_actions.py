@@ -117,9 +117,12 @@ def value_unit(values: Tensor, segments: Tensor) -> Tensor:
 
 def value_position(values: Tensor, segments: Tensor) -> Tensor:
     """A segment's value as the mean weighted by 1 / (|w| - i), i the token's number: late tokens count more."""
-    weights = 1 / (broadcast(lengths(segments), segments) - place(segments)).clamp(min=1)
-    weights = torch.where(segments >= 0, weights, torch.zeros_like(weights))
-    return reduce_sum(values * weights, segments) / reduce_sum(weights, segments).clamp(min=1e-8)
+    return _weighted_mean(values, 1 / (broadcast(lengths(segments), segments) - place(segments)).clamp(min=1), segments)
+
+
+def value_position_first(values: Tensor, segments: Tensor) -> Tensor:
+    """The same weighted by 1 / (i + 1), as in the authors' code: early tokens count more."""
+    return _weighted_mean(values, 1 / (place(segments).to(values.dtype) + 1), segments)
 
 
 def value_first(values: Tensor, segments: Tensor) -> Tensor:
@@ -131,8 +134,15 @@ VALUE_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "equal": value_equal,
     "unit": value_unit,
     "position": value_position,
+    "position_first": value_position_first,
     "first": value_first,
 }
+
+
+def _weighted_mean(values: Tensor, weights: Tensor, segments: Tensor) -> Tensor:
+    """Mean of each segment's values by weights (B, T-1): -> (B, M), 0 of no action."""
+    weights = torch.where(segments >= 0, weights, torch.zeros_like(weights))
+    return reduce_sum(values * weights, segments) / reduce_sum(weights, segments).clamp(min=1e-8)
 
 
 def _off_actions(segments: Tensor, action_mask: Tensor) -> Tensor:

@@ -95,6 +95,8 @@ def test_value_functions_by_hand():
     assert macro.value_first(values, segments)[0].tolist() == [2, 5, 8]
     position = (2 / 3 + 3 / 2 + 4) / (1 / 3 + 1 / 2 + 1)
     assert macro.value_position(values, segments)[0].tolist() == pytest.approx([position, position + 3, 8])
+    early = (2 + 3 / 2 + 4 / 3) / (1 + 1 / 2 + 1 / 3)
+    assert macro.value_position_first(values, segments)[0].tolist() == pytest.approx([early, early + 3, 8])
 
 
 def test_a_segments_reward_is_summed_and_discounted_within():
