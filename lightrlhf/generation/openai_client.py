@@ -1,21 +1,32 @@
 """Client of OpenAI-compatible servers: vLLM, SGLang, `transformers serve`, or hosted ones.
 
 Requests go to the servers in turn, several at a time, and replies are returned in the order of the requests. After a
-busy server (429, 5xx), a time-out or a broken connection a request is retried, at the next server if there are several,
-with exponential backoff or after the server's Retry-After. The key is read from OPENAI_API_KEY and never written.
+busy server (429, 5xx), a time-out, a broken connection or a reply that is no answer a request is retried, at the next
+server if there are several, with exponential backoff or after the server's Retry-After. The key is read from
+OPENAI_API_KEY and never written.
+
+Each request has a connection of its own, so that no surplus answer can pass for that of the next request, and one
+deadline from connecting to the last byte. Only one choice, with text and an ordinary end, counts as an answer.
 
 Left out: streaming, tools, images, and starting servers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import itertools
+import json
+import math
 import os
+import re
+import secrets
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -25,12 +36,17 @@ import httpx2
 import tenacity
 
 from lightrlhf.cli.args import RARE, check_at_least, check_positive
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, UsageError
 
 KEY = "OPENAI_API_KEY"
 LONGEST_WAIT = 60.0  # seconds between two attempts, without a Retry-After
 LONGEST_RETRY_AFTER = 600.0  # seconds
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
+LONGEST_REPLY = 16 * 2**20  # bytes after decompression: far above any completion
+HEALTH_DEADLINE = 10.0  # seconds
+TRUNCATED = {"stop": False, "eos_token": False, "stop_sequence": False, "length": True}  # by finish_reason of answers
+NO_ANSWER = ("content_filter", "tool_calls", "function_call")  # ends that another attempt would not change
+REQUEST_ID = re.compile(r"lightrlhf-([0-9a-f]{16})-")  # the hash of its body, which an echo must repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +67,11 @@ class RemoteArgs:
     def check_remote(self) -> None:
         """Raises: ValueError, one line, when an address or a limit cannot be used."""
         for url in self.base_url:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            try:
+                parts, port = urlsplit(url), httpx2.URL(url).port
+            except (ValueError, httpx2.InvalidURL) as problem:
+                raise ValueError(f"--base_url {url!r} is not an address: {problem}") from None
+            if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
                 raise ValueError(f"--base_url {url} is not an address such as http://localhost:8000/v1")
             if parts.username or parts.password:
                 raise ValueError(f"--base_url at {parts.hostname} contains a password; put it into {KEY}")
@@ -63,7 +82,7 @@ class RemoteArgs:
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply of a server; `error` is its reason for refusing this request (status 400, 413, 422)."""
+    """Reply of a server; `error` is why it has no answer: a refusal (status 400, 413, 422, a filter), or no text."""
 
     text: str = ""
     truncated: bool = False  # stopped by length
@@ -78,21 +97,37 @@ class Busy(Exception):
         self.seconds = seconds
 
 
+class Unanswered(Busy):
+    """A completion without usable text; when retries do not help, it is reported like a refusal."""
+
+
 class Servers:
     """One model at one or several addresses."""
 
     def __init__(self, args: RemoteArgs, model: str, first_wait: float = 1.0) -> None:
         self.args, self.model, self.first_wait = args, model, first_wait
         self.urls = [url.rstrip("/") for url in args.base_url]
-        key = os.environ.get(KEY)
-        self.client = httpx2.Client(
-            timeout=httpx2.Timeout(args.request_timeout, connect=min(30.0, args.request_timeout)),
-            limits=httpx2.Limits(max_connections=args.max_workers),
+        self.told: set[str] = set()  # other models' names in answers
+        key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and (key.isprintable() or not key)):
+            raise UsageError(f"{KEY} has characters that no key has; set it again")
+        self.client = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=min(30.0, args.request_timeout)),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
+        self.slots = asyncio.Semaphore(args.max_workers)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="requests", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
-        self.client.close()
+        """End what is under way and the thread of the requests."""
+        if self.thread.is_alive():
+            self._start(self.client.aclose()).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.loop.close()
 
     def __enter__(self) -> Servers:
         return self
@@ -107,7 +142,7 @@ class Servers:
         """
         end = time.monotonic() + self.args.health_timeout
         for url in self.urls:
-            while problem := self._health_problem(url):
+            while problem := self._start(self._health_problem(url)).result():
                 if time.monotonic() > end:
                     raise RunFailure(
                         f"--base_url {url} did not answer within {self.args.health_timeout:g} s ({problem}); "
@@ -119,55 +154,65 @@ class Servers:
         """Yield one reply per request, in order; later requests are sent ahead.
 
         A request is the body of a chat completion (`messages`) or a plain one (`prompt`), without `model`.
-        Raises: RunFailure when a server keeps failing, does not have the model, or refuses the key or all requests.
+        Raises: RunFailure when a server keeps failing, does not have the model, or refuses the key or all requests;
+            UsageError for a request that is not valid Unicode or JSON.
         """
-        stop = threading.Event()  # ends the waits of requests whose replies are no longer needed
-        executor = ThreadPoolExecutor(self.args.max_workers, thread_name_prefix="request")
-        waiting: deque[Any] = deque()
+        waiting: deque[Future[Reply]] = deque()
         numbered = enumerate(requests)
         answered = refused = 0
         try:
             for number, request in itertools.islice(numbered, 4 * self.args.max_workers):
-                waiting.append(executor.submit(self._ask, number, request, stop))
+                waiting.append(self._start(self._ask(number, request)))
             while waiting:
                 reply = waiting.popleft().result()
                 answered, refused = answered + (reply.error is None), refused + (reply.error is not None)
                 if not answered and refused >= MAX_REFUSALS:
                     raise RunFailure(f"--base_url {self.urls[0]} refuses every request: {reply.error}")
                 for number, request in itertools.islice(numbered, 1):
-                    waiting.append(executor.submit(self._ask, number, request, stop))
+                    waiting.append(self._start(self._ask(number, request)))
                 yield reply
         finally:
-            stop.set()
-            executor.shutdown(wait=False, cancel_futures=True)
+            for future in waiting:  # replies that are no longer needed
+                future.cancel()
 
-    def _ask(self, number: int, request: dict[str, Any], stop: threading.Event) -> Reply:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def _ask(self, number: int, request: dict[str, Any]) -> Reply:
         attempts = itertools.count(number)
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_any(
-                tenacity.stop_after_attempt(self.args.max_attempts), tenacity.stop_when_event_set(stop)
-            ),
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.args.max_attempts),
             wait=self._seconds_to_wait,
-            retry=tenacity.retry_if_exception_type((Busy, httpx2.TransportError)),
-            sleep=tenacity.sleep_using_event(stop),
+            retry=tenacity.retry_if_exception_type((Busy, httpx2.RequestError)),
             reraise=True,
         )
         url = self.urls[number % len(self.urls)]
-        try:
-            for attempt in retrying:
-                with attempt:
-                    url = self.urls[next(attempts) % len(self.urls)]
-                    return self._ask_once(url, request)
-        except (Busy, httpx2.TransportError) as problem:
-            raise RunFailure(
-                f"--base_url {url} failed {self.args.max_attempts} times, last with: {_message(problem)}; "
-                "complete rows are kept, run the same command to resume"
-            ) from None
+        async with self.slots:
+            try:
+                async for attempt in retrying:
+                    with attempt:
+                        url = self.urls[next(attempts) % len(self.urls)]
+                        return await self._ask_once(url, request)
+            except Unanswered as problem:
+                return Reply(error=str(problem))
+            except (Busy, httpx2.RequestError) as problem:
+                raise RunFailure(
+                    f"--base_url {url} failed {self.args.max_attempts} times, last with: {_message(problem)}; "
+                    "complete rows are kept, run the same command to resume"
+                ) from None
         raise AssertionError("tenacity returns or raises")
 
-    def _ask_once(self, url: str, request: dict[str, Any]) -> Reply:
-        path = "/chat/completions" if "messages" in request else "/completions"
-        response = self.client.post(url + path, json={"model": self.model, **request})
+    async def _ask_once(self, url: str, request: dict[str, Any]) -> Reply:
+        chat = "messages" in request
+        path = "/chat/completions" if chat else "/completions"
+        try:
+            text = json.dumps({"model": self.model, **request}, ensure_ascii=False, allow_nan=False)
+            content = text.encode("utf-8")
+        except ValueError as problem:  # half of a surrogate pair, NaN
+            raise UsageError(f"a request to --base_url {url} cannot be written: {_one_line(str(problem))}") from None
+        asked = hashlib.sha256(content).hexdigest()[:16]
+        headers = {"Content-Type": "application/json", "X-Request-Id": f"lightrlhf-{asked}-{secrets.token_hex(4)}"}
+        response = await self._send("POST", url + path, self.args.request_timeout, content=content, headers=headers)
         status = response.status_code
         if status == 429 or status in (408, 409, 425) or status >= 500:
             raise Busy(f"status {status}: {_reason(response)}", _retry_after(response))
@@ -176,13 +221,43 @@ class Servers:
         if status in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {status}); set {KEY}")
         if status != 200:
-            raise RunFailure(f"--base_url {url} answered {path} with status {status}: {_reason(response)}")
+            elsewhere = _one_line(response.headers.get("location", ""))
+            raise RunFailure(
+                f"--base_url {url} answered {path} with status {status}"
+                + (f", a redirection to {elsewhere}" if elsewhere else f": {_reason(response)}")
+            )
         try:
-            choice = response.json()["choices"][0]
-            text = choice["message"]["content"] if "messages" in request else choice["text"]
-            return Reply(text or "", choice.get("finish_reason") == "length")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise Busy(f"a reply that is not a completion: {response.text[:200]!r}") from None
+            body = json.loads(response.content)
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            raise Busy(f"a reply that is not a completion: {_one_line(_text(response))[:200]!r}")
+        for echo in (response.headers.get("x-request-id", ""), str(body.get("id", ""))):
+            if (other := REQUEST_ID.search(echo)) and other[1] != asked:
+                raise Busy("the reply to another request")
+        reply = _reply(body, chat)
+        self._tell_other_model(url, body.get("model"))
+        return reply
+
+    async def _send(self, method: str, url: str, deadline: float, **more: Any) -> httpx2.Response:
+        """The whole response. Raises: Busy when it is not complete at the deadline, in seconds, or too long."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(deadline), self.client.stream(method, url, **more) as response:
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > LONGEST_REPLY:
+                        raise Busy(f"a reply of more than {LONGEST_REPLY:,} bytes")
+        except TimeoutError:
+            raise Busy(f"no whole reply within {deadline:g} s") from None
+        headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() != "content-encoding"]
+        return httpx2.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
+
+    def _tell_other_model(self, url: str, name: object) -> None:
+        """Say once that answers are of a model by another name than asked for."""
+        if isinstance(name, str) and name.partition("@")[0] != self.model and name not in self.told:  # name@revision
+            self.told.add(name)
+            print(f"--base_url {url} answers as {_one_line(name)}, asked for {self.model}", file=sys.stderr)
 
     def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
         problem = state.outcome.exception() if state.outcome else None
@@ -190,16 +265,49 @@ class Servers:
             return problem.seconds
         return tenacity.wait_exponential_jitter(self.first_wait, LONGEST_WAIT, jitter=self.first_wait)(state)
 
-    def _health_problem(self, url: str) -> str | None:
+    async def _health_problem(self, url: str) -> str | None:
+        deadline = min(HEALTH_DEADLINE, self.args.health_timeout)
         try:
-            response = self.client.get(url.removesuffix("/v1") + "/health", timeout=10.0)
+            response = await self._send("GET", url.removesuffix("/v1") + "/health", deadline)
             if response.status_code in (401, 403, 404, 405):  # no such path; every server has /models
-                response = self.client.get(url + "/models", timeout=10.0)
-        except httpx2.TransportError as problem:
+                response = await self._send("GET", url + "/models", deadline)
+        except (Busy, httpx2.RequestError) as problem:
             return _message(problem)
         if response.status_code in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {response.status_code}); set {KEY}")
         return None if response.status_code == 200 else f"status {response.status_code}"
+
+
+def _reply(body: dict[str, Any], chat: bool) -> Reply:
+    """The one answer of a completion. Raises: Busy for anything else; Unanswered when it has no usable text."""
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+    choice, more = choices[0], len(choices) - 1
+    message = choice.get("message" if chat else "text") if isinstance(choice, dict) else None
+    index = choice.get("index") if isinstance(choice, dict) else None
+    if more or (index is not None and (type(index) is not int or index != 0)):
+        raise Busy(f"an answer that was not asked for: {len(choices)} choices, the first with index {index!r}"[:200])
+    if chat and not (isinstance(message, dict) and message.get("role") in (None, "assistant")):
+        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+    text = message.get("content") if chat else message
+    end, refusal = choice.get("finish_reason"), chat and (message.get("refusal") or message.get("tool_calls"))
+    if refusal or (isinstance(end, str) and end in NO_ANSWER):
+        why = f": {refusal}" if isinstance(refusal, str) else ""
+        return Reply(error=_one_line(f"not answered, finish_reason {end}{why}")[:300])
+    if not isinstance(end, str) or end not in TRUNCATED:
+        raise Busy(_one_line(f"an answer with finish_reason {end!r}")[:200])
+    if text is None and TRUNCATED[end]:  # a model that was still reasoning
+        return Reply(error="not answered, no text before finish_reason length")
+    if text is None:
+        raise Unanswered("not answered, no text")
+    if not isinstance(text, str):
+        raise Busy(f"a text that is a {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Unanswered("not answered, half of a surrogate pair in the text") from None
+    return Reply(text, TRUNCATED[end])
 
 
 def _retry_after(response: httpx2.Response) -> float | None:
@@ -210,21 +318,32 @@ def _retry_after(response: httpx2.Response) -> float | None:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
 
 
 def _reason(response: httpx2.Response) -> str:
     """A server's reason for a refusal, in one line."""
     try:
-        body = response.json()
+        body = json.loads(response.content)
         error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
         text = error.get("message", error) if isinstance(error, dict) else error
-    except ValueError:
-        text = response.text
-    return " ".join(str(text).split())[:300] or response.reason_phrase
+        text = text if isinstance(text, str) else json.dumps(text)
+    except (ValueError, RecursionError):
+        text = _text(response)
+    return _one_line(text)[:300] or response.reason_phrase
+
+
+def _text(response: httpx2.Response) -> str:
+    """The start of a body, whatever its Content-Type says of the encoding."""
+    return response.content[:5000].decode("utf-8", "replace")
 
 
 def _message(problem: Exception) -> str:
-    return str(problem) or type(problem).__name__
+    return _one_line(str(problem))[:300] or type(problem).__name__
+
+
+def _one_line(text: str) -> str:
+    """Text of a server without line breaks, control characters of terminals and halves of surrogate pairs."""
+    return " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in text[:5000]).split())

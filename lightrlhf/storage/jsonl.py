@@ -151,7 +151,7 @@ class JsonlWriter:
         end = content.rfind(b"\n") + 1
         if end < len(content):
             self._file.truncate(end)
-        lines = content[:end].decode("utf-8", errors="replace").split("\n")[:-1]
+        lines = content[:end].split(b"\n")[:-1]
         return [_parse(line, self.path, number) for number, line in enumerate(lines, start=1)]
 
 
@@ -200,11 +200,18 @@ def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def _parse(line: str, path: Path, number: int) -> Row:
+def _parse(line: str | bytes, path: Path, number: int) -> Row:
     try:
-        row = json.loads(line)
+        text = line if isinstance(line, str) else line.decode("utf-8")
+        row = json.loads(text)
+        if "\\ud" in text.lower():  # halves of surrogate pairs, which no tokenizer, server or file takes
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as problem:
+        raise UsageError(f"{path}:{number} is not valid Unicode: {problem.reason}") from None  # type: ignore[attr-defined]
     except ValueError as problem:
         raise UsageError(f"{path}:{number} is not JSON: {problem}") from None
+    except RecursionError:
+        raise UsageError(f"{path}:{number} is nested too deeply") from None
     if not isinstance(row, dict):
         raise UsageError(f"{path}:{number} is not a JSON object but a {type(row).__name__}")
     return row
