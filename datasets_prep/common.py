@@ -46,7 +46,7 @@ from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
-from lightrlhf.cli.args import RARE, check_at_least
+from lightrlhf.cli.args import RARE, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import SPLITS
@@ -129,6 +129,7 @@ class PrepareArgs:
     """Tokenising processes; one per core by default."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("max_length", "max_turns", "max_dialogue_length"):
             check_at_least(self, name, 1)
         for name in ("max_prompt_length", "num_samples", "num_proc", "preview"):

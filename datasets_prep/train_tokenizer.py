@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets_prep.reading import Source
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 
@@ -44,6 +44,7 @@ class TokenizerArgs:
     """Maximum number of raw rows to read; more than some ten thousand change little."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "vocab_size", MIN_VOCABULARY)
         check_at_least(self, "num_samples", 1)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, SealArgs, check_at_least
+from lightrlhf.cli.args import RARE, SealArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import Row, save_split, split_by_hash
@@ -81,6 +81,7 @@ class AnnotateArgs(SealArgs):
     """cpu, cuda, mps or auto."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "rollout_mini_batch_size", 1)
         check_at_least(self, "length_penalty", 0)
         find_device(self.accelerator)
@@ -104,6 +105,7 @@ class AnnotateArgs(SealArgs):
 
 def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
     """Score responses and choose pairs; returns the file with rewards. `reward` replaces what the flags would load."""
+    check_args(args, AnnotateArgs)
     rows = read_jsonl(args.responses_file, needs=("prompt", "responses"))
     if not rows:
         raise UsageError(f"--responses_file {args.responses_file} has no rows")

@@ -37,6 +37,7 @@ from lightrlhf.cli.args import (
     EvalArgs,
     StartArgs,
     TrainArgs,
+    check_args,
     check_at_least,
     check_data_dir,
     check_positive,
@@ -231,6 +232,7 @@ def train(
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, DPOArgs)
     if rows is None:
         check_data_dir(args)
     args.check_start(policy)

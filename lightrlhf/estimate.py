@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import ModelArgs, check_at_least
+from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
@@ -63,6 +63,7 @@ class EstimateArgs(ModelArgs):
     }
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.model_name or self.model_name == "tiny":
             raise ValueError(
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
@@ -74,6 +75,7 @@ class EstimateArgs(ModelArgs):
 
 def run(args: EstimateArgs) -> dict[str, float]:
     """Estimate memory; returns the bytes of each part."""
+    check_args(args, EstimateArgs)
     parts = estimate(args, shape_of(args))
     show(args, parts)
     return parts

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf import evaluate_dialogues, evaluate_env
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_at_least
+from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -79,6 +79,7 @@ class EvaluateArgs(GenerationArgs, SealArgs):
     """cpu, cuda, mps or auto."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_generation()
         check_at_least(self, "rollout_mini_batch_size", 1)
         if self.num_samples is not None:
@@ -110,6 +111,7 @@ EvaluateArgs.REMOVED["by_turn"] = (False, "use lightrlhf.evaluate_dialogues")
 
 def run(args: EvaluateArgs) -> list[dict[str, Any]]:
     """Evaluate models; returns one row of results per model, in the order of the table."""
+    check_args(args, EvaluateArgs)
     device = find_device(args.accelerator)
     data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
     if data_dir is None:
@@ -328,9 +330,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None, list[str]]:
     """`main` of the program that `--env` or `--by_turn True` calls, None for this one, and the words without --by_turn.
 
-    Raises: UsageError when the value of --by_turn is neither True nor False.
+    Raises: UsageError when the value of --by_turn is not True.
     """
-    others, by_turn = [], "False"
+    others, by_turn = [], None
     remaining = iter(words)
     for word in remaining:
         flag, equals, value = word.partition("=")
@@ -338,11 +340,13 @@ def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None
             by_turn = value if equals else next(remaining, "")
         else:
             others.append(word)
-    if by_turn.lower() not in ("true", "false"):
+    if by_turn is not None and by_turn.lower() not in ("true", "false"):
         raise UsageError(f"--by_turn {by_turn} is not True or False")
+    if by_turn is not None and by_turn.lower() == "false":
+        raise UsageError("--by_turn False has no effect: this program never evaluates by turn; leave it out")
     if any(word.partition("=")[0] == "--env" for word in others):
         return evaluate_env.main, others
-    return evaluate_dialogues.main if by_turn.lower() == "true" else None, others
+    return evaluate_dialogues.main if by_turn else None, others
 
 
 @one_line_errors

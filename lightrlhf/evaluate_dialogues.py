@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_at_least
+from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -62,6 +62,7 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
     """cpu, cuda, mps or auto."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_generation()
         self.check_user()
         check_at_least(self, "rollout_mini_batch_size", 1)
@@ -79,6 +80,7 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
 
 def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     """Evaluate models turn by turn; returns one row per model: mean scores and win rates with 95% intervals."""
+    check_args(args, EvaluateDialoguesArgs)
     device = find_device(args.accelerator)
     data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
     if data_dir is None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import RARE, ModelArgs, check_at_least
+from lightrlhf.cli.args import RARE, ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS, PATHS
 from lightrlhf.cli.parser import parse
@@ -85,6 +85,7 @@ class EvaluateEnvArgs(RemoteArgs):
     """cpu, cuda, mps or auto."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_remote()
         for name in ("eval_reps", "num_envs", "agent_attempts", "rollout_mini_batch_size", "max_new_tokens"):
             check_at_least(self, name, 1)
@@ -109,6 +110,7 @@ class EvaluateEnvArgs(RemoteArgs):
 
 def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
     """Evaluate agents; returns a row each for the oracle, random commands, the experiments and the remote model."""
+    check_args(args, EvaluateEnvArgs)
     device = find_device(args.accelerator)
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
     starts = starts_of(args, envs[0])

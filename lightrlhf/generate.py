@@ -31,8 +31,10 @@ from lightrlhf.cli.args import (
     GenerationArgs,
     ModelArgs,
     SealArgs,
+    check_args,
     check_at_least,
     check_data_dir,
+    check_types,
 )
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
@@ -109,6 +111,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
     """Processes on this machine, one device each, that share the prompts."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_generation()
         self.check_remote()
         find_device(self.accelerator)
@@ -158,6 +161,7 @@ class Shard(NamedTuple):
 
 def run(args: GenerateArgs) -> list[str]:
     """Sample responses; returns the files, one per temperature."""
+    check_args(args, GenerateArgs)
     shard, device, barrier = start_ranks(args)
     prompts = load_prompt_rows(args)
     engine = None

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import ModelArgs, check_at_least, check_data_dir
+from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -131,6 +131,7 @@ def train(
     number or None for each; on_step: called with (iteration, metrics) after each iteration, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, IterativeRefuelArgs)
     is_given = dialogues is not None
     given = given_objects(dialogues=dialogues, user=user, reward=reward)
     args.check_start()

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import RARE, check_at_least
+from lightrlhf.cli.args import RARE, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -124,6 +124,7 @@ class JudgeArgs(RemoteArgs):
     """Largest number of sampled rows with the same value in the column `subreddit`."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_remote()
         for name in ("max_malformed", "max_new_tokens", "rollout_mini_batch_size"):
             check_at_least(self, name, 1)
@@ -153,6 +154,7 @@ class JudgeArgs(RemoteArgs):
 
 def run(args: JudgeArgs) -> Row | list[str]:
     """Compare two files of responses; returns the results, or the sampled files."""
+    check_args(args, JudgeArgs)
     if args.sample is not None:
         return write_samples(args, args.sample)
     pairs, unmatched = matched(args)

@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.cli.args import RARE, DataArgs, ModelArgs, RewardArgs, SamplingArgs, check_at_least, check_data_dir
+from lightrlhf.cli.args import (
+    RARE,
+    DataArgs,
+    ModelArgs,
+    RewardArgs,
+    SamplingArgs,
+    check_args,
+    check_at_least,
+    check_data_dir,
+)
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
@@ -147,6 +156,7 @@ def train(
     `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, OnlineDPOArgs)
     if prompts is None:
         check_data_dir(args)
     args.check_start()

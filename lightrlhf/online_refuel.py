@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import check_at_least, check_data_dir
+from lightrlhf.cli.args import check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -127,6 +127,7 @@ def train(
     `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, OnlineRefuelArgs)
     is_given = dialogues is not None
     given = given_objects(policy=policy, tokenizer=tokenizer, dialogues=dialogues, user=user, reward=reward)
     args.check_start(policy)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
@@ -23,6 +24,7 @@ from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.results import new_figure, save_figure
 from lightrlhf.storage.run_dir import labels, read_metrics, short_name, stored
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
 PREFERRED = (
     "train/loss",
     "val/loss",
@@ -59,13 +61,28 @@ class PlotArgs:
     """Points in the moving average of the thick line; 1 draws the logged values."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "smoothing", 1)
+        if self.output_file is not None:
+            check_picture(Path(self.output_file))
         if bool(self.experiment_dir) == bool(self.responses_file):
             raise ValueError("--experiment_dir or --responses_file needs at least one path, and not both")
 
 
+def check_picture(path: Path) -> None:
+    """Raises: ValueError, before any work, when a picture cannot be written to `path`."""
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--output_file {path} must end in one of {', '.join(PICTURES)}")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
+        raise ValueError(f"--output_file {path} {what}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--output_file {path} cannot be written: Permission denied")
+
+
 def run(args: PlotArgs) -> str:
     """Draw curves; returns the path of the picture."""
+    check_args(args, PlotArgs)
     if args.responses_file:
         output = Path(args.output_file or Path(args.responses_file[0]).parent / "curves.png")
         draw_best_of_n([read_sweep(name) for name in args.responses_file], output)

@@ -38,6 +38,7 @@ from lightrlhf.cli.args import (
     SamplingArgs,
     StartArgs,
     TrainArgs,
+    check_args,
     check_at_least,
     check_data_dir,
     check_positive,
@@ -214,6 +215,7 @@ def train(
     metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, PPOArgs)
     if prompts is None:
         check_data_dir(args)
     args.check_start(policy)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import RARE, EvalArgs, StartArgs, TrainArgs, check_at_least, check_positive
+from lightrlhf.cli.args import RARE, EvalArgs, StartArgs, TrainArgs, check_args, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS
 from lightrlhf.cli.parser import parse
@@ -214,6 +214,7 @@ def train(
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, ReflectRLArgs)
     args.check_start(policy and tokenizer)
     made = make_envs(args, envs)
     stages = curriculum(made[0].levels, args.levels, args.stages)

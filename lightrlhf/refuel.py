@@ -34,6 +34,7 @@ from lightrlhf.cli.args import (
     SamplingArgs,
     StartArgs,
     TrainArgs,
+    check_args,
     check_data_dir,
     check_positive,
 )
@@ -189,6 +190,7 @@ def train(
     `data.rows`; on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, RefuelArgs)
     if rows is None:
         check_data_dir(args)
     args.check_start(policy)

@@ -28,7 +28,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, StartArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import (
+    DataSetsArgs,
+    EvalArgs,
+    ModelArgs,
+    StartArgs,
+    TrainArgs,
+    check_args,
+    check_data_dir,
+    check_positive,
+)
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
@@ -145,6 +154,7 @@ def train(
     with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, RMArgs)
     if rows is None:
         check_data_dir(args)
     args.check_start(policy)

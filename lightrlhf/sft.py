@@ -18,7 +18,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import RARE, DataSetsArgs, EvalArgs, ModelArgs, TrainArgs, check_data_dir, check_positive
+from lightrlhf.cli.args import (
+    RARE,
+    DataSetsArgs,
+    EvalArgs,
+    ModelArgs,
+    TrainArgs,
+    check_args,
+    check_data_dir,
+    check_positive,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, finetune_batch, micro_batch_indices, micro_batches, pack
@@ -82,6 +91,7 @@ def train(
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
+    check_args(args, SFTArgs)
     if rows is None:
         check_data_dir(args)
     if policy is None and args.model_name is None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import quiet_libraries
@@ -49,6 +49,7 @@ class PretrainArgs:
     """Seed of corpus, tokenizer and initialisation."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "num_steps", 1)
         check_at_least(self, "batch_size", 2)
 

@@ -29,7 +29,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import SPLITS
@@ -84,6 +84,7 @@ class TaskArgs(RemoteArgs):
     """Seed of the sampled files and questions, and of the splits."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_remote()
         for name in ("tasks_per_file", "max_new_tokens"):
             check_at_least(self, name, 1)

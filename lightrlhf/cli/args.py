@@ -25,6 +25,7 @@ TYPES: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
     str: (str, "a text"),
 }
+LARGEST = 2**53  # of whole numbers; every smaller one is a float, too
 RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
 INPUT = {"input": True}  # metadata of what a program reads; `--help` shows it first
 STARTS = INPUT | {"required": "a model"}  # metadata of flags of which a program needs one
@@ -405,22 +406,67 @@ def best_metric(keep_best: str) -> tuple[str, bool]:
 
 
 def check_types(args: Any) -> None:
-    """Raises: ValueError when a value is not of its field's type, as calls from Python can give; paths become texts."""
+    """Make paths texts. Raises: ValueError, one line, when a value cannot be meant whatever its flag.
+
+    That is one of another type than its field, as calls from Python can give; a number that is not finite, or too large
+    to be exact; a seed below 0 or of more than 32 bits; a text that no file system or file takes.
+    """
     for name, hint in get_type_hints(type(args)).items():
         value = getattr(args, name, None)
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kind = next(option for option in options if option is not NoneType)
+        kinds = [option for option in options if option is not NoneType]
         if get_origin(hint) is ClassVar or (value is None and NoneType in options):
             continue
-        if kind is str and isinstance(value, PathLike):
-            object.__setattr__(args, name, fspath(value))
-        elif get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                raise ValueError(f"--{name} {value} is not one of {', '.join(map(str, get_args(kind)))}")
-        elif kind in TYPES:
-            accepted, words = TYPES[kind]
-            if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
-                raise ValueError(f"--{name} {value!r} is not {words}")
+        if str in kinds and isinstance(value, PathLike):
+            value = fspath(value)
+            object.__setattr__(args, name, value)
+        of_items = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        if of_items is not None and isinstance(value, list | tuple):
+            items = [fspath(item) if isinstance(item, PathLike) else item for item in value]
+            object.__setattr__(args, name, items)
+            for item in items:
+                check_value(name, item, of_items)
+        elif len(kinds) == 1 and of_items is not None:
+            raise ValueError(f"--{name} {value!r} is not a list")
+        elif len(kinds) == 1:
+            check_value(name, value, kinds[0])
+        elif isinstance(value, str):
+            check_value(name, value, str)
+
+
+def check_value(name: str, value: Any, kind: Any) -> None:
+    """Raises: ValueError naming the flag when a value of it, or an item of its list, cannot be meant."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"--{name} {value} is not one of {', '.join(map(str, get_args(kind)))}")
+    elif kind in TYPES:
+        accepted, words = TYPES[kind]
+        if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+            raise ValueError(f"--{name} {value!r} is not {words}")
+        if kind is str and ("\0" in value or not _is_unicode(value)):
+            raise ValueError(f"--{name} {value!r} has characters that no file takes")
+        number: Any = value
+        if kind is float and not (isinstance(number, Integral) or math.isfinite(number)):
+            raise ValueError(f"--{name} {value} must be a finite number")
+        if isinstance(number, Integral) and abs(number) > LARGEST:
+            raise ValueError(f"--{name} has a number of {len(str(number))} digits, which is beyond any use")
+        if kind is int and (name == "seed" or name.endswith("_seed")) and not 0 <= number < 2**32:
+            raise ValueError(f"--{name} {value} must be at least 0 and below 2^32")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_args(args: Any, args_class: type) -> None:
+    """Raises: UsageError when a program called from Python got something else than its own arguments."""
+    if not isinstance(args, args_class):
+        given = args.__name__ if isinstance(args, type) else type(args).__name__
+        raise UsageError(f"args: {args_class.__name__}(...) is needed, not {given}")
 
 
 def check_at_least(args: Any, name: str, least: float) -> None:

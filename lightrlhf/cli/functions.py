@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 
 REWARD_SHAPE = "f(prompts, completions, **columns) -> list[float]"
 
@@ -17,8 +17,11 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE) -> Callable[.
     module, colon, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise UsageError(f"{flag} {path} cannot be imported as package.module:function: {problem}") from None
+    except (Exception, SystemExit) as problem:  # whatever the module raises
+        kind = "" if isinstance(problem, ImportError | AttributeError | ValueError) else f"{type(problem).__name__}: "
+        raise UsageError(
+            f"{flag} {path} cannot be imported as package.module:function: {kind}{first_line(problem)[:300]}"
+        ) from None
     if not colon or not callable(function):
         raise UsageError(f"{flag} {path} is not of the form package.module:function")
     check_columns(function, f"{flag} {path}", shape)
@@ -30,8 +33,11 @@ def check_columns(function: Any, name: str, shape: str = REWARD_SHAPE) -> None:
     if not callable(function):
         raise UsageError(f"{name} is not a function {shape}, but a {type(function).__name__}")
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some functions written in C have no signature
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):  # some functions written in C have no signature
         return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise UsageError(f"{name} must accept two arguments and **columns: {shape}")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise UsageError(f"{name} must accept **columns: {shape}")

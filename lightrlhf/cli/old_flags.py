@@ -14,6 +14,7 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 
+LARGEST_CONFIG = 2**20  # bytes
 NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given"}  # of args.json
 
 
@@ -61,18 +62,11 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
 
 def with_new_names(args_class: Any, word: str, before: str) -> str:
     """A word of the command line; a `--config` file with old names becomes JSON with the new ones."""
-    import yaml
-
     flag, equals, value = word.partition("=")
     path = value if equals and flag == "--config" else word if before == "--config" else ""
-    if not path:
+    if not path or path.lstrip().startswith("{"):  # arguments in the word itself
         return word
-    try:
-        stored = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return word  # jsonargparse says what is wrong with it
-    if not isinstance(stored, dict):
-        return word
+    stored = read_config(path)
     values = flags_of(stored) if "program" in stored else stored
     steps, ratio = values.get("lr_warmup_steps"), values.get("lr_warmup_ratio")
     defaults = (None, getattr(args_class, "lr_warmup_ratio", None))
@@ -80,3 +74,37 @@ def with_new_names(args_class: Any, word: str, before: str) -> str:
         raise UsageError(f"--config {path} has both lr_warmup_steps {steps} and lr_warmup_ratio {ratio}; remove one")
     text = json.dumps(update_names(args_class, values, f"--config {path}"), default=str)
     return f"{flag}={text}" if equals else text
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The flags of a YAML or JSON file. Raises: UsageError when it is anything else than a plain mapping of them.
+
+    Anchors are refused, since a few lines of them may stand for gigabytes; so are keys given twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.events.AliasEvent):
+                raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1}: aliases are not read")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise yaml.YAMLError(f"{twice} is given twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        if Path(path).stat().st_size > LARGEST_CONFIG:
+            raise UsageError(f"--config {path} has more than {LARGEST_CONFIG:,} bytes; give a file of flags")
+        stored = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except OSError as problem:
+        raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {path} is not a text in UTF-8") from None
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as problem:
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(problem).split())[:200]}") from None
+    if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
+        raise UsageError(f"--config {path} is not a mapping of flags such as `seed: 1`, one a line")
+    return stored

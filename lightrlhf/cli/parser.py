@@ -15,15 +15,21 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
 from lightrlhf.cli.old_flags import flags_of, refuse_old_flags, update_names, with_new_names
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
+SPELLINGS = {
+    int: re.compile(r"[+-]?(0|[1-9][0-9]*)"),
+    float: re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|\.?inf(inity)?|\.?nan)"),  # refused later
+    bool: re.compile(r"true|false|yes|no|on|off"),
+}
 ALIASES = {"--model_name_or_path": "--model_name"}
 
 
@@ -59,6 +65,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
     try:
         refuse_old_flags(args_class, words)
         words = [with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
+        check_spelling(args_class, words)
         if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
             parser.set_defaults(_stored_args(args_class, directory))
     except UsageError as problem:
@@ -72,6 +79,25 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
         return args_class(**values)
     except ValueError as error:
         parser.error(str(error))
+
+
+def check_spelling(args_class: type, words: list[str]) -> None:
+    """Raises: UsageError for a number that YAML or Python would read in a way of their own.
+
+    010 is eight, 0x10 sixteen, 1:30 ninety and 1_000 a thousand to one of them; no flag means it so.
+    """
+    hints = get_type_hints(args_class)
+    for before, word in zip(["", *words], words):
+        flag, equals, value = word.partition("=")
+        if not equals:
+            flag, value = (before, word) if not word.startswith("--") else ("", "")
+        hint = hints.get(flag.removeprefix("--")) if flag.startswith("--") else None
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [option for option in options if option is not NoneType]
+        spelling = SPELLINGS.get(kinds[0]) if len(kinds) == 1 else None
+        empty = value.lower() in ("null", "none") and NoneType in options
+        if spelling is not None and not empty and not spelling.fullmatch(value.lower()):
+            raise UsageError(f"{flag} {value if value.strip() else repr(value)} is not {KINDS[kinds[0].__name__]}")
 
 
 def to_dict(args: Any) -> dict[str, Any]:
@@ -117,8 +143,8 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"--resume_from {directory} is no experiment dir: it has no args.json") from None
-    except (OSError, ValueError) as problem:
-        raise UsageError(f"--resume_from {directory}: cannot read {path}: {problem}") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise UsageError(f"--resume_from {directory}: cannot read {path}: {first_line(problem)}") from None
     if not isinstance(stored, dict):
         raise UsageError(f"--resume_from {directory}: {path} holds no arguments")
     if given := stored.get("given"):
@@ -149,8 +175,8 @@ def _shorten(message: str, flags: set[str]) -> str:
     if missing := re.search(r"arguments are required: (.+)", line):
         return " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
     one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"
-    if wrong := re.search(rf'Parser key "(\w+)": (?:{one_type}|{union}): (.*)', line):
-        flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4]
+    if wrong := re.search(rf'Parser key "(\w+)": (?:{one_type}|{union}): ?(.*)', line):
+        flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4] or "''"
         choices = re.search(r"Literal\[(.+?)\]", wanted)
         kind = next((words for name, words in KINDS.items() if name in wanted), wanted)
         if re.search(r"\blist\b", wanted, re.IGNORECASE):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lightrlhf.cli.args import GenerationArgs, SealArgs, check_at_least, needs_package
+from lightrlhf.cli.args import GenerationArgs, SealArgs, check_at_least, check_types, needs_package
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.models.loading import find_device
 
@@ -52,6 +52,7 @@ class DemoArgs(GenerationArgs, SealArgs):
     """Seed of sampling, of the order of pairs and of the order of the two answers."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self.check_generation()
         check_at_least(self, "max_models", 1)
         check_at_least(self, "seed", 0)

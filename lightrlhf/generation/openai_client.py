@@ -71,7 +71,13 @@ class RemoteArgs:
                 parts, port = urlsplit(url), httpx2.URL(url).port
             except (ValueError, httpx2.InvalidURL) as problem:
                 raise ValueError(f"--base_url {url!r} is not an address: {problem}") from None
-            if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or port == 0
+                or parts.query
+                or parts.fragment
+            ):
                 raise ValueError(f"--base_url {url} is not an address such as http://localhost:8000/v1")
             if parts.username or parts.password:
                 raise ValueError(f"--base_url at {parts.hostname} contains a password; put it into {KEY}")
@@ -284,14 +290,17 @@ def _reply(body: dict[str, Any], chat: bool) -> Reply:
     if not isinstance(choices, list) or not choices:
         raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
     choice, more = choices[0], len(choices) - 1
-    message = choice.get("message" if chat else "text") if isinstance(choice, dict) else None
-    index = choice.get("index") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+    index, message = choice.get("index"), choice.get("message" if chat else "text")
     if more or (index is not None and (type(index) is not int or index != 0)):
         raise Busy(f"an answer that was not asked for: {len(choices)} choices, the first with index {index!r}"[:200])
-    if chat and not (isinstance(message, dict) and message.get("role") in (None, "assistant")):
+    if not isinstance(message, dict):  # of a plain completion it is the text
+        message = {"content": None if chat else message, "role": "none" if chat else None}
+    if message.get("role") not in (None, "assistant"):
         raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
-    text = message.get("content") if chat else message
-    end, refusal = choice.get("finish_reason"), chat and (message.get("refusal") or message.get("tool_calls"))
+    text, end = message.get("content"), choice.get("finish_reason")
+    refusal = message.get("refusal") or message.get("tool_calls")
     if refusal or (isinstance(end, str) and end in NO_ANSWER):
         why = f": {refusal}" if isinstance(refusal, str) else ""
         return Reply(error=_one_line(f"not answered, finish_reason {end}{why}")[:300])

@@ -193,7 +193,10 @@ def load_model(
     if config is None:
         return model, base, {}
     if model.can_generate() and (Path(source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)  # not its base's
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source)  # not its base's
+        except Exception as problem:
+            raise UsageError(f"{flag} {source}: generation_config.json: {first_line(problem)}") from None
     if head is not None and hasattr(model, "score"):
         model.get_parameter("score.weight").data.copy_(head)
     return model, base, {source: ("start_0", head)}
@@ -213,11 +216,9 @@ def check_weights(model: nn.Module, named: str, head: Tensor | None = None) -> N
 
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> PreTrainedModel:
     quiet_libraries()
-    from safetensors import SafetensorError
-
     try:
         return auto_class.from_pretrained(source, dtype=torch.float32, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
+    except Exception as problem:  # whatever the libraries raise for a broken file
         raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
 
 

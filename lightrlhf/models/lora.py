@@ -48,7 +48,10 @@ def adapter_config(source: str, flag: str) -> Any | None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unexpected keyword arguments")
-        config = PeftConfig.from_pretrained(source)
+        try:
+            config = PeftConfig.from_pretrained(source)
+        except Exception as problem:  # whatever peft raises for a broken file
+            raise UsageError(f"{flag} {source}: {ADAPTER_CONFIG} cannot be read: {first_line(problem)}") from None
     plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
     plain = plain and not (config.use_dora or config.lora_bias or config.bias != "none")
     if not plain or not set(config.modules_to_save or []) <= HEADS:

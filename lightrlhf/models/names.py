@@ -11,12 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
+
+LARGEST_SIZE = 2**31  # of a config's sizes and counts
+MOST_LAYERS = 10_000
+HUB_PATIENCE = 5.0  # seconds
 
 
 def quiet_libraries() -> None:
@@ -46,16 +51,43 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     if not path.is_dir():
         if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UsageError(f"{flag} {name} does not exist")
+        check_hub(name, flag)
         return name
     is_model = (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file()
     if is_sealed(path) and (is_model or not (path / "args.json").is_file()):
         verify_checkpoint(path)
         return str(path)
+    check_config(str(path), flag)
     if is_model:
         return name
     if (path / "args.json").is_file():
         return str(newest_checkpoint(path, flag))
     raise UsageError(f"{flag} {name} is neither a model folder (config.json) nor an experiment dir (args.json)")
+
+
+@cache
+def check_hub(name: str, flag: str) -> None:
+    """Look once for a model that is not in the hub's cache: without network its own library tries for a minute.
+
+    Raises: UsageError when it is neither a folder here nor on the hub.
+    """
+    if name == "tiny":
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        cached = (try_to_load_from_cache(name, file) for file in ("config.json", lora.ADAPTER_CONFIG))
+        if constants.HF_HUB_OFFLINE or any(isinstance(path, str) for path in cached):
+            return
+        HfApi().model_info(name, timeout=HUB_PATIENCE)
+    except HfHubHTTPError as problem:
+        if problem.response is not None and problem.response.status_code in (401, 403, 404):
+            raise UsageError(f"{flag} {name} is neither a folder here nor a model on the hub") from None
+    except HFValidationError:
+        raise UsageError(f"{flag} {name} is neither a folder here nor a name of the hub") from None
+    except (OSError, RuntimeError, httpx2.RequestError, RequestError):
+        raise UsageError(f"{flag} {name} is not a folder here, and the hub cannot be reached") from None
 
 
 def base_name(source: str, flag: str) -> str | None:
@@ -80,7 +112,32 @@ def saved_config(source: str) -> dict[str, Any]:
     for name in (lora.ADAPTER_CONFIG, "config.json"):
         if (path := Path(source) / name).is_file():
             try:
-                return json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
+                stored = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
                 return {}  # loading reports the error
+            return stored if isinstance(stored, dict) else {}
     return {}
+
+
+def check_config(source: str, flag: str) -> None:
+    """Refuse a local folder whose JSON files no library should build a model from.
+
+    Raises: UsageError naming the file: no JSON object, or a number of layers or a size that is beyond any model.
+    """
+    for name in (lora.ADAPTER_CONFIG, "config.json", "generation_config.json", "tokenizer_config.json"):
+        path = Path(source) / name
+        if not path.is_file():
+            continue
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as problem:
+            raise UsageError(f"{flag} {source}: {name} is not JSON: {first_line(problem)}; restore it") from None
+        if not isinstance(stored, dict):
+            raise UsageError(f"{flag} {source}: {name} holds no settings but a {type(stored).__name__}; restore it")
+        sizes = {} if name.startswith("tokenizer") else stored
+        for key, value in sizes.items():
+            counts = key.endswith("_size") or key.startswith(("num_", "n_")) or key == "r"
+            if counts and isinstance(value, int | float) and not abs(value) <= LARGEST_SIZE:
+                raise UsageError(f"{flag} {source}: {name} has {key} {value:g}, which no model has; restore it")
+            if "layer" in key and counts and isinstance(value, int | float) and value > MOST_LAYERS:
+                raise UsageError(f"{flag} {source}: {name} has {key} {value:g}, which no model has; restore it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,28 @@ STATISTICS = "reward_statistics.json"
 
 
 def reward_statistics(model_dir: str | Path) -> tuple[float, float]:
-    """Mean and standard deviation of a reward model's scores on its own validation split; (0, 1) when not stored."""
+    """Mean and standard deviation of a reward model's scores on its own validation split; (0, 1) when not stored.
+
+    Raises: UsageError when the file holds anything else.
+    """
     path = Path(model_dir) / STATISTICS
     if not path.is_file():
         return 0.0, 1.0
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    return stored["mean"], max(stored["std"], 1e-6)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        mean, std = (number(stored[name]) for name in ("mean", "std"))
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        raise UsageError(f"{path} has no finite mean and std; train the reward model again, or remove it") from None
+    if std < 0:
+        raise UsageError(f"{path}: std {std} must be at least 0; train the reward model again, or remove it")
+    return mean, max(std, 1e-6)
+
+
+def number(value: Any) -> float:
+    """A finite number. Raises: ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
@@ -113,9 +130,11 @@ def load_scorer(
 
 def _config(source: str) -> dict[str, Any]:
     try:
-        return json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        stored = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}  # loading says what is wrong
+    found = stored.get("auto_map") if isinstance(stored, dict) else None
+    return {"auto_map": found} if isinstance(found, dict) else {}
 
 
 def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
