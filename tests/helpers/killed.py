@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -60,6 +61,35 @@ def forked(call: Callable[[], Any], output: Path) -> int:
     return wait(fork(call, output))
 
 
+def pair(calls: list[Callable[[], Any]], output: Path) -> list[int]:
+    """Start two ranks in forks of this process; returns their process ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def of_rank(rank: int) -> Callable[[], Any]:
+        def call() -> Any:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "WORLD_SIZE": 2}
+            os.environ.update({key: str(value) for key, value in (shared | {"LOCAL_RANK": rank}).items()})
+            return calls[rank]()
+
+        return call
+
+    return [fork(of_rank(rank), output) for rank in range(2)]
+
+
+def wait_for_pair(pids: list[int], ends_both: bool = True) -> list[int]:
+    """The exit statuses of two ranks; when one was killed the other is killed, too, unless it is to end by itself."""
+    ends: dict[int, int] = {}
+    while len(ends) < 2:
+        pid, status = os.waitpid(-1, 0)
+        if pid in pids:
+            ends[pid] = os.waitstatus_to_exitcode(status)
+            if ends[pid] < 0 and ends_both and len(ends) < 2:
+                os.kill(next(other for other in pids if other != pid), signal.SIGKILL)
+    return [ends[pid] for pid in pids]
+
+
 def with_events(call: Callable[[], Any], folder: Path, at: int = 0, tell: Path | None = None) -> Callable[[], None]:
     """A call that dies by SIGKILL at its event number `at`, counted from 1; with 0 it writes all events to `tell`.
 
@@ -93,6 +123,10 @@ class Events:
         self._around(modeling_utils, "safe_save_file", file=1)
         for name in ("backward", "optimize", "log"):
             self._around(Run, name)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            from torch.distributed.tensor import DTensor
+
+            self._around(DTensor, "full_tensor")  # of a sharded weight or state
         save = Run.save
 
         def saving(*arguments: Any, **options: Any) -> None:
