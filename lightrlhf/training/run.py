@@ -350,8 +350,8 @@ class Run(Generic[AnyArgs]):
             states = getattr(getattr(learner.optimizer, "optimizer", learner.optimizer), "state", {})
             for parameter, state in states.items():
                 owner = found.get(id(parameter), (name, None))[0]
-                tensors += leaves(state, f"optimiser state of {owner}:")
-        tensors += leaves(extra, "state of the loop:")
+                tensors += [(f"{key} of {owner}", tensor) for key, tensor in leaves(state)]
+        tensors += [(f"{key} of the loop", tensor) for key, tensor in leaves(extra)]
         bad = not_finite(tensors)
         problems = [f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""]
         if self.world_size > 1:
@@ -650,6 +650,9 @@ class Run(Generic[AnyArgs]):
         if self.is_first and self.resumed:
             for folder in self._damaged:
                 self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
+            for leftover in self.directory.glob("*.partial"):  # of a text whose writing was cut
+                if leftover.is_file():
+                    leftover.unlink()
             forget_rows_after(self.directory / "metrics.jsonl", self.step)
             forget_rows_after(self.directory / "samples.jsonl", self.step)
             link_best(self.directory, self.best.step)  # a kill may have come before it

@@ -28,6 +28,7 @@ def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
     folder = tmp_path_factory.mktemp("runs")
     made = TinyRuns(folder, cafe_data, talk_data, tokenizer)
     main_of("sft")(made.flags("sft", folder / "warm", steps=1))
+    main_of("refuel")(made.flags("refuel", folder / "warm", steps=1))  # stores log-probabilities next to its data
     return made
 
 
@@ -113,7 +114,7 @@ def whole(runs, tmp_path_factory):
     return make
 
 
-# -------------------------------------------------------------------------------------------------------------- one rank
+# ------------------------------------------------------------------------------------------------------------ one rank
 @pytest.mark.parametrize("program", TRAINED)
 def test_killed_at_random_steps_after_the_first_checkpoint(program, whole, case):
     one, rng = whole(program), random.Random(f"{kill_seed()} {program}")
@@ -146,7 +147,7 @@ def test_twelve_points_of_every_algorithm(program, whole, case):
         case(name, not difference, difference, row=f"kills of {program}")
 
 
-# ------------------------------------------------------------------------------------------------------------- two ranks
+# ----------------------------------------------------------------------------------------------------------- two ranks
 class Pair:
     """A run of two ranks that was left alone, and the events of each rank."""
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation import engine
-from lightrlhf.generation.engine import Completions, generate
+from lightrlhf.generation.engine import Completions, generate, generate_steps
 from lightrlhf.generation.rollout import generate_rollout, score_logprobs
 from lightrlhf.generation.sampling import sample
 from lightrlhf.models.loading import load_policy
@@ -500,3 +500,22 @@ def test_an_architecture_without_a_kv_cache_is_refused():
     with pytest.raises(UsageError, match="attention layers only"):
         policy = tiny_policy("mamba")
         generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
+
+
+# ------------------------------------------------------------------------------------------------- logits not finite
+@pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"top_k": 3}, {"top_p": 0.5, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_one_line_with_the_model_and_the_prompts(bad, options):
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=3, **options)
+    policy.model.config.name_or_path = "some/model"
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[7] = bad
+    prompts = [[8, 9], [8, 7], [9], [7, 7, 3]]
+    generate(policy, [prompts[0]], args, range(61), noise(1, 3))  # ends at once, and never meets it
+    with pytest.raises(
+        NotFinite, match=r"^some/model gives logits that are not finite for 1, 3 of 4 prompts"
+    ) as raised:
+        generate(policy, prompts, args, [token for token in range(61)], noise(4, 3))
+    assert raised.value.rows == [1, 3]
+    with pytest.raises(NotFinite, match="some/model gives logits"):
+        list(generate_steps(policy, prompts[1], args, [], noise(1, 3)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
 from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save_model
 from helpers.trained import logits_of, train_a_little
+from safetensors.torch import load_file, save_file
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
@@ -225,3 +227,18 @@ def test_the_tiny_model_has_under_a_million_parameters_and_the_vocabulary_of_the
     assert count_parameters(policy)[0] < 1_000_000
     assert vocabulary_size(policy) == len(tokenizer)
     assert policy.model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+# ------------------------------------------------------------------------------------------------ weights not finite
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "part", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_a_model_with_weights_that_are_not_finite_is_refused(part, bad, base_model, tokenizer, tmp_path):
+    stored = load_file(base_model / "model.safetensors")
+    stored[part].view(-1)[3] = bad
+    folder = shutil.copytree(base_model, tmp_path / "model")
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    for load in (load_policy, lambda *given: load_scalar(*given[:3], 0, given[3])):
+        with pytest.raises(UsageError, match=f"--ref_model {folder} has weights that are not finite: {part}; give an"):
+            load(str(folder), ModelArgs(), tokenizer, "--ref_model")

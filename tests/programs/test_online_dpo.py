@@ -146,6 +146,19 @@ def test_two_ranks_do_what_one_does(finished, flags, tmp_path):
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
+@pytest.mark.parametrize("damage", ["model.safetensors", "resume.pt", "manifest.json"])
+def test_a_damaged_policy_of_the_last_iteration_is_trained_again(damage, flags, finished, tmp_path, capsys):
+    run = Path(main([*flags, "--log_dir", str(tmp_path)]))
+    newest = last_checkpoint(run / "iteration-02" / "policy")
+    (newest / damage).unlink()
+    again = Path(main(["--resume_from", str(run)]))
+    assert f"note: {newest} is damaged (" in capsys.readouterr().out
+    for folder in (again, finished):
+        assert (folder / "checkpoint-000002").resolve() == last_checkpoint(folder / "iteration-02" / "policy").resolve()
+    assert weights(again / "checkpoint-000002") == weights(finished / "checkpoint-000002")
+    assert [*run.rglob("damaged-*")]
+
+
 def test_a_finished_run_is_not_done_again(finished):
     before = {name: (finished / name).stat().st_mtime_ns for name in listing(finished) if "iteration" in name}
     main(["--resume_from", str(finished)])

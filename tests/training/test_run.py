@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, kill_seed, last_checkpoint, metrics, run_killed, save_model, weights
+from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, run_killed, save_model, weights
 from helpers.data import gpt2_like
 
 from lightrlhf import sft
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.training.run import Run
 
 MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
@@ -166,6 +167,55 @@ def test_texts_with_line_separators_of_unicode_survive_resuming(sft_dir, tmp_pat
     assert samples(folder) == line
 
 
+DAMAGES = {
+    "flipped": lambda at: (at / "resume.pt").write_bytes((at / "resume.pt").read_bytes()[:-1] + b"?"),
+    "missing": lambda at: (at / "model.safetensors").unlink(),
+    "without a manifest": lambda at: (at / "manifest.json").unlink(),
+    "not finite": lambda at: spoil(at),
+}
+
+
+def spoil(folder: Path) -> None:
+    """Save an optimiser state with a NaN, as if the fault had been in memory."""
+    state = torch.load(folder / "resume.pt", weights_only=True)
+    next(iter(state["optimizers"]["policy"]["state"].values()))["exp_avg"][0] = math.nan
+    torch.save(state, folder / "resume.pt")
+    names = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({name: sha256(folder / name) for name in names}))
+
+
+@pytest.fixture(scope="module")
+def three_steps(cafe_data, base_model, tmp_path_factory):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *CPU, "--save_interval", "1"]
+    flags += ["--max_steps", "3", "--log_interval", "1", "--eval_interval", "0", "--keep_last", "3"]
+    return Path(sft.main([*flags, "--log_dir", str(tmp_path_factory.mktemp("three"))]))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_on_from_the_last_good_checkpoint_and_keeps_the_damaged_one(damage, three_steps, tmp_path, capsys):
+    run = shutil.copytree(three_steps, tmp_path / "run", symlinks=True)
+    DAMAGES[damage](run / "checkpoint-000003")
+    sft.main(["--resume_from", str(run)])
+    out = capsys.readouterr().out
+    assert f"note: {run}/checkpoint-000003 is damaged (" in out and "going on from step 2" in out
+    assert f"the damaged checkpoint is kept as {run}/damaged-checkpoint-000003" in out
+    assert (run / "damaged-checkpoint-000003").is_dir()
+    assert weights(last_checkpoint(run)) == weights(last_checkpoint(three_steps))
+    assert metrics(run) == metrics(three_steps)
+
+
+def test_a_run_without_a_good_checkpoint_says_so_and_stays_as_it_is(three_steps, tmp_path, capsys):
+    run = shutil.copytree(three_steps, tmp_path / "run", symlinks=True)
+    for one in run.glob("checkpoint-*"):
+        (one / "manifest.json").unlink()
+    before = listing(run)
+    with pytest.raises(SystemExit) as stop:
+        sft.main(["--resume_from", str(run)])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert stop.value.code == 2 and "has no good checkpoint (checkpoint-000003: it has no manifest.json; " in line
+    assert listing(run) == before
+
+
 def test_a_resumed_run_may_go_on_longer(sft_dir, tmp_path):
     from lightrlhf.sft import main
 
@@ -312,6 +362,52 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run
     with pytest.raises(RunFailure, match="policy gradient norm is nan at step 1"):
         one.optimize("policy")
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
+
+
+def test_the_rows_of_the_micro_batch_are_named(run):
+    one = run()
+    one.mix([4, 10])  # two sets, of which the second begins at row 4
+    one.data_dirs = ["first", "second"]
+    one.name_batch([9, 3, 4])
+    with pytest.raises(
+        RunFailure, match=r"loss is nan at step 1 \(training rows 3 of first, 0 of second, counted from 0"
+    ):
+        one.backward(torch.tensor(math.nan), torch.tensor([1, 2]))
+    one._ends = []
+    one.name_batch(range(30))
+    with pytest.raises(RunFailure, match=r"\(training rows 0, 1, .*, 15 and 14 more, counted from 0\)"):
+        one.backward(torch.tensor(math.inf))
+
+
+class Saved(torch.nn.Linear):
+    """Linear weights and a mask, which may be saved."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("scale", torch.ones(2))
+        self.adapters = ()
+
+
+@pytest.mark.parametrize("place", ["weight", "bias", "scale", "exp_avg", "exp_avg_sq", "loop"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
+    one, module = run(), Saved()
+    wrapped = one.setup("policy", module, 1e-3, 10)
+    one.global_batch([{}] * 5, 0, 2)
+    one.backward(wrapped(torch.ones(1, 3)).sum())
+    one.optimize("policy")
+    one.step = 1
+    one._check_finite(module, {"kl": 1.0})  # and the mask's own -inf is no fault
+    if hasattr(module, place):
+        getattr(module, place).data.view(-1)[0] = bad
+    elif place != "loop":
+        one.learners["policy"].optimizer.optimizer.state[module.weight][place][0, 0] = bad
+    with pytest.raises(
+        RunFailure, match=r"is not finite after step 1 \(training rows \d, \d, .*no checkpoint is written"
+    ):
+        one.save(module, None, {"kl": bad if place == "loop" else 1.0})
+    assert not list(one.directory.glob("checkpoint-*"))
 
 
 def test_biases_and_norms_are_not_decayed(run):
