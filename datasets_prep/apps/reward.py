@@ -7,7 +7,11 @@
 
 The scale is that of MA-RLHF's experiments on APPS (arXiv:2410.02743), after earlier work on learning from unit tests.
 Expected values stay in this process; the program's output or return value comes back as plain data and is compared here
-by exact types, so neither an exit code, nor an object that equals everything, nor a patched comparison passes a test.
+by its own types, so neither an exit code, nor an object that equals everything, nor a patched comparison passes a test.
+
+As in APPS's own harness (github.com/hendrycks/apps, eval/testing_util.py) common modules are imported in front of a
+program, tuples count as lists, 3.0 as 3, and numbers as keys of an argument are restored. Unlike there, wrong are words
+in another order, 1 for True, and decimals that are only near an integer.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any
 
-from datasets_prep.apps.sandbox import Limits, run_program
+from datasets_prep.apps.sandbox import Limits, long_int, run_program
 
 FENCE = re.compile(r"```[A-Za-z0-9]*\n(.*?)(?:```|\Z)", re.DOTALL)
-DECIMAL = re.compile(r"-?[0-9]{1,40}\.[0-9]{1,40}(?:[eE][-+]?[0-9]{1,3})?")
+NUMBER = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][-+]?[0-9]{1,3})?")
 
 
 def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
@@ -37,12 +42,14 @@ def adaptive_score(prompts: list[str], completions: list[str], tests: list[str |
 def score_program(completion: str, tests: str | None, limits: Limits = Limits()) -> float:  # noqa: B008  (frozen)
     """The score of one completion, with its program as it is or in a code fence."""
     try:
-        cases = json.loads(tests or "")
-        pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
-        function = cases.get("fn_name")
+        cases = json.loads(tests or "", parse_int=long_int)
+        inputs, outputs, function = cases["inputs"], cases["outputs"], cases.get("fn_name")
+        pairs = list(zip(inputs, outputs, strict=True))
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return math.nan
-    if not pairs or (function and not all(isinstance(given, list) for given, _ in pairs)):
+    if not (pairs and isinstance(inputs, list) and isinstance(outputs, list)):
+        return math.nan
+    if not isinstance(function, str | None) or (function and not all(isinstance(given, list) for given in inputs)):
         return math.nan
     program = code_of(completion)
     passed = 0
@@ -81,11 +88,15 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_word(ours: str, theirs: str) -> bool:
-    """Equal, or both decimal numbers and close."""
+    """Equal, or numbers: close to an expected decimal number, as large as an expected integer."""
     if ours == theirs:
         return True
-    both = DECIMAL.fullmatch(ours) and DECIMAL.fullmatch(theirs)
-    return bool(both) and math.isclose(float(ours), float(theirs), rel_tol=1e-6, abs_tol=1e-9)
+    number, wanted = NUMBER.fullmatch(ours), NUMBER.fullmatch(theirs)
+    if not (number and wanted and (number.lastindex or wanted.lastindex)):
+        return False  # text, or integers, which have one spelling
+    if wanted.lastindex is None:
+        return Decimal(ours) == Decimal(theirs)
+    return math.isclose(float(ours), float(theirs), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def same_answer(answer: list[Any] | None, expected: Any) -> bool:
@@ -97,13 +108,21 @@ def same_answer(answer: list[Any] | None, expected: Any) -> bool:
 
 
 def same_value(ours: Any, theirs: Any) -> bool:
-    """Equal with equal types at every level; floats up to rounding."""
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, list):
+    """Equal, with equal types but for numbers at every level; up to rounding where a float is expected."""
+    if isinstance(ours, list) and isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(same_value, ours, theirs))
-    if isinstance(ours, dict):
+    if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, float):
-        return ours == theirs or math.isclose(ours, theirs, rel_tol=1e-9)
-    return ours == theirs
+    if type(theirs) is float and type(ours) in (int, float):
+        return ours == theirs or close(ours, theirs)
+    if type(theirs) is int and type(ours) is float:
+        return ours == theirs
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def close(ours: float, theirs: float) -> bool:
+    """Equal up to rounding."""
+    try:
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    except OverflowError:  # an integer beyond all floats
+        return False

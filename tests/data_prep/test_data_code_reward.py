@@ -6,8 +6,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +21,7 @@ import pytest
 from helpers import ROOT, environment
 from helpers.processes import PATIENCE, started
 
-from datasets_prep.apps import sandbox
+from datasets_prep.apps import sandbox, sandbox_child
 from datasets_prep.apps.reward import adaptive_score, code_of, same_answer, same_text, score_program
 from datasets_prep.apps.sandbox import Limits, run_program
 from lightrlhf.cli.errors import RunFailure
@@ -273,6 +277,13 @@ HONEST = [
     calls("def f(t):\n    def walk(n): return 0 if n is None else 1 + max(map(walk, n), default=0)\n    return walk(t)", ([[[], [[]]]], 3)),
     calls("import collections\ndef f(x): return list(collections.deque(x, maxlen=2))", ([[1, 2, 3]], [2, 3])),
     calls("import string\ndef f(x): return [c for c in x if c in string.ascii_lowercase]", (["aBc"], ["a", "c"])),
+    reads("print(len(open('/dev/stdin').read()), gcd(4, 6), Counter('aab')['a'])", ("abc", "3 2 2")),
+    reads("import asyncio\nasync def g(): print(await asyncio.to_thread(input))\nasyncio.run(g())", ("a", "a")),
+    reads("import sys\nprint(6 / 2)\nsys.exit('done')", ("", "3")),
+    reads("import os\nprint('lost', file=open(os.devnull, 'w'))\nprint(len(str(10 ** 5000)))", ("", "5001")),
+    calls("def f(x: List[int]) -> Dict[int, int]: return Counter(x)", ([[5, 5]], {"5": 2})),
+    calls("def f(d): return d[1] / 2", ([{"1": 6}], 3)),
+    calls("def f(x): return x\nif __name__ == '__main__': print(f(input()))", ([1], 1)),
     reads("```python\nprint(input())\n```", ("a", "a")),
     reads("Here is my program:\n```\nprint(1)\n```\nIt prints one.", ("", "1")),
 ]  # fmt: skip
@@ -313,6 +324,103 @@ def test_dead_machinery_masks_the_sample(monkeypatch, tmp_path):
     assert math.isnan(score_program("print(1)", PRINT, QUICK))
 
 
+def test_a_program_that_the_machine_kills_or_starves_masks_the_sample(monkeypatch):
+    original = sandbox._collect
+
+    def killed(pid, *given):
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        return original(pid, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "_collect", killed)
+        assert math.isnan(score_program("while True: pass", PRINT, QUICK))
+    monkeypatch.setattr(sandbox, "STARVED", 1)
+    monkeypatch.setattr(sandbox, "_waited", lambda pid: 1e9)
+    assert math.isnan(score_program("while True: pass", PRINT, Limits(seconds=1)))
+
+
+def test_a_program_cannot_pass_for_one_that_the_machine_killed():
+    for limit in ("CPU", "AS", "NPROC", "STACK", "FSIZE", "NOFILE"):
+        program = f"import resource as r\nr.setrlimit(r.RLIMIT_{limit}, (0, 0))\nwhile True: x = [0] * 10**8"
+        assert score_program(program, PRINT, QUICK) in (-0.6, -0.3)
+
+
+REACH = {  # what would reach the trainer or its files, in C's names
+    "F_SETOWN": "c.fcntl(r, 8, P)", "F_SETSIG": "c.fcntl(r, 10, 9)", "O_ASYNC": "c.fcntl(r, 4, 0x2000)",
+    "F_NOTIFY": "c.fcntl(os.open(os.path.dirname(os.__file__), 0), 1026, 1)", "F_SETOWN_EX": "c.fcntl(r, 15, struct.pack('ii', 1, P))",
+    "FIOSETOWN": "c.ioctl(s, 0x8901, struct.pack('i', P))", "SIOCSPGRP": "c.ioctl(s, 0x8902, struct.pack('i', P))",
+    "FIOASYNC": "c.ioctl(s, 0x5452, struct.pack('i', 1))", "priority": "c.setpriority(0, P, 19)", "scheduler": "c.sched_setscheduler(P, 3, bytes(4))",
+    "parameter": "c.sched_setparam(P, bytes(4))", "processors": "c.sched_setaffinity(P, 8, struct.pack('Q', 1))",
+    "I/O class": "c.syscall(L({'x86_64': 251}.get(os.uname()[4], 30)), 1, P, 3 << 13)", "watch": "c.inotify_init1(0)", "kill": "c.kill(P, 15)",
+    "attributes": "c.syscall(L({'x86_64': 314}.get(os.uname()[4], 274)), P, struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 0)",
+    "empty a file that may be read": "c.open(os.__file__.encode(), os.O_TRUNC)", "open without access": "c.open(os.__file__.encode(), 3)",
+    "fork": "c.fork()", "network": "c.socket(2, 1, 0)", "datagrams": "c.socketpair(1, 2, 0, bytes(8))", "limits": "c.prlimit(P, 7, bytes(16), 0)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize("landlock", [6, 5, 1])
+def test_no_call_reaches_the_trainer(monkeypatch, landlock, namespaces):
+    monkeypatch.setattr(sandbox, "NEWEST_LANDLOCK", landlock)
+    monkeypatch.setattr(sandbox, "NAMESPACES", namespaces)
+    lines = ["import ctypes, os, socket, struct", "c, P, L = ctypes.CDLL(None), os.getppid(), ctypes.c_long"]
+    lines += ["(r, w), pair = os.pipe(), socket.socketpair()", "s = pair[0].fileno()"]
+    lines += [f"print({name!r}, {call})" for name, call in REACH.items()]
+    printed = run_program("\n".join(lines), limits=QUICK).output
+    assert printed.splitlines() == [f"{name} -1" for name in REACH]
+
+
+def test_other_files_are_out_of_sight(tmp_path, namespaces):
+    (tmp_path / "secret").touch()
+    paths = [str(tmp_path), str(tmp_path / "secret"), "/etc/passwd", "/proc/self"]
+    program = f"import os\nfor path in {paths}: print(os.path.exists(path))"
+    assert run_program(program, limits=QUICK).output.split() == ["False"] * 4
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_threads_are_limited_for_root_as_well(namespaces, mask):
+    program = "import threading, time\nthreading.stack_size(2**15)\nstarted = 0\ntry:\n for started in range(999):"
+    program += "  threading.Thread(target=time.sleep, args=(.3,), daemon=True).start()\nexcept RuntimeError: pass\n"
+    before = os.umask(mask)
+    try:
+        assert int(run_program(f"{program}print(started)", limits=QUICK).output) <= 2 * QUICK.processes
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def namespaces():
+    """Skips where programs cannot have namespaces of their own."""
+    enter = f"import ctypes\nraise SystemExit(ctypes.CDLL(None).unshare({0x10000000 | 0x20000}))"
+    if subprocess.run([sys.executable, "-c", enter]).returncode:
+        pytest.skip("namespaces are not permitted here")
+
+
+HEADERS = {0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 1: "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("column", HEADERS)
+def test_numbers_of_calls_are_those_of_the_kernel(column):
+    if not Path(HEADERS[column]).exists():
+        pytest.skip("the kernel's headers are not installed")
+    text = Path(HEADERS[column]).read_text()
+    table = {name: int(number) for name, number in re.findall(r"__NR(?:3264)?_(\w+)\s+(\d+)\n", text)}
+    table["newfstatat"] = table.get("newfstatat", table.get("fstatat"))
+    listed = sandbox_child.ALLOWED | {name: numbers for name, (numbers, _) in sandbox_child.ALLOWED_IF.items()}
+    listed |= {"capset": sandbox_child.CAPSET}
+    assert {name: pair[column] for name, pair in listed.items()} == {name: table.get(name) for name in listed}
+
+
+def test_an_architecture_without_a_list_is_named(monkeypatch, tmp_path):
+    child = tmp_path / "sandbox_child.py"
+    child.write_text(sandbox.CHILD.read_text().replace("layers = isolate(job, parent)", "layers = ['landlock']"))
+    monkeypatch.setattr(sandbox, "CHILD", child)
+    monkeypatch.setattr(sandbox.platform, "machine", lambda: "riscv64")
+    with pytest.raises(RunFailure, match="no list of system calls for riscv64, so [^\n]*$"):
+        run_program("print(1)", limits=QUICK)
+
+
 def test_two_answers_are_none():
     program = """
 import os
@@ -332,7 +440,7 @@ def _no_process(*args, **kwargs):
 
 def test_without_kernel_isolation_a_flag_is_needed(monkeypatch, tmp_path):
     child = tmp_path / "sandbox_child.py"  # the same child on a kernel that grants nothing
-    text = sandbox.CHILD.read_text().replace('layers = isolate(job["readable"])', "layers = []")
+    text = sandbox.CHILD.read_text().replace("layers = isolate(job, parent)", "layers = []")
     assert "layers = []" in text
     child.write_text(text)
     monkeypatch.setattr(sandbox, "CHILD", child)
@@ -346,14 +454,18 @@ def test_without_kernel_isolation_a_flag_is_needed(monkeypatch, tmp_path):
 
 def test_answers_are_compared_by_exact_types():
     assert same_answer([1], [1]) and same_answer([1], 1) and same_answer([[1]], [1])
-    assert not same_answer([True], [1]) and not same_answer([1.0], [1]) and not same_answer(["1"], [1])
+    assert same_answer([1.0], [1]) and same_answer([3], [3.0]) and not same_answer([1.0000001], [1])
+    assert not same_answer([True], [1]) and not same_answer([1], [True]) and not same_answer(["1"], [1])
     assert not same_answer(None, [None]) and same_answer([None], [None])
-    assert not same_answer([[1, True]], [[1, 1]]) and not same_answer([{"a": 1}], [{"a": 1.0}])
+    assert not same_answer([[1, True]], [[1, 1]]) and not same_answer([{"a": 1}], [{"a": True}])
+    assert not same_answer([10**400], [1.5]) and same_answer([10**400], 10**400)
 
 
 def test_printed_text_is_compared_word_by_word():
     assert same_text("1  2 \n\n", "1 2") and same_text("0.3333333\n", "0.33333334")
-    assert not same_text("1\n2", "1 2") and not same_text("1", "1.0") and not same_text("nan", "0.1")
+    assert same_text("1", "1.0") and same_text("3.0", "3") and same_text("1e-05", "0.00001")
+    assert not same_text("1\n2", "1 2") and not same_text("nan", "0.1") and not same_text("2.9999999999", "3")
+    assert not same_text("007", "7") and not same_text("1000000006.9", "1000000007")
     assert not same_text("", "1") and not same_text("0.34", "0.33")
 
 
