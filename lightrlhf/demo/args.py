@@ -7,11 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lightrlhf.cli.args import GenerationArgs, SealArgs, check_at_least, check_types, needs_package
+from lightrlhf.cli.args import RARE, GenerationArgs, SealArgs, check_at_least, check_types, needs_package
 from lightrlhf.cli.lists import PATHS
+from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
 from lightrlhf.models.loading import find_device
-
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,8 @@ class DemoArgs(GenerationArgs, SealArgs):
     """Port to serve on."""
     password_file: str | None = None
     """File whose first line is the password; users log in with any name, which becomes their rater name."""
+    trusted_hosts: list[str] = field(default_factory=list, metadata=RARE)
+    """Further names under which browsers reach the demo, such as that of a reverse proxy; others are refused."""
     max_models: int = 4
     """Models kept in memory; the least recently used one is unloaded first."""
     load_in_8bit: bool = False
@@ -71,6 +72,9 @@ class DemoArgs(GenerationArgs, SealArgs):
             raise ValueError(
                 f"--host {self.host} makes the demo accessible to others; add --password_file, or use 127.0.0.1"
             )
+        for name in self.trusted_hosts:
+            if not HOST.fullmatch(name) or ":" in name:
+                raise ValueError(f"--trusted_hosts {name} must be a host name, without scheme and port")
         if self.password_file is not None and not read_password(self.password_file):
             raise ValueError(f"--password_file {self.password_file} must be a file with the password in its first line")
         if self.load_in_8bit and self.load_in_4bit:

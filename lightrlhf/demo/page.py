@@ -7,14 +7,14 @@ its tokens coloured by log-ratio. Side by side: one prompt to two to four models
 `datasets_prep.feedback.prepare_data` turns the file of votes into preference pairs. Runs: curves, samples during
 training, model card.
 
-The demo is served on 127.0.0.1; a non-local address requires a password. It downloads and reports nothing.
+The demo is served on 127.0.0.1; a non-local address requires a password. It downloads and reports nothing, and answers
+only the requests of its own page (see `lightrlhf.demo.guard`).
 Left out: uploads, audio and images, and user accounts (raters enter their name).
 """
 
 from __future__ import annotations
 
 import functools
-import hmac
 import html
 import inspect
 import os
@@ -25,6 +25,7 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs, read_password
+from lightrlhf.demo.guard import Guard
 from lightrlhf.demo.session import (
     AS_TRAINED,
     FORMS,
@@ -39,6 +40,7 @@ from lightrlhf.demo.session import (
 from lightrlhf.rewards.scorers import Messages, as_text
 
 FIRST_METRICS = ("objective/score", "rewards/accuracies", "train/loss", "val/loss")  # the first one logged is drawn
+MAX_QUEUE = 256  # requests of all users that wait for an answer
 CSS = ".tokens {line-height: 1.9; font-size: 1.05em} .token {border-radius: 3px}"
 
 
@@ -54,13 +56,21 @@ def main(argv: list[str] | None = None) -> None:
 
 def serve(app: Any, args: DemoArgs) -> None:
     """Start serving in background threads. Raises: UsageError when the port is taken."""
+    from starlette.middleware import Middleware
+
     password = read_password(args.password_file) if args.password_file else ""
-    auth = (lambda _, entered: hmac.compare_digest(entered.encode(), password.encode())) if password else None
+    guards: list[Guard] = []
+
+    def guarded(inner: Any) -> Guard:  # called once, when the server starts
+        guards.append(Guard(inner, args.host, args.trusted_hosts, password, args.port))
+        return guards[0]
+
     try:
-        app.queue(default_concurrency_limit=16, api_open=False).launch(
+        app.queue(default_concurrency_limit=16, api_open=False, max_size=MAX_QUEUE).launch(
             server_name=args.host,
             server_port=args.port,
-            auth=auth,
+            app_kwargs={"middleware": [Middleware(guarded)]},
+            auth_dependency=(lambda request: request.scope.get("user_name")) if password else None,
             share=False,
             quiet=True,
             show_error=True,
@@ -69,6 +79,7 @@ def serve(app: Any, args: DemoArgs) -> None:
             footer_links=[],
             css=CSS,
         )
+        guards[0].starting = False
     except OSError as problem:
         raise UsageError(f"--port {args.port} cannot be served on {args.host}: {problem}; try another --port") from None
 
@@ -76,6 +87,7 @@ def serve(app: Any, args: DemoArgs) -> None:
 def build(backend: DemoBackend) -> Any:
     """The Gradio app of a backend."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    os.environ["GRADIO_RUN_HISTORY"] = "False"  # would keep questions and answers in the browser, or elsewhere
     import gradio as gr
 
     with gr.Blocks(title="lightrlhf", analytics_enabled=False, fill_width=True) as app:

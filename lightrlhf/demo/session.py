@@ -7,6 +7,7 @@ the current pair, is passed in and returned, so users never see each other's.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.demo.args import DemoArgs
+from lightrlhf.demo.guard import MAX_NAME
 from lightrlhf.demo.models import (
     Answer,
     Measures,
@@ -46,6 +48,7 @@ from lightrlhf.storage.run_dir import labels, located, read_growing, read_metric
 FORMS = ("dialogue", "summary", "as written")
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
+MAX_CHARACTERS = 100_000  # of a text
 SLIDERS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 AS_TRAINED = "as trained"
 Turn = dict[str, Any]  # role and content; of a user turn prompt and attempts; of an answer Answer, label, its scores
@@ -83,6 +86,12 @@ class DemoBackend:
         self, max_new_tokens: float, do_sample: bool, temperature: float, top_k: float, top_p: float
     ) -> DemoArgs:
         """The flags with the values of `SLIDERS`. Raises: ValueError naming a value out of range."""
+        numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} {str(value)[:40]} must be a number")
+        if not isinstance(do_sample, bool):
+            raise ValueError(f"do_sample {str(do_sample)[:40]} must be true or false")
         return dataclasses.replace(
             self.args,
             max_new_tokens=int(max_new_tokens),
@@ -176,6 +185,7 @@ class DemoBackend:
         if not turns or "answer" not in turns[-1]:
             return turns
         last = turns[-1]
+        temperature = dataclasses.replace(self.args, temperature=temperature).temperature  # checked
         measures = self.measure(last["label"], last["answer"], temperature)
         (reward,) = rewards(self.scorer(), [last["answer"]])
         return [*turns[:-1], {**last, "measures": measures, "scores": score_line(last["answer"], reward, measures)}]
@@ -196,6 +206,7 @@ class DemoBackend:
     # -------------------------------------------------------------------------------------------------- side by side
     def side_by_side(self, names: Sequence[str], prompt: str | Messages, seed: float, *sliders: Any) -> Iterator[Any]:
         """Streams the answers of several models to one prompt: (texts, rows of scores), rows only at the end."""
+        names = names if isinstance(names, list) else []
         if not 2 <= len(names) <= MAX_SIDE_BY_SIDE:
             raise UsageError(f"choose 2 to {MAX_SIDE_BY_SIDE} models, not {len(names)}")
         settings = self.settings(*sliders)
@@ -217,7 +228,7 @@ class DemoBackend:
 
         Raises: UsageError when no pair is left, without a rater, or unless the models differ.
         """
-        rater = rater.strip()
+        rater = cleaned("name", rater, MAX_NAME).strip()
         if not rater:
             raise UsageError("enter your name first; votes are counted per rater")
         if one == other or not (one and other):
@@ -252,8 +263,9 @@ class DemoBackend:
         """Store a vote; False if this rater has already voted on the pair. Raises: UsageError without a pair."""
         if not pair:
             raise UsageError("there is no pair to vote on; press Next pair")
+        comment = cleaned("comment", comment).strip()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return append_vote(self.votes_file, {**pair, "verdict": verdict, "comment": comment.strip(), "time": now})
+        return append_vote(self.votes_file, {**pair, "verdict": verdict, "comment": comment, "time": now})
 
     def vote_table(self) -> tuple[list[list[Any]], str]:
         """Rows of the tally, and a sentence with the number of votes and the agreement of raters."""
@@ -361,8 +373,12 @@ def formatted(value: float | None) -> str:
 def prompt_of(turns: list[Turn], form: str, text: str, subreddit: str, title: str, post: str) -> str | Messages:
     """The prompt of the user's inputs: the dialogue with a new message, a post to summarize, or the text unchanged.
 
-    Raises: UsageError when message or post is empty.
+    Raises: UsageError when message or post is empty or too long.
     """
+    text, subreddit, title, post = (
+        cleaned(name, value)
+        for name, value in (("message", text), ("subreddit", subreddit), ("title", title), ("post", post))
+    )
     if form == "summary":
         if not post.strip():
             raise UsageError("the post is empty; enter a text")
@@ -373,6 +389,14 @@ def prompt_of(turns: list[Turn], form: str, text: str, subreddit: str, title: st
         return text
     earlier = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     return [*earlier, {"role": "user", "content": text}]
+
+
+def cleaned(name: str, text: str | None, limit: int = MAX_CHARACTERS) -> str:
+    """What a user entered, without halves of characters, which no file can store. Raises: UsageError when too long."""
+    text = text or ""
+    if len(text) > limit:
+        raise UsageError(f"the {name} has {len(text)} characters; enter at most {limit}")
+    return text.encode("utf-8", "replace").decode()
 
 
 def prompt_values(prompt: str | Messages) -> tuple[list[Turn], str, str, str, str, str]:

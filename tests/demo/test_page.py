@@ -22,6 +22,7 @@ from helpers.processes import PATIENCE, kept, started
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
+from lightrlhf.demo.guard import FREE_GUESSES
 from lightrlhf.demo.page import build, errors_to_toast, serve
 from lightrlhf.demo.session import FORMS, DemoBackend, chat_messages, prompt_of, prompt_values, user_turn
 from lightrlhf.demo.votes import read_votes
@@ -273,7 +274,9 @@ def test_eight_concurrent_users_have_separate_dialogues(server, backend):
         assert answered[number] == [turn["content"] for turn in alone]
 
 
-def test_a_password_is_required(backend, tmp_path):
+@pytest.fixture
+def guarded(backend, tmp_path):
+    """Client of a demo with the password sésame, served by this process."""
     import httpx
 
     (tmp_path / "secret").write_text("sésame\n")
@@ -283,14 +286,78 @@ def test_a_password_is_required(backend, tmp_path):
     serve(app, args)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=PATIENCE) as client:
-            assert client.get("/config").status_code == 401
-            for password, status in (("sesame", 400), ("", 422), ("sésame", 200)):
-                response = client.post("/login", data={"username": "ada", "password": password})
-                assert response.status_code == status
-            assert client.get("/config").status_code == 200
-            assert client.get(f"/gradio_api/file={tmp_path / 'secret'}").status_code in (403, 404)
+            yield client
     finally:
         app.close()
+
+
+def log_in(client, password: str = "sésame") -> int:
+    return client.post("/login", data={"username": "ada", "password": password}).status_code
+
+
+def test_before_the_password_nothing_but_the_login_page_is_answered(guarded):
+    page = guarded.get("/")
+    assert page.status_code == 401 and "Password" in page.text
+    assert "gradio" not in page.text and SFT not in page.text
+    for path in ("/config", "/gradio_api/info", "/gradio_api/startup-events", "/theme.css", "/gradio_api/openapi.json"):
+        assert guarded.get(path).status_code == 401
+    assert log_in(guarded, "sesame") == 401 and log_in(guarded, "") == 401
+    assert log_in(guarded) == 200
+    (cookie,) = guarded.cookies.jar
+    assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "Strict"
+    assert guarded.get("/config").json()["username"] == "ada"
+    assert SFT in guarded.get("/gradio_api/info").text
+
+
+def test_after_the_password_only_what_the_page_needs_is_answered(guarded):
+    log_in(guarded)
+    upload = guarded.post("/gradio_api/upload", files={"files": b"x"})
+    assert upload.status_code == 404
+    for path in ("/gradio_api/file=/etc/passwd", "/gradio_api/runs", "/monitoring", "/assets/%2e%2e/%2e%2e/config"):
+        assert guarded.get(path).status_code == 404
+    assert guarded.post("/gradio_api/queue/join", content=b"x" * (2**20 + 1)).status_code == 413
+    assert guarded.get("/config").json()["run_history"] is False
+
+
+def test_other_names_and_other_sites_are_refused(guarded):
+    log_in(guarded)
+    for name, status in (("evil.example", 421), ("localhost", 200), ("127.0.0.1:1", 200), ("x@localhost", 421)):
+        assert guarded.get("/config", headers={"Host": name}).status_code == status
+    for origin, status in (("http://evil.example", 403), ("null", 403), (str(guarded.base_url).rstrip("/"), 200)):
+        assert guarded.get("/config", headers={"Origin": origin}).status_code == status
+    assert guarded.get("/config", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+
+
+def test_guesses_are_limited(guarded):
+    tried = [log_in(guarded, f"guess {number}") for number in range(FREE_GUESSES + 2)]
+    assert tried == [401] * FREE_GUESSES + [429] * 2
+    assert log_in(guarded) == 429  # the right one, too: its answer would tell
+
+
+def test_a_session_belongs_to_a_browser(guarded):
+    import httpx
+
+    log_in(guarded)
+    joined = {"fn_index": 0, "data": ["summary"], "session_hash": "adas"}
+    assert guarded.post("/gradio_api/queue/join", json=joined).status_code == 200
+    with httpx.Client(base_url=guarded.base_url, timeout=PATIENCE) as other:
+        log_in(other)
+        assert other.get("/gradio_api/queue/data", params={"session_hash": "adas"}).status_code == 403
+        assert other.post("/gradio_api/queue/join", json=joined).status_code == 403
+    with guarded.stream("GET", "/gradio_api/queue/data", params={"session_hash": "adas"}) as stream:
+        assert any("process_completed" in line for line in stream.iter_lines())
+
+
+def test_values_that_the_page_would_not_send_are_refused(backend):
+    nan = float("nan")
+    for wrong in ((nan, True, 1.0, 0, 1.0), (16, "yes", 1.0, 0, 1.0), (16, True, "1", 0, 1.0), (16, True, nan, 0, 1.0)):
+        with pytest.raises(ValueError, match="must be"):
+            backend.settings(*wrong)
+    with pytest.raises(UsageError, match="100001 characters"):
+        prompt_of([], "dialogue", "x" * 100_001, "", "", "")
+    with pytest.raises(UsageError, match="101 characters"):
+        backend.next_pair(SFT, PPO, "x" * 101)
+    assert prompt_of([], "as written", "a\ud800b", None, None, None) == "a?b"
 
 
 def test_a_port_that_is_taken_is_named(backend):
