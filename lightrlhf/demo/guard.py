@@ -63,7 +63,9 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-STYLE = "body {font-family: sans-serif; max-width: 20em; margin: 20vh auto} input, button {display: block; margin: 1em 0}"
+STYLE = (
+    "body {font-family: sans-serif; max-width: 20em; margin: 20vh auto} input, button {display: block; margin: 1em 0}"
+)
 LOGIN = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>lightrlhf</title><style>{STYLE}</style>
 <h2>lightrlhf</h2><form method="post" action="/login">
 <label>Your name <input name="username" autocomplete="username" required maxlength="{MAX_NAME}" autofocus></label>
@@ -140,9 +142,9 @@ class Guard:
         if self.starting and path == f"{API}/startup-events":
             return await self.app(scope, receive, send)
         token = token_of(headers, self.cookie)
+        if self.password and (method, path) == ("POST", "/login"):
+            return await self._log_in(scope, headers, receive, send)
         if self.password and token not in self.users:
-            if (method, path) == ("POST", "/login"):
-                return await self._log_in(scope, headers, receive, send)
             if method in ("GET", "HEAD") and path == "/":
                 return await respond(send, 401, LOGIN, "text/html")
             raise Refusal(401, "log in first")
@@ -152,7 +154,12 @@ class Guard:
         new = {} if self.password or path != "/" or token else self._cookie(scope, secrets.token_urlsafe(32))
         self._check_session(session_of(scope, body), token)
         scope["user_name"] = self.users.get(token)
-        await self.app(scope, replayed(body, receive), with_headers(send, new))
+        try:
+            await self.app(scope, replayed(body, receive), with_headers(send, new))
+        except KeyError:
+            if path != f"{API}/queue/join":
+                raise
+            raise Refusal(404, "the page has no such handler") from None  # the queue has answered nothing yet
 
     def _checked_headers(self, scope: Scope) -> dict[str, str]:
         """The headers of a request to this server, from its own page. Raises: Refusal."""
@@ -161,7 +168,9 @@ class Guard:
             name = raw.decode("latin-1").lower()
             if name in headers and name in ("host", "origin", "content-length"):
                 raise Refusal(400, f"two headers {name}")
-            headers[name] = f"{headers[name]}; {value.decode('latin-1')}" if name in headers else value.decode("latin-1")
+            headers[name] = (
+                f"{headers[name]}; {value.decode('latin-1')}" if name in headers else value.decode("latin-1")
+            )
         host = headers.get("host", "")
         if not self._is_served(host, scope):
             raise Refusal(421, "the demo is not served under this name; add it to --trusted_hosts")

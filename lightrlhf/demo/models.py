@@ -151,7 +151,7 @@ class ModelCache:
         return self._load(name, self.data(label))
 
     def _choice(self, label: str) -> tuple[str, str]:
-        choice = choices(self.folders).get(label)
+        choice = choices(self.folders).get(label) if isinstance(label, str) else None
         if choice is None:
             raise UsageError(f"{label} no longer exists; choose another checkpoint")
         return choice
