@@ -21,6 +21,7 @@ token. Left out: streaming of datasets that do not fit in memory, and packing (t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -47,12 +48,14 @@ from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.args import RARE, check_at_least, check_types
-from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
-from lightrlhf.storage.checkpoint import sealed_files
+from lightrlhf.storage.checkpoint import save_pickled, sealed_files
+from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 CHUNK = 1000  # rows tokenised per call
 RESPONSE_ROOM = 128  # tokens left for a response by default, as many as the trainers sample
@@ -241,6 +244,21 @@ def _template(given: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- prepare
+def _locking(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Decorator of `prepare`: one process at a time writes to a destination, from reading what is there to the end."""
+
+    @functools.wraps(prepare)
+    def locked(args: PrepareArgs, *rest: Any, **details: Any) -> dict[str, Any]:
+        destination = Path(args.destination_dir)
+        if args.preview or destination.is_file():  # which is refused by its own name
+            return prepare(args, *rest, **details)
+        with lock_folder(destination, "--destination_dir"):
+            return prepare(args, *rest, **details)
+
+    return locked
+
+
+@_locking
 def prepare(
     args: PrepareArgs,
     rows: Iterable[Row | Dropped],
@@ -283,13 +301,13 @@ def prepare(
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
             for split, members in splits.items():
-                save(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
+                save_pickled(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
         tokenizer.save_pretrained(folder / "tokenizer")
         if isinstance(example_prompt, str) and wraps:
             example_prompt = [{"role": "user", "content": example_prompt}]
         ids = encode_prompt(tokenizer, example_prompt)
         text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
-        save(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
+        save_pickled(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
         if args.save_skipped_examples:
             _write_skipped(folder / f"skipped_{args.stage}.jsonl", dropped)
         report.write(folder, summary)
@@ -405,44 +423,45 @@ def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
     return whole.split([len(array) for array in arrays])
 
 
-def save(path: Path, value: Any) -> None:
-    """`torch.save` of plain values and tensors. Raises: OSError."""
-    try:
-        torch.save(value, path)
-    except RuntimeError as problem:  # how torch's own writer reports a full disk
-        raise OSError(first_line(problem)) from None
-
-
 @contextmanager
 def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
     """Yield a temporary folder; on success its files replace those of `destination`, on an error it is removed.
 
     Older splits of `stages` that were not written again are removed. All files are fsynced before any is renamed, so
     `destination` never contains a partial file; the seal is among them, so files of two preparations are noticed.
+    Raises: RunFailure when any of it cannot be written, with what is left.
     """
-    folder = None
-    try:
-        destination.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
-        yield folder
-        seal(folder, sealed_files(folder), before=destination)
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        for file in files:
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        for file in files:
-            target = destination / file.relative_to(folder)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(file, target)
-        for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - {file.name for file in files}:
-            (destination / stale).unlink(missing_ok=True)
-    except OSError as problem:
-        raise RunFailure(
-            f"--destination_dir {destination}: cannot be written ({problem.strerror or problem})"
-        ) from None
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+    folder: Path | None = None
+    renamed = 0
+
+    def left() -> str:
+        words = [f"{destination} now has {renamed} new files among older ones, prepare it again"] if renamed else []
+        return "; ".join(words + ([f"{folder} is left, remove it"] if folder and folder.exists() else []))
+
+    with writing(f"--destination_dir {destination}", kept=left):
+        try:
+            make_folder(destination)
+            folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
+            yield folder
+            seal(folder, sealed_files(folder), before=destination)
+            files = sorted(file for file in folder.rglob("*") if file.is_file())
+            for file in files:
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            for file in files:
+                target = destination / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(file, target)
+                renamed += 1
+            names = {file.name for file in files}
+            for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - names:
+                (destination / stale).unlink(missing_ok=True)
+            for changed in {destination / file.relative_to(folder).parent for file in files}:
+                sync_folder(changed)
+            sync_folder(destination)
+        finally:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:

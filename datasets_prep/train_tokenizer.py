@@ -17,10 +17,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from datasets_prep.common import replacing
 from datasets_prep.reading import Source
 from lightrlhf.cli.args import check_at_least, check_types
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.locks import lock_folder
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens
@@ -65,11 +67,9 @@ def main(argv: list[str] | None = None) -> str:
         texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
-    try:
-        Path(args.destination_dir).mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(args.destination_dir)
-    except OSError as problem:
-        raise UsageError(f"--destination_dir {args.destination_dir} cannot be written: {problem.strerror}") from None
+    destination = Path(args.destination_dir)
+    with lock_folder(destination, "--destination_dir"), replacing(destination, []) as folder:
+        tokenizer.save_pretrained(folder)
     tokens = sum(len(ids) for ids in tokenizer(texts[:1000])["input_ids"])
     characters = sum(map(len, texts[:1000]))
     print(f"wrote {len(tokenizer)} tokens to {args.destination_dir}; {characters / tokens:.1f} characters a token")

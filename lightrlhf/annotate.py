@@ -32,8 +32,10 @@ from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import ROW, Encoding, RewardFunction, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
+from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import stored
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
 
 CHUNK = 256  # prompts scored between two writes
@@ -241,20 +243,21 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     splits: dict[str, list[Row]] = {"train": [], "validation": []}
     for row in pairs:
         splits[split_of(row, args)].append(row)
-    for split, members in splits.items():
-        if members:
-            save_split(folder, "preference", split, members)
-        else:
-            (folder / f"preference_{split}.pt").unlink(missing_ok=True)
-    store_tokenizer(tokenizer, folder)
     margins = sorted(row["columns"]["margin"] for row in pairs)
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     report["margin"] = {"mean": mean, "median": margins[len(margins) // 2]}
-    write_text(folder / "report.json", json.dumps(report, indent=1))
     judge = stored(args.data_dir, "judge") if args.data_dir else None
-    write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
-    seal(folder, ["args.json"])
+    with writing(folder), lock_folder(folder, "--output_dir"):
+        for split, members in splits.items():
+            if members:
+                save_split(folder, "preference", split, members)
+            else:
+                (folder / f"preference_{split}.pt").unlink(missing_ok=True)
+        store_tokenizer(tokenizer, folder)
+        write_text(folder / "report.json", json.dumps(report, indent=1))
+        write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
+        seal(folder, ["args.json"])
     return f"{folder}: {counted}, mean margin {mean:.3f}"
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -49,6 +48,7 @@ from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl
+from lightrlhf.storage.writing import rename, writing
 from lightrlhf.training.distributed import leave_at_exit, processes
 
 # flags that leave rows as they are
@@ -500,8 +500,9 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
     partial = output.with_name(f"{output.stem}.merged-{shard.rank}.jsonl")
     write_jsonl(partial, rows, settings)
-    os.replace(partial.with_suffix(".args.json"), output.with_suffix(".args.json"))
-    os.replace(partial, output)
+    with writing(output):
+        rename(partial.with_suffix(".args.json"), output.with_suffix(".args.json"))
+        rename(partial, output)
 
 
 def describe(output: Path, num_rows: int) -> str:

@@ -50,7 +50,9 @@ from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import data_dir_of
+from lightrlhf.storage.writing import writing
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
@@ -147,39 +149,40 @@ def train(
         rows_of("train")  # a missing or damaged file fails before any generation
     data = "given/dialogues" if is_given else args.data_dir
     directory, policy = open_directory(args, "iterative_refuel", data, given, old_name=args.SPLIT_FROM)
-    tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
-    with kept_if_started(args, directory):
-        evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)
-    for number in range(1, args.iterations + 1):
-        folder = directory / f"iteration-{number:02d}"
-        is_new = not (folder / "policy").is_dir()
-        try:
-            for stage in (STAGES if args.stage == "all" else (args.stage,)) if is_new else ():
-                if stage == "generate":
-                    generate_dialogues(args, folder, number, policy, tokenizer, rows_of("train"), user)
-                elif stage == "rank":
-                    rank(args, folder, reward)
-                elif stage == "tokenize":
-                    tokenize(args, folder, number, tokenizer)
-                else:
-                    train_iteration(args, folder, number, policy)
-        except PolicyCollapsed as problem:
-            print(f"{problem}; iteration {number - 1} is the last", flush=True)
-            return finish(args, directory, left="")
-        if not (folder / "policy").is_dir():
-            break  # a single stage before training
-        policy = str(final_checkpoint(folder / "policy"))
-        link_checkpoint(directory, number, policy)
-        evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
-        metrics = report(directory)
-        if is_new and args.stage != "all":
-            break
-        try:
-            if on_step is not None and is_new:
-                on_step(number, metrics)
-        except StopTraining:
-            break
-    return finish(args, directory, unfinished(args, directory))
+    with lock_folder(directory):
+        tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
+        with kept_if_started(args, directory):
+            evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)
+        for number in range(1, args.iterations + 1):
+            folder = directory / f"iteration-{number:02d}"
+            is_new = not (folder / "policy").is_dir()
+            try:
+                for stage in (STAGES if args.stage == "all" else (args.stage,)) if is_new else ():
+                    if stage == "generate":
+                        generate_dialogues(args, folder, number, policy, tokenizer, rows_of("train"), user)
+                    elif stage == "rank":
+                        rank(args, folder, reward)
+                    elif stage == "tokenize":
+                        tokenize(args, folder, number, tokenizer)
+                    else:
+                        train_iteration(args, folder, number, policy)
+            except PolicyCollapsed as problem:
+                print(f"{problem}; iteration {number - 1} is the last", flush=True)
+                return finish(args, directory, left="")
+            if not (folder / "policy").is_dir():
+                break  # a single stage before training
+            policy = str(final_checkpoint(folder / "policy"))
+            link_checkpoint(directory, number, policy)
+            evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
+            metrics = report(directory)
+            if is_new and args.stage != "all":
+                break
+            try:
+                if on_step is not None and is_new:
+                    on_step(number, metrics)
+            except StopTraining:
+                break
+        return finish(args, directory, unfinished(args, directory))
 
 
 def unfinished(args: IterativeRefuelArgs, directory: Path) -> str:
@@ -288,7 +291,8 @@ def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: Pr
     for split, members in splits.items():
         if members:
             save_split(folder / "pairs", "refuel", split, members)
-    store_tokenizer(tokenizer, folder / "pairs")
+    with writing(folder / "pairs" / "tokenizer"):
+        store_tokenizer(tokenizer, folder / "pairs")
     firsts = [scores["first"] for scores in rewards]
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
@@ -347,7 +351,6 @@ def evaluate_iteration(
         "mean_length": mean(lengths),
         "truncated_ratio": mean(flag for row in dialogues for flag in row.truncated),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
     write_text(folder / "evaluation.json", json.dumps(results, indent=1))
 

@@ -55,6 +55,7 @@ from lightrlhf.rewards.loading import make_scorer
 from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample, finite
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import data_dir_of, stored
 from lightrlhf.training.iterate import (
@@ -167,29 +168,30 @@ def train(
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
     given = given_objects(prompts=prompts, reward=reward)
     directory, initial = open_directory(args, "online_dpo", data_dir or "given/prompts", given)
-    tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
-    with kept_if_started(args, directory):
-        evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
-    for number, shard in enumerate(shards, start=1):
-        folder = directory / f"iteration-{number:02d}"
-        is_new = not (folder / "policy").is_dir()
-        if is_new:
-            print(f"\niteration {number} of {args.iterations}", flush=True)
-            responder = {"last": policy, "initial": initial}.get(args.responder)
-            respond(args, folder, shard, number, responder or resolve(args.responder, "--responder"), data_dir)
-            score_and_choose(args, folder, initial, data_dir, reward)
-            learn(args, folder, number, policy, initial, tokenizer)
-        policy = str(checkpoints(folder / "policy")[-1])
-        link_checkpoint(directory, number, policy)
-        evaluate_iteration(args, folder, policy, initial, tokenizer, held_out, reward)
-        metrics = report(args, directory)
-        try:
-            if on_step is not None and is_new:
-                on_step(number, metrics)
-        except StopTraining:
-            break
-    left = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
-    return finish(args, directory, ", ".join(f"iteration {number}" for number in left))
+    with lock_folder(directory):
+        tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
+        with kept_if_started(args, directory):
+            evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
+        for number, shard in enumerate(shards, start=1):
+            folder = directory / f"iteration-{number:02d}"
+            is_new = not (folder / "policy").is_dir()
+            if is_new:
+                print(f"\niteration {number} of {args.iterations}", flush=True)
+                responder = {"last": policy, "initial": initial}.get(args.responder)
+                respond(args, folder, shard, number, responder or resolve(args.responder, "--responder"), data_dir)
+                score_and_choose(args, folder, initial, data_dir, reward)
+                learn(args, folder, number, policy, initial, tokenizer)
+            policy = str(checkpoints(folder / "policy")[-1])
+            link_checkpoint(directory, number, policy)
+            evaluate_iteration(args, folder, policy, initial, tokenizer, held_out, reward)
+            metrics = report(args, directory)
+            try:
+                if on_step is not None and is_new:
+                    on_step(number, metrics)
+            except StopTraining:
+                break
+        left = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
+        return finish(args, directory, ", ".join(f"iteration {number}" for number in left))
 
 
 # ----------------------------------------------------------------------------------------------------------- stages

@@ -133,7 +133,7 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, Sampling
     value_function: Literal["equal", "unit", "position", "position_first", "first"] = field(
         default="equal", metadata=RARE
     )
-    """A macro action's value: mean of its tokens' values, last one, mean weighted to the last or first, or first one."""
+    """A macro action's value: mean of its tokens' values (weighted to the last or first), the last or first one."""
     normalize_rewards: bool = field(default=True, metadata=RARE)
     """Shift and scale scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = True

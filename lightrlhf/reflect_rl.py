@@ -543,8 +543,9 @@ def evaluate(run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent
     overall, by_level = rates_by_level(episodes, envs[0].levels, run.sum_over_ranks, run.device)
     if run.is_first:
         folder = run.directory / "trajectories"
-        folder.mkdir(exist_ok=True)
-        write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:4]))
+        with run.writing("trajectories"):
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:4]))
     metrics = {f"val/{name}": value for name, value in overall.items()}
     return metrics | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
 

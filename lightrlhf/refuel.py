@@ -54,6 +54,7 @@ from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.storage.checkpoint import save_tensors
+from lightrlhf.storage.locks import lock_folder
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 
@@ -260,7 +261,8 @@ def old_logps(run: Run[Any], policy: Policy, rows: Sequence[Row], pad_id: int, k
         )
     logps = score(run, policy, rows, pad_id).cpu()
     if run.is_first:
-        save_tensors(path, {"fingerprint": digest, "logps": logps, "sha256": hash_tensor(logps)})
+        with lock_folder(path.parent, wait=True):  # other runs may train on the same pairs
+            save_tensors(path, {"fingerprint": digest, "logps": logps, "sha256": hash_tensor(logps)})
     run.fabric.barrier()
     return logps
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
+from datasets_prep.common import replacing
 from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
@@ -120,8 +121,9 @@ def main(argv: list[str] | None = None) -> None:
         if step % 50 == 0:
             recall = float((scores > 0)[replaced[labelled] > 0].float().mean())
             bar.set_postfix(loss=f"{next_token.item():.3f}", recall=f"{recall:.3f}", refresh=False)
-    model.bfloat16().save_pretrained(args.destination_dir)
-    tokenizer.save_pretrained(args.destination_dir)
+    with replacing(Path(args.destination_dir), []) as folder:
+        model.bfloat16().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

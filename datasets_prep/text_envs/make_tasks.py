@@ -37,6 +37,8 @@ from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
+from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.writing import writing
 
 MAX_DEPTH = 2  # folders between the root and a file
 MAX_BYTES = 500_000  # of a file
@@ -361,14 +363,11 @@ def write(args: TaskArgs, tree: Tree, splits: dict[str, list[Row]], files: list[
         "dropped": dict(dropped.most_common()),
         "files": files,
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(f"--destination_dir {folder}"), lock_folder(folder, "--destination_dir"):
         (folder / "tree.json").unlink(missing_ok=True)
         for split, rows in splits.items():
             write_jsonl(folder / f"tasks_{split}.jsonl", rows)
         write_text(folder / "tree.json", json.dumps(report, indent=1) + "\n")
-    except OSError as problem:
-        raise RunFailure(f"--destination_dir {folder} cannot be written: {problem.strerror}") from None
     return report
 
 

@@ -443,14 +443,14 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         accepted, words = TYPES[kind]
         if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
             raise ValueError(f"--{name} {value!r} is not {words}")
-        if kind is str and ("\0" in value or not _is_unicode(value)):
+        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
             raise ValueError(f"--{name} {value!r} has characters that no file takes")
         number: Any = value
         if kind is float and not (isinstance(number, Integral) or math.isfinite(number)):
             raise ValueError(f"--{name} {value} must be a finite number")
-        if isinstance(number, Integral) and abs(number) > LARGEST:
+        if isinstance(number, Integral) and abs(int(number)) > LARGEST:
             raise ValueError(f"--{name} has a number of {len(str(number))} digits, which is beyond any use")
-        if kind is int and (name == "seed" or name.endswith("_seed")) and not 0 <= number < 2**32:
+        if isinstance(number, int) and (name == "seed" or name.endswith("_seed")) and not 0 <= number < 2**32:
             raise ValueError(f"--{name} {value} must be at least 0 and below 2^32")
 
 

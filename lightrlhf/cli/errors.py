@@ -2,14 +2,37 @@
 
 A program raises `UsageError` for invalid input (exit status 2) and `RunFailure` for a failure while it runs (exit
 status 1). `one_line_errors` decorates each `main`; from Python the exceptions come out as they are.
+
+`write_problem` knows the shapes in which a full or read-only disk shows itself: an OSError, or what the writers of
+safetensors, tokenizers, torch and TensorBoard make of one.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
+
+# what to do about a disk that cannot be written, by errno
+WRITE_REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there or have the quota raised",
+    errno.EROFS: "mount it for writing or name another place",
+    errno.EIO: "look after the disk (the kernel's log names it) or name another place",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the limit on open files (sysctl fs.file-max)",
+    errno.EACCES: "allow access there or name another place",
+    errno.EPERM: "allow access there or name another place",
+    errno.ESTALE: "mount the network file system again",
+}
+FOREIGN_ERRNO = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)  # as Rust's and Arrow's messages end
+TORCH_WRITERS = ("inline_container", "PytorchStreamWriter", "PyTorchFileWriter")  # their messages have no errno
 
 
 class UsageError(Exception):
@@ -41,16 +64,49 @@ def first_line(problem: BaseException) -> str:
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
 
 
+def write_problem(problem: BaseException) -> str | None:
+    """Why a write failed and what to do about it, in words; None if the exception is not of a failed write."""
+    for one in _causes(problem):
+        found = FOREIGN_ERRNO.search(str(one))
+        number = one.errno if isinstance(one, OSError) and one.errno else int(found[1]) if found else None
+        if number in WRITE_REMEDIES:
+            return f"{os.strerror(number)}; {WRITE_REMEDIES[number]}"
+        if isinstance(one, RuntimeError) and any(name in str(one) for name in TORCH_WRITERS):
+            return "torch's writer failed, as it does on a full disk; free space there"
+    return None
+
+
+def _causes(problem: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it was raised from."""
+    while problem is not None:
+        yield problem
+        hidden = problem.__suppress_context__  # raised `from` another, or from None
+        problem = problem.__cause__ if hidden else problem.__context__
+
+
 def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status."""
+    """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status.
+
+    So does a write that failed where no caller knew more about it: in another package, or to a full standard output.
+    """
 
     @functools.wraps(main)
     def guarded(argv: list[str] | None = None) -> Any:
         try:
             return main(argv)
         except UsageError as problem:
-            print(f"error: {problem}", file=sys.stderr)
+            with suppress(OSError):  # standard error may be a file on the full disk
+                print(f"error: {problem}", file=sys.stderr)
             sys.exit(problem.exit_status)
+        except Exception as problem:
+            reason = write_problem(problem)
+            if reason is None:
+                raise
+            names = (getattr(one, "filename", None) for one in _causes(problem))
+            where = next((f"{name}: " for name in names if name), "")
+            with suppress(OSError):
+                print(f"error: {where}{reason}, then run this again", file=sys.stderr)
+            sys.exit(RunFailure.exit_status)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -20,6 +20,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, without_equal_pairs
 from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.seals import check_sealed, seal
+from lightrlhf.storage.writing import make_folder, writing
 
 SPLITS = ("train", "validation", "test")
 
@@ -64,19 +65,17 @@ def differing(rows: list[Row], source: str = "") -> list[Row]:
 def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
     """Write `{data_dir}/{stage}_{split}.pt` atomically and seal it, with ids as int32 views of one tensor, as prepared.
 
-    Raises: UsageError when it cannot be written.
+    Raises: RunFailure when it cannot be written.
     """
     names = [name for name in rows[0] if name.endswith("input_ids")]
     parts = [torch.as_tensor(row[name], dtype=torch.int32) for row in rows for name in names]
     views = iter(torch.cat(parts).split([len(part) for part in parts]))
     stored = [{**row, **{name: next(views) for name in names}} for row in rows]
     path = Path(data_dir) / f"{stage}_{split}.pt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(path, stored)
-        seal(path.parent, [path.name])
-    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
-        raise UsageError(f"{path} cannot be written: {first_line(problem)}") from None
+    with writing(path):
+        make_folder(path.parent)
+    save_tensors(path, stored)
+    seal(path.parent, [path.name])
     return path
 
 

@@ -16,11 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.storage.jsonl import append_whole
 from lightrlhf.storage.run_dir import read_growing
+from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 VERDICTS = ("A", "B", "tie", "skip")
 COLUMNS = ("pair", "rater", "prompt", "responses", "models", "verdict")
@@ -40,21 +42,21 @@ def append_vote(path: str | Path, vote: Vote) -> bool:
     Raises: UsageError when the file cannot be written or has a row that is not a vote.
     """
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file, _locked(file):
+    with writing(path, kept=lambda: "earlier votes are kept", error=UsageError):
+        make_folder(path.parent)
+        is_new = not path.exists()
+        with path.open("ab", buffering=0) as file, _locked(file):
             content = path.read_bytes()
             complete = content.rfind(b"\n") + 1
             if complete < len(content):  # the last row of a killed server
                 file.truncate(complete)
             if any(_key(row) == _key(vote) for row in read_votes(path)):
                 return False
-            file.write((json.dumps(vote, ensure_ascii=False) + "\n").encode("utf-8"))
-            file.flush()
+            append_whole(file, (json.dumps(vote, ensure_ascii=False) + "\n").encode("utf-8"))
             os.fsync(file.fileno())
+            if is_new:
+                sync_folder(path.parent)
             return True
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be written: {problem.strerror}; earlier votes are kept") from None
 
 
 def read_votes(path: str | Path) -> list[Vote]:
@@ -78,7 +80,7 @@ def _key(vote: Vote) -> tuple[str, str]:
 
 
 @contextmanager
-def _locked(file: BinaryIO) -> Iterator[None]:
+def _locked(file: IO[bytes]) -> Iterator[None]:
     """Exclusive file lock across threads and processes; released on exit or when the process dies."""
     try:
         import fcntl

@@ -11,16 +11,19 @@ Left out: Fabric's own `save`, which does not fsync and (2.6) hides a Permission
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.writing import rename, sync_folder, writing
 
 MANIFEST, BEST = "manifest.json", "best"
 
@@ -34,21 +37,23 @@ def save_checkpoint(
     Raises: RunFailure naming the last good checkpoint, which stays unchanged.
     """
     target = checkpoint_path(experiment_dir, step)
-    partial = experiment_dir / f".{target.name}.partial"
-    try:
+    with writing(target, kept=lambda: last_good(experiment_dir)):
         for leftover in experiment_dir.glob(".checkpoint-*.partial"):
             shutil.rmtree(leftover)
         write_folder(target, write)
         link_best(experiment_dir, best)
-    except (OSError, RuntimeError) as problem:  # torch reports a full disk as a RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
-        good = checkpoints(experiment_dir)
-        last = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
-        raise RunFailure(f"could not save {target}: {problem}; {last}") from problem
     for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
         if best is None or old != checkpoint_path(experiment_dir, best):
             shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def last_good(experiment_dir: Path) -> str:
+    """What a run that failed has to go on from, in words."""
+    saved = checkpoints(experiment_dir)
+    if not saved:
+        return "there is no earlier checkpoint, so start again"
+    return f"the last good checkpoint is {saved[-1]}, go on by --resume_from {experiment_dir}"
 
 
 def checkpoint_path(experiment_dir: Path, step: int) -> Path:
@@ -65,7 +70,7 @@ def link_best(experiment_dir: Path, step: int | None) -> None:
         shutil.rmtree(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(checkpoint_path(experiment_dir, step).name)
-    temporary.replace(link)
+    rename(temporary, link)
 
 
 def follow_best(path: Path) -> Path:
@@ -158,10 +163,8 @@ def set_aside(folder: Path) -> Path:
     kept = folder.with_name(f"damaged-{folder.name}")
     while kept.exists():
         kept = kept.with_name(f"{kept.name}x")
-    try:
-        folder.rename(kept)
-    except OSError as problem:
-        raise RunFailure(f"{folder} is damaged and cannot be renamed to {kept.name}: {problem.strerror}") from None
+    with writing(kept):
+        rename(folder, kept)
     best = folder.parent / BEST
     if best.is_symlink() and not best.exists():
         best.unlink()
@@ -182,34 +185,77 @@ def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files."""
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    write(partial)
-    hashes = {str(file.relative_to(partial)): _hash_and_sync(file) for file in _files(partial)}
-    write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
-    _sync(target.parent)
+    with writing(target, kept=lambda: f"{partial} is left, remove it" if partial.exists() else ""):
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            write(partial)
+            hashes = {str(file.relative_to(partial)): _hash_and_sync(file) for file in _files(partial)}
+            write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+            for folder in (path for path in (partial, *partial.rglob("*")) if path.is_dir()):
+                sync_folder(folder)
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync_folder(target.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically: temporary name, fsync, rename."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
+    """Write a file atomically. Raises: RunFailure naming it when it cannot be written; an older one stays."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def save_tensors(path: Path, value: Any) -> None:
-    """Atomic `torch.save`: temporary name, flush, rename. Raises: OSError or RuntimeError, as torch does."""
+    """`torch.save` atomically. Raises: RunFailure naming the file when it cannot be written; an older one stays."""
+    with replacing(path) as temporary:
+        save_pickled(temporary, value)
+
+
+def save_pickled(path: Path, value: Any) -> None:
+    """`torch.save` that raises the operating system's own error, which torch's writer swallows. Raises: OSError."""
+    raw = _NotedErrors(path, "wb")
+    try:
+        with io.BufferedWriter(raw, 1 << 20) as file:
+            torch.save(value, file)
+    except RuntimeError as problem:
+        raise raw.problem or problem from None
+
+
+class _NotedErrors(io.FileIO):
+    """A file that keeps the first error of its writes: torch's C++ writer reports `unexpected pos` instead."""
+
+    problem: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
+
+
+@contextmanager
+def replacing(path: Path, what: str = "") -> Iterator[Path]:
+    """Context manager: yield a temporary name to write; then flush, rename to `path`, and flush the entry.
+
+    what: named in errors instead of the path.
+    Raises: RunFailure naming the file when any of it fails; the temporary one is removed.
+    """
     temporary = path.with_name(path.name + ".partial")
-    torch.save(value, temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with writing(what or path, kept=lambda: f"{temporary} is left, remove it" if temporary.exists() else ""):
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(temporary, path)
+        except Exception:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def _first_damage(folder: Path) -> str | None:
@@ -252,11 +298,3 @@ def _hash_and_sync(file: Path) -> str:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
     return sha256(file)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

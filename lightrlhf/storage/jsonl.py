@@ -11,12 +11,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.checkpoint import replacing, write_text
+from lightrlhf.storage.locks import lock_file
+from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 SEAL = "sha256"  # beside the settings
 Row = dict[str, Any]
@@ -44,12 +49,17 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = None) -> None:
-    """Write a whole file atomically, with its settings and seal where `settings` are given."""
+    """Write a whole file atomically, with its settings and seal where `settings` are given.
+
+    Raises: RunFailure naming the file when it cannot be written.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        make_folder(path.parent)
     if settings is not None:
         write_settings(path, settings)  # a kill between both leaves no seal
-    write_text(path, "".join(_line(row) for row in rows))
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(_line, rows))
     if settings is not None:
         write_settings(path, settings | {SEAL: _sha256(path.read_bytes())})
 
@@ -64,31 +74,31 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path, settings: Row | None = None, renamed: Mapping[str, str] | None = None) -> None:
         self.path, self._settings, self._changed = Path(path), settings, False
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
-            self._lock()
-            self.rows = self._complete_rows()
-            if self.rows and settings is not None:
-                check_settings(self.path, settings, renamed)
-            elif settings is not None:
-                write_settings(self.path, settings)
-        except OSError as problem:
-            raise UsageError(f"{self.path} cannot be written: {problem.strerror}") from None
+        with writing(path, error=UsageError):
+            make_folder(self.path.parent)
+            self._lock = lock_file(self.path)
+            self._file = self.path.open("ab", buffering=0)
+            try:
+                sync_folder(self.path.parent)
+                self.rows = self._complete_rows()
+                if self.rows and settings is not None:
+                    check_settings(self.path, settings, renamed)
+                elif settings is not None:
+                    write_settings(self.path, settings)
+            except BaseException:
+                self.close()
+                raise
 
     def append(self, *rows: Row) -> None:
-        """Write rows in one piece and flush them to the operating system, so that a later kill does not lose them.
+        """Write rows in one piece to the operating system, so that a later kill does not lose them.
 
-        Raises: UsageError when the disk is full; earlier rows are kept.
+        Raises: RunFailure when the disk is full; earlier rows are kept.
         """
-        if not self._changed and self._settings is not None:
-            write_settings(self.path, self._settings)  # without the seal of the rows before
-        self._changed = True
-        try:
-            self._file.write("".join(_line(row) for row in rows).encode("utf-8"))
-            self._file.flush()
-        except OSError as problem:
-            raise UsageError(f"{self.path} cannot be written: {problem.strerror}; earlier rows are kept") from None
+        with writing(self.path, kept=lambda: "earlier rows are kept, the same command goes on after them"):
+            if not self._changed and self._settings is not None:
+                write_settings(self.path, self._settings)  # without the seal of the rows before
+            self._changed = True
+            append_whole(self._file, "".join(_line(row) for row in rows).encode("utf-8"))
         self.rows += rows
 
     def extend(
@@ -121,11 +131,14 @@ class JsonlWriter:
                     return
 
     def close(self) -> None:
-        """Close the file, and seal it if rows were added. Raises: OSError."""
-        self._file.close()
-        if self._changed and self._settings is not None:
-            write_settings(self.path, self._settings | {SEAL: _sha256(self.path.read_bytes())})
-        self._changed = False
+        """Close the file, and seal it if rows were added. Raises: RunFailure when the seal cannot be written."""
+        try:
+            self._file.close()
+            if self._changed and self._settings is not None:
+                write_settings(self.path, self._settings | {SEAL: _sha256(self.path.read_bytes())})
+        finally:
+            self._changed = False
+            self._lock.release()
 
     def __enter__(self) -> JsonlWriter:
         return self
@@ -133,16 +146,6 @@ class JsonlWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         self._changed = self._changed and kind is None  # after an error, such as a full disk, there is no seal
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self.path} is being written by another process; wait for it or end it") from None
 
     def _complete_rows(self) -> list[Row]:
         """Rows of the file; an incomplete last line is removed from it."""
@@ -153,6 +156,28 @@ class JsonlWriter:
             self._file.truncate(end)
         lines = content[:end].split(b"\n")[:-1]
         return [_parse(line, self.path, number) for number, line in enumerate(lines, start=1)]
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append to an unbuffered file opened for appending, or leave it as it was. Raises: OSError."""
+    end, view = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        while view:  # an almost full disk takes a part
+            view = view[file.write(view) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a file that no other process writes, in one piece. Raises: RunFailure naming the file."""
+    with writing(path):
+        is_new = not path.exists()
+        with path.open("ab", buffering=0) as file:
+            append_whole(file, "".join(map(_line, rows)).encode("utf-8"))
+        if is_new:
+            sync_folder(path.parent)
 
 
 def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None = None) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.checkpoint import replacing, write_text
+from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.locks import lock_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,13 +55,11 @@ def new_figure(width: float, height: float, lines: int = 1, columns: int = 1) ->
 def save_figure(figure: Figure, path: Path, flag: str = "", bottom: float = 0.0) -> None:
     """Write a figure as PNG, its axes above `bottom`, a fraction of the height.
 
-    Raises: UsageError naming `flag` and the path when it cannot be written.
+    Raises: RunFailure naming `flag` and the path when it cannot be written.
     """
     figure.tight_layout(rect=(0, bottom, 1, 1))
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as problem:
-        raise UsageError(f"{flag} {path} cannot be written: {problem.strerror}".strip()) from None
+    with replacing(path, f"{flag} {path}".strip()) as temporary:
+        figure.savefig(temporary, dpi=130, format=path.suffix[1:] or "png")
 
 
 def write_results(
@@ -68,12 +67,9 @@ def write_results(
 ) -> None:
     """Write the results to `eval/{name}.json` and one record per line to `eval/{name}.jsonl`.
 
-    Raises: UsageError when they cannot be written.
+    Raises: RunFailure when they cannot be written.
     """
     folder = experiment_dir / "eval"
-    try:
-        folder.mkdir(exist_ok=True)
+    with lock_folder(folder, wait=True):  # two evaluations at once do not mix the two files
         write_text(folder / f"{name}.json", json.dumps(row, indent=1))
-        write_text(folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
-    except OSError as problem:
-        raise UsageError(f"results cannot be written to {folder}: {problem.strerror}") from None
+        write_jsonl(folder / f"{name}.jsonl", map(dict, records))

@@ -15,6 +15,7 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best
 from lightrlhf.storage.seals import check_sealed
+from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 
 def stored(directory: str, key: str) -> Any:
@@ -152,10 +153,8 @@ def read_growing(path: Path) -> list[dict[str, Any]] | None:
 
 def make_parent(parent: Path, flag: str) -> Path:
     """Create a directory and those above it. Raises: UsageError naming `flag` when it cannot be written."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
+    with writing(flag, error=UsageError):
+        make_folder(parent)
     return parent
 
 
@@ -165,11 +164,11 @@ def new_run_dir(parent: Path, flag: str) -> Path:
     Raises: UsageError naming `flag` when it cannot be written.
     """
     directory = make_parent(parent, flag) / time.strftime("%Y-%m-%d_%H-%M-%S")
-    while True:
-        try:
-            directory.mkdir()
-            return directory
-        except FileExistsError:
-            directory = directory.with_name(f"{directory.name}x")
-        except OSError as problem:
-            raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
+    with writing(flag, error=UsageError):
+        while True:
+            try:
+                directory.mkdir()
+                sync_folder(parent)
+                return directory
+            except FileExistsError:
+                directory = directory.with_name(f"{directory.name}x")

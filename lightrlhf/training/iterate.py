@@ -28,8 +28,10 @@ from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
 from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, damage, write_text
+from lightrlhf.storage.locks import LOCK, lock_folder
 from lightrlhf.storage.run_dir import check_args, make_parent, new_run_dir
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import rename, sync_folder, writing
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 
@@ -68,11 +70,9 @@ def open_directory(
         flag = f"--log_dir {args.log_dir}"
         directory = new_run_dir(Path(args.log_dir, args.experiment_name, *parts), flag)
     stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
-    try:
+    with writing(flag), lock_folder(directory):
         write_text(directory / "args.json", json.dumps(stored, indent=1))
         seal(directory, ["args.json"])
-    except OSError as problem:
-        raise UsageError(f"{flag} cannot be written: {problem.strerror}") from None
     return directory, initial
 
 
@@ -127,15 +127,18 @@ def reopen_damaged_policy(directory: Path) -> None:
 def keep_policy(folder: Path) -> None:
     """Move the finished training run of an iteration to its `policy/`."""
     (run,) = [path.parent for path in (folder / "training").rglob("args.json")]
-    run.rename(folder / "policy")
-    shutil.rmtree(folder / "training")
+    with writing(folder / "policy"):
+        rename(run, folder / "policy")
+        shutil.rmtree(folder / "training")
 
 
 def link_checkpoint(directory: Path, number: int, policy: str) -> None:
     """Link an iteration's policy as a checkpoint of the experiment dir."""
     link = directory / f"checkpoint-{number:06d}"
     if not link.is_symlink():
-        link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))
+        with writing(link):
+            link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))
+            sync_folder(directory)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -150,7 +153,7 @@ def kept_if_started(args: Any, directory: Path) -> Iterator[None]:
     try:
         yield
     except UsageError:
-        if not args.resume_from and {path.name for path in directory.iterdir()} <= {"args.json", MANIFEST}:
+        if not args.resume_from and {path.name for path in directory.iterdir()} <= {"args.json", MANIFEST, LOCK}:
             shutil.rmtree(directory)
         raise
 

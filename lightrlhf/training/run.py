@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
+from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError, write_problem
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import epoch_order, mix_seed, row_length
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
@@ -34,9 +35,21 @@ from lightrlhf.maths.finite import leaves, not_finite
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.storage.checkpoint import BEST, checkpoints, link_best, save_checkpoint, set_aside, write_text
+from lightrlhf.storage.checkpoint import (
+    BEST,
+    checkpoints,
+    last_good,
+    link_best,
+    save_checkpoint,
+    save_pickled,
+    set_aside,
+    write_text,
+)
+from lightrlhf.storage.jsonl import append_jsonl
+from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.run_dir import make_parent, new_run_dir, stored
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
@@ -109,6 +122,7 @@ class Run(Generic[AnyArgs]):
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
         self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
+        self._lock = self._locked() if args.resume_from and self.directory.is_dir() else None
         self.resumed = self._read_resume_state(split_from)
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
@@ -369,6 +383,14 @@ class Run(Generic[AnyArgs]):
         """The trained models as loaded, without what Fabric wraps them in."""
         return {name: learner.module.module for name, learner in self.learners.items()}
 
+    def writing(self, name: str = "") -> AbstractContextManager:
+        """Context manager around writes to the experiment dir. Raises: RunFailure naming the last good checkpoint."""
+        return writing(self.directory / name, kept=lambda: last_good(self.directory))
+
+    def _locked(self) -> Lock | None:
+        """The lock of the experiment dir, held by the first rank for all. Raises: UsageError naming its holder."""
+        return lock_folder(self.directory) if self.is_first else None
+
     def _last_good(self) -> str:
         saved = checkpoints(self.directory)
         return f"; the last good checkpoint is {saved[-1]}" if saved else "; no checkpoint had been written yet"
@@ -506,9 +528,9 @@ class Run(Generic[AnyArgs]):
         row: dict[str, Any] = {"step": self.step, **{k: v for k, v in values.items() if not math.isnan(v)}}
         if self.args.profile and "time/rollout" in row:
             self._timed.append(row)
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, self.step)
+        with self.writing("logs"):
+            append_jsonl(self.directory / "metrics.jsonl", [row])
+            self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, self.step)
         shown = [name for name in IN_PROGRESS_BAR if name in row]
         if shown and self._bar is not None:
             self._bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
@@ -524,8 +546,8 @@ class Run(Generic[AnyArgs]):
     def log_samples(self, samples: Sequence[dict[str, Any]]) -> None:
         """Append samples of the current step to `samples.jsonl` (first rank only)."""
         if self.is_first:
-            with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"step": self.step, **row}, ensure_ascii=False) + "\n" for row in samples)
+            with self.writing():
+                append_jsonl(self.directory / "samples.jsonl", [{"step": self.step, **row} for row in samples])
 
     def print0(self, text: str) -> None:
         """Print a line on the first rank, above the progress bar."""
@@ -577,13 +599,14 @@ class Run(Generic[AnyArgs]):
         def write(folder: Path) -> None:
             export(full, folder, self.directory / "base", merge=getattr(self.args, "merge", False))
             tokenizer.save_pretrained(folder)
-            torch.save(state, folder / "resume.pt")
+            save_pickled(folder / "resume.pt", state)
             for name, text in {"README.md": self._card(), **(files or {})}.items():
                 (folder / name).write_text(text, encoding="utf-8")
 
         if self.is_first:
             saved = save_checkpoint(self.directory, self.step, write, self.args.keep_last, self.best.step)
-            write_text(self.directory / "README.md", self._card())
+            with self.writing():
+                write_text(self.directory / "README.md", self._card())
             self.print0(f"saved {saved}")
         self._improved = False
         self.fabric.barrier()
@@ -600,17 +623,20 @@ class Run(Generic[AnyArgs]):
         if self.watchdog:
             self.watchdog.close()
         if self.is_first:
-            self._logger.finalize("success")
-            if self._timed:
-                self._write_profile()
-            if results:  # none when a finished run is resumed: its card keeps those it has
-                write_text(self.directory / "README.md", self._card(results))
+            with self.writing("logs"):
+                self._logger.finalize("success")
+                if self._timed:
+                    self._write_profile()
+                if results:  # none when a finished run is resumed: its card keeps those it has
+                    write_text(self.directory / "README.md", self._card(results))
             if self.best.step is not None:
                 self.print0(f"{self.best}: {self.directory / BEST}")
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
                 upload(checkpoints(self.directory)[-1], self.args.push_to_hub)
                 self.print0(f"uploaded {checkpoints(self.directory)[-1]} to {self.args.push_to_hub}")
+        if self._lock:
+            self._lock.release()
         return self.directory
 
     def _write_profile(self) -> None:
@@ -648,16 +674,18 @@ class Run(Generic[AnyArgs]):
 
     def _open_directory(self) -> None:
         if self.is_first and self.resumed:
-            for folder in self._damaged:
-                self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
-            for leftover in self.directory.glob("*.partial"):  # of a text whose writing was cut
-                if leftover.is_file():
-                    leftover.unlink()
-            forget_rows_after(self.directory / "metrics.jsonl", self.step)
-            forget_rows_after(self.directory / "samples.jsonl", self.step)
-            link_best(self.directory, self.best.step)  # a kill may have come before it
+            with self.writing():
+                for folder in self._damaged:
+                    self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
+                for leftover in self.directory.glob("*.partial"):  # of a text whose writing was cut
+                    if leftover.is_file():
+                        leftover.unlink()
+                forget_rows_after(self.directory / "metrics.jsonl", self.step)
+                forget_rows_after(self.directory / "samples.jsonl", self.step)
+                link_best(self.directory, self.best.step)  # a kill may have come before it
         elif self.is_first:
             self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")
+            self._lock = self._locked()
             described = {**to_dict(self.args), "program": self.program, "versions": versions()}
             described |= {"git_commit": git_commit()} | ({"given": self.given} if self.given else {})
             write_text(self.directory / "args.json", json.dumps(described, indent=1))
@@ -668,9 +696,17 @@ class Run(Generic[AnyArgs]):
     def _make_logger(self) -> Any:
         from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = _without_event_writer
         if self.args.logger == "wandb":
             from lightning.pytorch.loggers import WandbLogger
 
             return WandbLogger(project=self.args.experiment_name, name=self.directory.name, save_dir=self.directory)
         kind = TensorBoardLogger if self.args.logger == "tensorboard" else CSVLogger
         return kind(root_dir=str(self.directory), name="logs", version="")
+
+
+def _without_event_writer(failed: Any) -> None:
+    """Print the traceback of a thread, but not TensorBoard's on a full disk: the run stops at the same error."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread" or write_problem(failed.exc_value) is None:
+        threading.__excepthook__(failed)

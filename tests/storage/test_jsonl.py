@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lightrlhf.cli.errors import UsageError
@@ -86,7 +88,10 @@ def test_work_that_returns_fewer_rows_ends_the_call(tmp_path):
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path):
-    with JsonlWriter(tmp_path / "rows.jsonl"), pytest.raises(UsageError, match="written by another process"):
+    with (
+        JsonlWriter(tmp_path / "rows.jsonl"),
+        pytest.raises(UsageError, match=f"written by process {os.getpid()} on .* since "),
+    ):
         JsonlWriter(tmp_path / "rows.jsonl")
 
 

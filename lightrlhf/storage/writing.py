@@ -1,0 +1,66 @@
+"""Writing: one line for a disk that is full or read-only, and directory entries that survive a power cut.
+
+Left out: retries, since a full disk stays full, and waiting for space.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line, write_problem
+
+
+@contextmanager
+def writing(
+    what: str | Path, kept: Callable[[], str] | None = None, error: type[UsageError] = RunFailure
+) -> Iterator[None]:
+    """Context manager around a write of `what`: a path, or a flag and a path.
+
+    kept: returns what remains and how to go on, or an empty text; called when the write, or one within it, has failed.
+    Raises: `error` with the reason, the remedy and what is kept, in one line; any other exception as it is.
+    """
+    try:
+        yield
+    except UsageError as problem:  # of a write within this one
+        remains = kept() if kept else ""
+        if not remains:
+            raise
+        raise type(problem)(f"{problem}; {remains}") from problem
+    except Exception as problem:
+        own = problem.strerror or first_line(problem) if isinstance(problem, OSError) else None
+        parts = [write_problem(problem) or own, kept() if kept else ""]
+        if parts[0] is None:
+            raise
+        raise error(f"{what} cannot be written: " + "; ".join(filter(None, parts))) from problem
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, and flush their entries. Raises: OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk: which files it has, by which names. Raises: OSError."""
+    if os.name == "nt":  # has no handles of folders, and flushes entries by itself
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such flush
+            raise
+    finally:
+        os.close(handle)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a flushed file or a link over `target`, and flush the entry. Raises: OSError."""
+    source.replace(target)
+    sync_folder(target.parent)
