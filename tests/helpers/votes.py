@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.demo.votes import append_vote, pair_id
 
 STARTS = ("A tea", "Two muffins", "A scone", "One large latte", "Three bagels", "A croissant")
@@ -34,3 +35,10 @@ def vote(number: int = 0, verdict: str = "A", rater: str = "ada", swapped: bool 
         **shown,
         **more,
     }
+
+
+@one_line_errors
+def append_one(argv: list[str] | None = None) -> None:
+    """A program that appends a vote to the file it is given."""
+    assert argv
+    cast(argv[0], ["A tea"])
