@@ -214,3 +214,24 @@ for name in {PROGRAMS}:
 assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() == 1
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
+
+
+RAW = {  # where a text reaches a tokenizer as it is: behind marks, or as words of this project's own
+    "lightrlhf.data.tokens",
+    "lightrlhf.data.chat",
+    "lightrlhf.data.macro_parsers",  # offsets of a text, which count only where its ids are those that were sampled
+}
+ENCODING = {"apply_chat_template", "batch_encode_plus", "encode_plus", "tokenize", "prepare_for_model"}
+
+
+def test_texts_reach_tokenizers_through_data_tokens_alone():
+    """Else a text could spell a control token: `data.tokens` encodes prompts, responses, turns and pairs."""
+    raw = set()
+    for path in (ROOT / "lightrlhf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name, _, method = ast.unparse(node.func).rpartition(".")
+                of_tokenizer = "tokenizer" in name.rpartition(".")[2] and method in {"encode", "__call__", *ENCODING}
+                if method == "tokenizer" or of_tokenizer:
+                    raw.add(module_name(path))
+    assert raw == RAW

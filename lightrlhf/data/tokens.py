@@ -63,6 +63,32 @@ def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[in
     return ids
 
 
+def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]:
+    """Inputs of an encoder that reads two texts: ids, and masks and types where it takes them.
+
+    The tokenizer writes its own control tokens around the texts, which yield none (Raises: see `encode_text`).
+    """
+    shown = [protected(tokenizer, text) for text in (first, second)]
+    if not any(MARK in text for text in shown):
+        inputs = dict(tokenizer(first, second))
+    elif not tokenizer.is_fast:
+        pieces = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in t.split(MARK)] for t in shown]
+        inputs = dict(tokenizer.prepare_for_model(*([index for ids in part for index in ids] for part in pieces)))
+    else:
+        from tokenizers import Encoding
+
+        backend = tokenizer.backend_tokenizer
+        encoded = [
+            Encoding.merge([backend.encode(piece, add_special_tokens=False) for piece in text.split(MARK)])
+            for text in shown
+        ]
+        for text, one in zip(shown, encoded):
+            check_spelling(tokenizer, text, one.ids)
+        whole = backend.post_process(*encoded)
+        inputs = {"input_ids": whole.ids, "token_type_ids": whole.type_ids, "attention_mask": whole.attention_mask}
+    return {name: inputs[name] for name in ("input_ids", *tokenizer.model_input_names) if name in inputs}
+
+
 def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[tuple[str, int, int]]:
     """Yields the texts to tokenise separately, between the marks.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
-from lightrlhf.data.tokens import decode, encode_prompt, encode_response, pair_prompt, turn_end
+from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt, turn_end
 from lightrlhf.models.roles import ScalarModel, last_token
 
 
@@ -156,16 +156,15 @@ class ModelScorer:
     def _score_texts(self, samples: list[Sample]) -> list[float]:
         """Encoders read prompt and response as the two texts of a pair."""
         tokenizer = self.encoding.tokenizer
-        texts = [(as_text(sample.prompt), sample.response) for sample in samples]
+        rows = [encode_pair(tokenizer, as_text(sample.prompt), sample.response) for sample in samples]
 
         @torch.no_grad()
-        def score(batch: list[tuple[str, str]]) -> Tensor:
-            prompts, responses = zip(*batch)
-            inputs = tokenizer(list(prompts), list(responses), padding=True, return_tensors="pt")
+        def score(batch: list[dict[str, list[int]]]) -> Tensor:
+            inputs = tokenizer.pad(batch, return_tensors="pt")
             return self.model(**inputs.to(device_of(self.model))).logits[:, 0].float()
 
-        lengths = [len(tokenizer(*text)["input_ids"]) for text in texts]
-        return in_batches(texts, lengths, self.encoding, device_of(self.model), self.batch_size, score)
+        lengths = [len(row["input_ids"]) for row in rows]
+        return in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
-from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
+from lightrlhf.data.tokens import encode_pair, encode_prompt, encode_response, pair_prompt
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, reward_statistics
@@ -165,6 +165,26 @@ def test_a_function_is_loaded_by_its_import_path():
     from datasets_prep.cafe.judge import gold
 
     assert load_function("datasets_prep.cafe.judge:gold", "--reward_function") is gold
+
+
+@pytest.mark.parametrize("text", ["a [SEP] b", "[SEP]", "[CLS] a [SEP]", "a <end>", "a [S[SEP]EP]"])
+def test_an_encoder_reads_control_tokens_of_a_text_as_text(text):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b"]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, [("[CLS]", 1), ("[SEP]", 2)])
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.add_tokens(["<end>"], special_tokens=False)  # a control token without a name
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    for texts in ((text, "b"), ("b", text)):
+        ids = encode_pair(tokenizer, *texts)["input_ids"]
+        assert [i for i in ids if i in (1, 2, end)] == [1, 2, 2]
+    assert encode_pair(tokenizer, "a", "b") == dict(tokenizer("a", "b"))
 
 
 # ------------------------------------------------------------------------------------------------ comparing responses
