@@ -23,7 +23,7 @@ from lightrlhf.storage.checkpoint import replacing, write_text
 from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
-SEAL = "sha256"  # beside the settings
+SEAL = ("sha256", "bytes")  # beside the settings
 Row = dict[str, Any]
 Item = TypeVar("Item")
 
@@ -61,7 +61,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(map(_line, rows))
     if settings is not None:
-        write_settings(path, settings | {SEAL: _sha256(path.read_bytes())})
+        write_settings(path, settings | _seal_of(path.read_bytes()))
 
 
 class JsonlWriter:
@@ -135,7 +135,7 @@ class JsonlWriter:
         try:
             self._file.close()
             if self._changed and self._settings is not None:
-                write_settings(self.path, self._settings | {SEAL: _sha256(self.path.read_bytes())})
+                write_settings(self.path, self._settings | _seal_of(self.path.read_bytes()))
         finally:
             self._changed = False
             self._lock.release()
@@ -150,7 +150,7 @@ class JsonlWriter:
     def _complete_rows(self) -> list[Row]:
         """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
-        check_seal(self.path, content)
+        check_seal(self.path, content, may_be_cut=True)
         end = content.rfind(b"\n") + 1
         if end < len(content):
             self._file.truncate(end)
@@ -187,7 +187,7 @@ def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None 
         stored = json.loads(stored_in.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UsageError(f"{path} has rows, but {stored_in.name} with their settings is missing; remove both") from None
-    stored = {(renamed or {}).get(name, name): value for name, value in stored.items() if name != SEAL}
+    stored = {(renamed or {}).get(name, name): value for name, value in stored.items() if name not in SEAL}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
     if changed:
@@ -198,17 +198,23 @@ def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None 
         )
 
 
-def check_seal(path: Path, content: bytes) -> None:
-    """Raises: UsageError when a file with a seal has changed since it was written; content: that of the file."""
+def check_seal(path: Path, content: bytes, may_be_cut: bool = False) -> None:
+    """Raises: UsageError when a file with a seal has changed since it was written; content: that of the file.
+
+    may_be_cut: a shorter file passes, as one whose writer goes on after the last complete row.
+    """
     sidecar = path.with_suffix(".args.json")
     try:
         stored = json.loads(sidecar.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if isinstance(stored, dict) and SEAL in stored and stored[SEAL] != _sha256(content):
+    if not isinstance(stored, dict) or SEAL[0] not in stored:
+        return
+    is_cut = isinstance(stored.get("bytes"), int) and len(content) < stored["bytes"]
+    if {name: stored.get(name) for name in SEAL} != _seal_of(content) and not (may_be_cut and is_cut):
         raise UsageError(
             f"{path} is not what was written; remove it and {sidecar.name} and write it again, "
-            f"or, if it was changed on purpose, remove {SEAL} from {sidecar.name}"
+            f"or, if it was changed on purpose, remove {SEAL[0]} from {sidecar.name}"
         )
 
 
@@ -217,8 +223,8 @@ def write_settings(path: Path, settings: Row) -> None:
     write_text(path.with_suffix(".args.json"), json.dumps(settings, indent=1))
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _seal_of(content: bytes) -> Row:
+    return dict(zip(SEAL, (hashlib.sha256(content).hexdigest(), len(content))))
 
 
 def _line(row: Row) -> str:

@@ -84,7 +84,7 @@ def _expanded(folder: Path, names: Iterable[str], hashes: dict[str, str]) -> Ite
 def _warn_unsealed(folder: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         line = f"note: {folder} has no {MANIFEST}, so damage to its files goes unnoticed"
-        print(f"{line}; seal it: python -m lightrlhf.storage.seals {folder}", file=sys.stderr, flush=True)
+        print(f"{line}; seal it: python -m lightrlhf.storage.seals {folder}", flush=True)
 
 
 @one_line_errors

@@ -11,9 +11,9 @@ import shutil
 import struct
 import subprocess
 import zipfile
+from functools import partial
 from pathlib import Path
 
-import joblib
 import numpy as np
 import pytest
 import torch
@@ -78,7 +78,7 @@ def formats(value: object, file: Path) -> dict[str, bytes]:
     torch.save(value, file, _use_new_zipfile_serialization=False)
     found["legacy"] = file.read_bytes()
     found["pickle"] = pickle.dumps(value)
-    found["joblib"] = (joblib.dump(value, file), file.read_bytes())[1]
+    found["an old protocol"] = pickle.dumps({"__array__": value}, protocol=2)
     return found
 
 
@@ -128,14 +128,14 @@ def test_pickles_in_splits_examples_and_states(canary, tmp_path, sft_dir, inert)
     for name, bomb in bombs(canary).items():
         for kind, content in formats(bomb, tmp_path / "made").items():
             (data / "finetune_train.pt").write_bytes(content)
-            inert(f"split: {name} as {kind}", lambda: load_split(data, "finetune", "train"))
+            inert(f"split: {name} as {kind}", partial(load_split, data, "finetune", "train"))
             (data / "example_prompt.pt").write_bytes(content)
-            inert(f"example_prompt.pt: {name} as {kind}", lambda: example_prompt(str(data)))
+            inert(f"example_prompt.pt: {name} as {kind}", partial(example_prompt, str(data)))
             (saved / "resume.pt").write_bytes(content)
-            inert(f"resume.pt: {name} as {kind}", lambda: read_state(run, "sft", {}))
+            inert(f"resume.pt: {name} as {kind}", partial(read_state, run, "sft", {}))
             if name in ("os.system", "exec", "nested"):  # even sealed anew
                 seals.seal(saved, ["resume.pt"])
-                inert(f"sealed resume.pt: {name} as {kind}", lambda: read_state(run, "sft", {}), refused=False)
+                inert(f"sealed resume.pt: {name} as {kind}", partial(read_state, run, "sft", {}), refused=False)
 
 
 def test_archives_that_leave_their_folder(canary, tmp_path, inert):
@@ -145,7 +145,7 @@ def test_archives_that_leave_their_folder(canary, tmp_path, inert):
             archive.writestr("archive/data.pkl", pickle.dumps([]))
             archive.writestr("archive/version", "3")
             archive.writestr(inner, "code")
-        inert(f"zip with the member {number}", lambda: load_split(tmp_path, "finetune", "train"))
+        inert(f"zip with the member {number}", partial(load_split, tmp_path, "finetune", "train"))
 
 
 def test_model_folders(canary, base_model, tokenizer, tmp_path, inert):
@@ -179,21 +179,21 @@ def test_model_folders(canary, base_model, tokenizer, tmp_path, inert):
                 values |= {"auto_map": {auto: target}, "model_type": "x" if auto == "AutoConfig" else "llama"}
                 values |= {"tokenizer_class": "X"} if auto == "AutoTokenizer" else {}
                 path.write_text(json.dumps(values))
-                inert(f"{file}: {auto} -> {module[-14:]}", lambda: load(made), refused=False)
+                inert(f"{file}: {auto} -> {module[-14:]}", partial(load, made), refused=False)
                 if auto == "AutoModelForSequenceClassification":
-                    inert(f"{file} as a reward model: {module[-14:]}", lambda: load_scorer(
+                    inert(f"{file} as a reward model: {module[-14:]}", partial(load_scorer,
                         str(made), torch.device("cpu"), 1, "--rm_experiment_dir"))  # fmt: skip
                 shutil.rmtree(made)
     for name, bomb in bombs(canary).items():
         made = folder(f"bin-{name}")
         (made / "model.safetensors").unlink()
         torch.save({"model.embed_tokens.weight": bomb}, made / "pytorch_model.bin")
-        inert(f"pytorch_model.bin: {name}", lambda: load(made))
+        inert(f"pytorch_model.bin: {name}", partial(load, made))
         torch.save({"model.embed_tokens.weight": bomb}, made / "model.safetensors")
-        inert(f"a pickle called model.safetensors: {name}", lambda: load(made))
-        (made / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base_model)}))  # fmt: skip
+        inert(f"a pickle called model.safetensors: {name}", partial(load, made))
+        (made / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base_model)}))  # fmt: skip  # noqa: E501
         torch.save({"base_model.model.x.lora_A.weight": bomb}, made / "adapter_model.bin")
-        inert(f"adapter_model.bin: {name}", lambda: load(made), refused=False)
+        inert(f"adapter_model.bin: {name}", partial(load, made), refused=False)
         shutil.rmtree(made)
     made = folder("safetensors")
     huge = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode()
@@ -207,12 +207,12 @@ def test_model_folders(canary, base_model, tokenizer, tmp_path, inert):
         "python tags": struct.pack("<Q", 30) + b"!!python/object/apply:os.system",
     }.items():
         (made / "model.safetensors").write_bytes(content)
-        inert(f"model.safetensors: {name}", lambda: load(made))
+        inert(f"model.safetensors: {name}", partial(load, made))
 
 
 JINJA = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{% for c in ().__class__.__base__.__subclasses__() %}{% if c.__name__ == 'Popen' %}{{ c('touch CANARY', shell=True) }}{% endif %}{% endfor %}",
+    "{% for c in ().__class__.__base__.__subclasses__() %}{% if c.__name__ == 'Popen' %}{{ c('touch CANARY', shell=True) }}{% endif %}{% endfor %}",  # noqa: E501
     "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
     "{{ lipsum.__globals__['os'].popen('touch CANARY').read() }}",
     "{{ self.__init__.__globals__.__builtins__.exec('open(\"CANARY\",\"w\")') }}",
@@ -245,7 +245,7 @@ def test_templates(number, canary, tokenizer, tmp_path, inert):
             values = json.loads((own / kind).read_text()) | {"chat_template": text}
             (own / kind).write_text(json.dumps(values))
         asked = [{"role": "user", "content": "a"}]
-        inert(f"{kind}: {JINJA[number][:50]}", lambda: render(load_tokenizer(own.parent), asked), refused=False)
+        inert(f"{kind}: {JINJA[number][:50]}", partial(render, load_tokenizer(own.parent), asked), refused=False)
 
 
 YAML = [
@@ -266,9 +266,9 @@ def test_configs_and_arguments(canary, tmp_path, inert):
     for number, text in enumerate(YAML):
         for name in ("a.yaml", "a.json"):
             (tmp_path / name).write_text(text.replace("CANARY", str(canary)))
-            inert(f"--config {name} {number}: {text[:40]}", lambda: parse(SFTArgs, ["--config", str(tmp_path / name)]), refused=False)  # fmt: skip
+            inert(f"--config {name} {number}: {text[:40]}", partial(parse, SFTArgs, ["--config", str(tmp_path / name)]), refused=False)  # fmt: skip  # noqa: E501
         (tmp_path / "args.json").write_text(text.replace("CANARY", str(canary)))
-        inert(f"args.json {number}", lambda: stored(str(tmp_path), "judge"), refused=False)
-        inert(f"args.json of a resumed run {number}", lambda: parse(SFTArgs, ["--resume_from", str(tmp_path)]))
+        inert(f"args.json {number}", partial(stored, str(tmp_path), "judge"), refused=False)
+        inert(f"args.json of a resumed run {number}", partial(parse, SFTArgs, ["--resume_from", str(tmp_path)]))
         (tmp_path / "rows.jsonl").write_text(text.replace("CANARY", str(canary)))
-        inert(f"rows.jsonl {number}", lambda: read_jsonl(tmp_path / "rows.jsonl"))
+        inert(f"rows.jsonl {number}", partial(read_jsonl, tmp_path / "rows.jsonl"))

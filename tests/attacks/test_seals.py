@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,11 @@ def readers(data: Path) -> dict[str, object]:
     for stage in STAGES:
         for split in ("train", "validation", "test"):
             if (data / f"{stage}_{split}.pt").is_file():
-                found[f"{stage}_{split}.pt"] = lambda a=stage, b=split: load_split(data, a, b)
+                found[f"{stage}_{split}.pt"] = partial(load_split, data, stage, split)
     for file in sorted((data / "tokenizer").iterdir()):
-        found[f"tokenizer/{file.name}"] = lambda: load_tokenizer(str(data))
-    found["args.json"] = lambda: load_split(data, "finetune", "train")
-    found["example_prompt.pt"] = lambda: example_prompt(str(data))
+        found[f"tokenizer/{file.name}"] = partial(load_tokenizer, str(data))
+    found["args.json"] = partial(load_split, data, "finetune", "train")
+    found["example_prompt.pt"] = partial(example_prompt, str(data))
     return found
 
 
@@ -109,18 +110,18 @@ def test_moved_splits(data, case):
     for split in ("validation", "test"):
         for stage in ("unpaired", "dialogue", "refuel"):
             shutil.copy(data / "finetune_train.pt", data / f"{stage}_{split}.pt")
-            line = said(lambda: load_split(data, stage, split))
+            line = said(partial(load_split, data, stage, split))
             case(f"{stage}_{split}.pt added", f"{stage}_{split}.pt was added" in line)
     for name in ("chat_template.jinja2", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "x.py"):
         (data / "tokenizer" / name).write_text("{}")
-        case(f"tokenizer/{name} added", f"{name} was added" in said(lambda: load_tokenizer(str(data))))
+        case(f"tokenizer/{name} added", f"{name} was added" in said(partial(load_tokenizer, str(data))))
         (data / "tokenizer" / name).unlink()
     (data / "tokenizer").rename(data / "elsewhere")
     (data / "tokenizer").symlink_to(data / "elsewhere")
-    case("a linked tokenizer that is the same loads", said(lambda: load_tokenizer(str(data))) == "")
+    case("a linked tokenizer that is the same loads", said(partial(load_tokenizer, str(data))) == "")
     flip(data / "elsewhere" / "tokenizer.json", 99, 1)
-    case("a linked tokenizer that differs", "tokenizer.json" in said(lambda: load_tokenizer(str(data))))
-    case("--verify False reads it", "what was written" not in said(lambda: load_tokenizer(str(data), verify=False)))
+    case("a linked tokenizer that differs", "tokenizer.json" in said(partial(load_tokenizer, str(data))))
+    case("--verify False reads it", "what was written" not in said(partial(load_tokenizer, str(data), verify=False)))
 
 
 def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
@@ -136,41 +137,41 @@ def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
                 place, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
                 before = flip(file, place, bit)
                 name = rng.choice(ways)
-                line = said(lambda: resolve(name))
+                line = said(partial(resolve, name))
                 file.write_bytes(before)
                 # a manifest that says another hash names that file; one that cannot be read, itself
                 case(f"{mine.name}/{file.name} byte {place} bit {bit}", "is damaged" in line and "\n" not in line)
         for added in (
-            "model.safetensors.index.json", "adapter_config.json", "modeling.py", "pytorch_model.bin", "tokenizer.model",
+            "model.safetensors.index.json", "adapter_config.json", "modeling.py", "pytorch_model.bin", "tokenizer.model",  # noqa: E501
             "chat_template.jinja2", "additional_chat_templates/tool_use.jinja", "custom_generate/generate.py",
             "model-00001-of-00002.safetensors", "vocab.json", "preprocessor_config.json", "deep/manifest.json",
         ):  # fmt: skip
             (saved / added).parent.mkdir(exist_ok=True)
             (saved / added).write_text("{}")
             for name in ways:
-                case(f"{mine.name}: {added} added", f"{added} was added to it" in said(lambda: resolve(name)))
+                case(f"{mine.name}: {added} added", f"{added} was added to it" in said(partial(resolve, name)))
             (saved / added).unlink()
         renamed = shutil.copytree(saved, tmp_path / f"mine {mine.name}")
-        case(f"{mine.name}: renamed loads", said(lambda: resolve(str(renamed))) == "")
+        case(f"{mine.name}: renamed loads", said(partial(resolve, str(renamed))) == "")
         for file in sorted(path for path in renamed.rglob("*") if path.is_file() and path.name != "manifest.json"):
             before = flip(file, 5, 2)
-            case(f"{mine.name}: renamed, {file.name}", file.name in said(lambda: resolve(str(renamed))))
+            case(f"{mine.name}: renamed, {file.name}", file.name in said(partial(resolve, str(renamed))))
             file.write_bytes(before)
         before = (mine / "args.json").read_bytes()
         for _ in range(12):
             flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
-            case(f"{mine.name}/args.json", "args.json is not what" in said(lambda: stored(str(mine), "program")))
+            case(f"{mine.name}/args.json", "args.json is not what" in said(partial(stored, str(mine), "program")))
             (mine / "args.json").write_bytes(before)
     base = tmp_path / "run" / "base"
     base.parent.mkdir()
     write_folder(base, lambda folder: (folder / "config.json").write_text("{}") and None)
     for changed in (b"[]", b"{} ", b""):
         (base / "config.json").write_bytes(changed)
-        case("base/config.json", "config.json" in said(lambda: resolve(str(base))))
+        case("base/config.json", "config.json" in said(partial(resolve, str(base))))
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "config.json").write_text("{}")
-    case("a foreign folder without a manifest loads", said(lambda: resolve(str(foreign))) == "")
+    case("a foreign folder without a manifest loads", said(partial(resolve, str(foreign))) == "")
 
 
 def test_stage_files(tmp_path, case):
@@ -183,14 +184,14 @@ def test_stage_files(tmp_path, case):
         content = path.read_bytes()
         for place in rng.sample(range(len(content)), 20):
             flip(path, place, rng.randrange(8))
-            line = said(lambda: read_jsonl(path))
-            resumed = said(lambda: JsonlWriter(path, {"seed": 1}))
+            line = said(partial(read_jsonl, path))
+            resumed = said(partial(JsonlWriter, path, {"seed": 1}))
             path.write_bytes(content)
             case(f"{name} byte {place}", name in line and name in resumed)
         for kind, changed in {"cut": content[:-9], "a row less": content[: content.rfind(b"\n{") + 1],
-                              "a row more": content + b'{"index": 9}\n', "in another order": content[::-1]}.items():  # fmt: skip
+                              "a row more": content + b'{"index": 9}\n', "in another order": content[::-1]}.items():  # fmt: skip  # noqa: E501
             path.write_bytes(changed)
-            case(f"{name} {kind}", name in said(lambda: read_jsonl(path)))
+            case(f"{name} {kind}", name in said(partial(read_jsonl, path)))
             path.write_bytes(content)
         case(f"{name} as it was", read_jsonl(path) == rows)
 

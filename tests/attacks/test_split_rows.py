@@ -10,6 +10,7 @@ import copy
 import importlib
 import shutil
 from datetime import date
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,15 +55,15 @@ NO_MASK = {
 NO_REWARD = {"None": None, "text": "1", "NaN": float("nan"), "infinite": float("inf"), "bool": True, "tensor": T(1.0)}
 NO_COLUMNS = {
     "None": None, "list": [1], "text": "a", "number keys": {1: "a"}, "tensor inside": {"a": T([1])},
-    "set inside": {"a": {1}}, "bytes inside": {"a": b"1"}, "deep": {"a": [[[[]]]]}, "complex inside": {"a": [{"b": 1j}]},
+    "set inside": {"a": {1}}, "bytes inside": {"a": b"1"}, "deep": {"a": [[[[]]]]}, "complex inside": {"a": [{"b": 1j}]},  # noqa: E501
 }  # fmt: skip
 for _ in range(40):
     NO_COLUMNS["deep"] = {"a": [NO_COLUMNS["deep"]]}
 WRONG = {
     "prompt_len": NO_LENGTH, "input_ids": NO_IDS, "chosen_input_ids": NO_IDS, "rejected_input_ids": NO_IDS,
     "targets": {
-        **{name: NO_IDS[name] for name in ("None", "text", "number", "floats", "bools", "2-D", "empty", "list of texts")},
-        "-1": T([-1, -1, 7, 8]), "another token": T([-100, -100, 7, 9]), "beyond the vocabulary": T([-100, -100, 7, 999]),
+        **{name: NO_IDS[name] for name in ("None", "text", "number", "floats", "bools", "2-D", "empty", "list of texts")},  # noqa: E501
+        "-1": T([-1, -1, 7, 8]), "another token": T([-100, -100, 7, 9]), "beyond the vocabulary": T([-100, -100, 7, 999]),  # noqa: E501
         "too short": T([-100, 7, 8]), "too long": T([-100, -100, 7, 8, 9]),
     },
     "label": {"None": None, "1": 1, "0": 0, "text": "true", "float": 1.0, "tensor": T(True), "list": [True]},
@@ -122,7 +123,7 @@ def test_rows_of_files(tmp_path, case):
     for stage, name, rows, place, field in bad_rows():
         try:
             torch.save(rows, tmp_path / f"{stage}_train.pt")
-            line = said(lambda: load_split(tmp_path, stage, "train", vocab_size=100))
+            line = said(partial(load_split, tmp_path, stage, "train", vocab_size=100))
         except Exception as problem:
             line = f"\n{problem}"
         held = f"{stage}_train.pt: row {place}" in line and field.split("_")[-1] in line and "\n" not in line
@@ -131,11 +132,11 @@ def test_rows_of_files(tmp_path, case):
 
 def test_rows_from_python(case):
     for stage, name, rows, place, _ in bad_rows():
-        line = said(lambda: load_rows(stage, "train", "", rows, Vocabulary()))
+        line = said(partial(load_rows, stage, "train", "", rows, Vocabulary()))
         case(f"given {stage}: {name}", f"given row {place}" in line and "\n" not in line, line, "given rows")
     for value in (date.today(), np.array([{}], dtype=object), object()):
         rows = [{**GOOD["prompts"], "columns": {"a": value}}]
-        line = said(lambda: load_rows("prompts", "train", "", rows, Vocabulary()))
+        line = said(partial(load_rows, "prompts", "train", "", rows, Vocabulary()))
         case(f"given prompts: a {type(value).__name__} in columns", "given row 0" in line, line, "given rows")
 
 
@@ -151,13 +152,13 @@ def test_splits_with_nothing_to_learn(tmp_path, case):
             ("no rows", []), ("a dict", {"a": 1}), ("a tensor", T([1, 2])), ("None", None), ("a text", "rows"))),
     ):  # fmt: skip
         torch.save(rows, tmp_path / f"{stage}_train.pt")
-        line = said(lambda: load_split(tmp_path, stage, "train"))
+        line = said(partial(load_split, tmp_path, stage, "train"))
         case(f"{stage}: {name}", f"{stage}_train.pt" in line and "\n" not in line, line)
     torch.save([equal, GOOD["preference"]], tmp_path / "preference_train.pt")
     case("preference: one equal pair is left out", len(load_split(tmp_path, "preference", "train")) == 1)
     for stage, good in GOOD.items():
         torch.save([good] * 3, tmp_path / f"{stage}_train.pt")
-        line = said(lambda: load_split(tmp_path, stage, "train", vocab_size=100))
+        line = said(partial(load_split, tmp_path, stage, "train", vocab_size=100))
         case(f"{stage}: good rows load", line == "", line)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, rows_of, save_model, tiny_policy
+from helpers import CPU, last_checkpoint, reseal, rows_of, save_model, tiny_policy
 from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
 
 from datasets_prep.common import complete
@@ -212,6 +212,7 @@ def test_paths_of_an_experiment_are_found_from_elsewhere(tmp_path, monkeypatch):
     for folder in (run, data):
         folder.mkdir(parents=True)
     (run / "args.json").write_text(json.dumps({"log_dir": "out/logs", "data_dir": "data", "ref_model": "gone"}))
+    reseal(run)
     monkeypatch.chdir(tmp_path)
     assert located(str(run), "data_dir") == str(data)
     assert located(str(run / "checkpoint-000001"), "data_dir") == str(data)
@@ -240,6 +241,7 @@ def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path)
 
     def segments(**stored) -> list[int]:
         (tmp_path / "args.json").write_text(json.dumps(stored))
+        reseal(tmp_path)
         return macro_segments(str(tmp_path), measures, model.tokenizer)
 
     assert macro_segments(lora_dir, measures, model.tokenizer, 3) == [i // 3 for i in number]

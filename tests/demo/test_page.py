@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, ROOT, environment, last_checkpoint, tiny_model
+from helpers import CPU, ROOT, environment, last_checkpoint, reseal, tiny_model
 from helpers.processes import PATIENCE, kept, started
 
 from lightrlhf.cli.errors import UsageError
@@ -201,6 +201,7 @@ def world(tmp_path_factory, sft_dir, ppo_dir, tokenizer):
     (last_checkpoint(damaged) / "model.safetensors").write_bytes(b"nothing")
     args = json.loads((damaged / "args.json").read_text()) | {"experiment_name": "damaged"}
     (damaged / "args.json").write_text(json.dumps(args))
+    reseal(damaged)
     save_endless(folder / "endless", tokenizer)
     flags = ["--experiment_dir", damaged, folder / "endless", sft_dir, ppo_dir, "--votes_file", folder / "votes.jsonl"]
     flags += ["--max_new_tokens", 40, "--overlap", 1, "--accelerator", "cpu", "--max_models", 3]

@@ -23,6 +23,7 @@ from helpers import (
     left_padded,
     listing,
     metrics,
+    reseal,
     run_killed,
     run_program,
     save_model,
@@ -457,10 +458,12 @@ def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data, tmp_path
     same = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}
     other = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 9, 8]}
     torch.save([same, other], folder / "preference_train.pt")
+    reseal(folder)
     rows, notes = dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
     assert [list(map(int, row["rejected_input_ids"])) for row in rows] == [[5, 9]]
     assert [note.split(" pairs")[0] for note in notes] == ["2 of 2", "1"]
     torch.save([same], folder / "preference_train.pt")
+    reseal(folder)
     with pytest.raises(UsageError, match="no pair differs within --max_length 2"):
         dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
 
@@ -482,6 +485,7 @@ def scored_data(cafe_data, tmp_path_factory) -> Path:
     for split in ("train", "validation"):
         rows = with_columns(load_split(cafe_data, "preference", split))
         torch.save(rows, folder / f"preference_{split}.pt")
+        reseal(folder)
     return folder
 
 
@@ -501,7 +505,13 @@ CHECKPOINT = [
 def test_an_experiment_dir_holds_exactly_what_is_promised(dpo_dir, sft_dir):
     found = [name for name in listing(dpo_dir) if "events.out" not in name and not name.startswith("eval/")]
     assert found == sorted(
-        ["README.md", "args.json", "metrics.jsonl", *(f"checkpoint-000002/{name}" for name in CHECKPOINT)]
+        [
+            "README.md",
+            "args.json",
+            "manifest.json",
+            "metrics.jsonl",
+            *(f"checkpoint-000002/{name}" for name in CHECKPOINT),
+        ]
     )
     assert Path(dpo_dir).parts[-4] == "rlhf-dpo"
     rows = metrics(dpo_dir)
@@ -568,6 +578,7 @@ def test_what_evaluation_takes_as_reference(dpo_dir, sft_dir, tmp_path):
         folder = shutil.copytree(dpo_dir, tmp_path / str(len(list(tmp_path.iterdir()))))
         args = json.loads((folder / "args.json").read_text()) | stored
         (folder / "args.json").write_text(json.dumps(args))
+        reseal(folder)
         given = evaluate.EvaluateArgs(experiment_dir=[str(folder)], **dict(zip(flags[::2], flags[1::2])))
         return evaluate.reference_of(given, str(folder))
 
@@ -864,6 +875,7 @@ def test_bad_models_and_columns_are_one_line(cafe_data, scored_data, base_model,
     rows = load_split(folder, "preference", "train")
     rows[2]["columns"]["margin"] = math.nan
     torch.save(rows, folder / "preference_train.pt")
+    reseal(folder)
     line = refused([*given, "--data_dir", folder, "--loss_type", "tv"], capsys)
     assert "row 2" in line and "nan" in line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import last_checkpoint
+from helpers import last_checkpoint, reseal
 
 from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
@@ -123,6 +123,7 @@ def test_kl_is_zero_to_itself_and_not_to_another_model(sft, base_model, tmp_path
     aligned = shutil.copytree(sft, tmp_path / "aligned")  # as after PPO: args.json has the start of the run
     stored = json.loads((aligned / "args.json").read_text()) | {"sft_experiment_dir": str(base_model)}
     (aligned / "args.json").write_text(json.dumps(stored))
+    reseal(aligned)
     assert call("--experiment_dir", aligned)[0]["kl"] == pytest.approx(to_base)
 
 
@@ -322,6 +323,7 @@ def test_a_start_from_nothing_has_no_pretrained_model(sft, tmp_path, capsys):
     tiny = shutil.copytree(sft, tmp_path / "tiny")
     stored = json.loads((tiny / "args.json").read_text()) | {"model_name": "tiny"}
     (tiny / "args.json").write_text(json.dumps(stored))
+    reseal(tiny)
     assert "--use_pretrained" in refused(capsys, "--experiment_dir", tiny, "--use_pretrained", "True")
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers import reseal
 
 from lightrlhf import evaluate, evaluate_dialogues
 from lightrlhf.evaluate_dialogues import results_by_turn
@@ -85,6 +86,7 @@ def test_data_without_a_judge_needs_a_reward_model(experiment, talk_data, tmp_pa
     data = shutil.copytree(talk_data, tmp_path / "data")
     stored = json.loads((data / "args.json").read_text()) | {"judge": None}
     (data / "args.json").write_text(json.dumps(stored))
+    reseal(data)
     with pytest.raises(SystemExit):
         evaluate_dialogues.main(["--experiment_dir", experiment, "--data_dir", str(data), *GUEST, *SMALL])
     assert "--rm_experiment_dir" in capsys.readouterr().err

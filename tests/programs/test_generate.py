@@ -89,7 +89,7 @@ def test_two_ranks_may_merge_at_the_same_time(after, tmp_path, monkeypatch):
     merge(output, settings, Shard(0, 2), 2)
     assert len(renamed) > after
     assert [row["index"] for row in read_jsonl(output)] == [0, 1]
-    assert json.loads(output.with_suffix(".args.json").read_text()) == settings
+    assert json.loads(output.with_suffix(".args.json").read_text()).items() >= settings.items()
 
 
 def test_shards_are_merged_by_the_last_one(tmp_path, flags, monkeypatch):

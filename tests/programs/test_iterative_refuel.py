@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, run_killed, weights
+from helpers import CPU, last_checkpoint, reseal, run_killed, weights
 from helpers.rewards import echo, vowels
 from safetensors.torch import load_file
 
@@ -170,6 +170,7 @@ def test_an_interrupted_stage_is_not_the_input_of_the_next(finished, tmp_path, c
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     stored = json.loads((run / "args.json").read_text())
     (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run)}))
+    reseal(run)
     folder = run / "iteration-02"
     (run / "checkpoint-000002").unlink()
     for name in ("policy", "pairs"):
@@ -186,9 +187,9 @@ def test_an_interrupted_stage_is_not_the_input_of_the_next(finished, tmp_path, c
 def test_a_stage_reads_only_the_dialogues_it_needs(flags, talk_data, tmp_path, monkeypatch):
     read = []
 
-    def load(data_dir, split):
+    def load(data_dir, split, verify):
         read.append(split)
-        return load_dialogues(data_dir, split)
+        return load_dialogues(data_dir, split, verify)
 
     monkeypatch.setattr(iterative_refuel, "load_dialogues", load)
     flags = [*flags, "--output_dir", str(tmp_path / "run")]
@@ -209,6 +210,7 @@ def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monke
     stored = json.loads((finished / "args.json").read_text())
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run), "push_to_hub": "somebody/talk"}))
+    reseal(run)
     main(["--resume_from", str(run), "--iterations", "3", "--stage", "generate"])
     assert not sent
     main(["--resume_from", str(run), "--iterations", "2"])
@@ -277,6 +279,7 @@ def test_a_half_written_line_is_written_again(finished, tmp_path):
     (run / "iteration-02" / "evaluation.json").unlink()
     stored = json.loads((run / "args.json").read_text())
     (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run)}))
+    reseal(run)
     main(["--resume_from", str(run)])
     assert_same_run(run, finished)
 
@@ -293,6 +296,7 @@ def test_old_log_probabilities_of_another_machine_are_stale(finished, tmp_path, 
     mine = run / "iteration-01" / "pairs" / "old_logprobs.pt"
     args = json.loads((run / "args.json").read_text()) | {"output_dir": str(run)}
     (run / "args.json").write_text(json.dumps(args))
+    reseal(run)
     torch.save({"fingerprint": "of another machine", "logps": stored["logps"] + 1}, mine)
     main(["--resume_from", str(run), "--stage", "train"])
     assert str(mine) in capsys.readouterr().out
@@ -348,6 +352,7 @@ def test_a_run_of_the_older_program_is_resumed(finished, tmp_path):
     stored |= {"whiten_rewards": False, "offload": False, "rollout_size": 32}
     stored |= {"print_sample_output_freq": 0, "num_layers_unfrozen": 0}
     (run / "args.json").write_text(json.dumps(stored))
+    reseal(run)
     main(["--resume_from", str(run)])
     assert_same_run(run, finished)
 

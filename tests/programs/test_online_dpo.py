@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, listing, weights
+from helpers import CPU, last_checkpoint, listing, reseal, weights
 from helpers.processes import PATIENCE, die_when
 from helpers.rewards import vowels
 from safetensors.torch import load_file
@@ -286,6 +286,7 @@ def test_a_run_of_an_older_release_is_resumed(finished, tmp_path):
     stored |= {"num_responses": stored.pop("num_generations"), "length_unit": "tokens", "eval_interval": 0}
     stored |= {"eval_iters": None, "do_sample": True, "repetition_penalty": 1.0, "margin_scale": 1.0}
     (run / "args.json").write_text(json.dumps(stored))
+    reseal(run)
     main(["--resume_from", str(run)])
     assert (run / "results.json").read_bytes() == (finished / "results.json").read_bytes()
 

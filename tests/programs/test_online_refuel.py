@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, tiny_policy, weights
+from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, reseal, tiny_policy, weights
 
 from lightrlhf import online_refuel
 from lightrlhf.cli.parser import parse
@@ -52,9 +52,11 @@ def test_a_run_of_the_older_refuel_program_is_resumed(flags):
     for old, new in OnlineRefuelArgs.RENAMED.items():
         stored[old] = stored.pop(new)
     (run / "args.json").write_text(json.dumps(stored))
+    reseal(run)
     with pytest.raises(SystemExit):
         main(["--resume_from", str(run)])
     (run / "args.json").write_text(json.dumps(stored | {"setting": "online", "stage": "all"}))
+    reseal(run)
     main(["--resume_from", str(run)])
     assert weights(last_checkpoint(run)) == end
 

@@ -149,7 +149,13 @@ CHECKPOINT = [
 def test_an_experiment_dir_holds_exactly_what_is_promised(rm_dir):
     found = [name for name in listing(rm_dir) if "events.out" not in name]
     assert found == sorted(
-        ["README.md", "args.json", "metrics.jsonl", *(f"checkpoint-000002/{name}" for name in CHECKPOINT)]
+        [
+            "README.md",
+            "args.json",
+            "manifest.json",
+            "metrics.jsonl",
+            *(f"checkpoint-000002/{name}" for name in CHECKPOINT),
+        ]
     )
     rows = metrics(rm_dir)
     assert [row["step"] for row in rows] == [1, 2, 2]

@@ -47,7 +47,7 @@ def test_a_folder_without_a_seal_is_read_with_one_note(data, capsys):
     (data / "manifest.json").unlink()
     for _ in range(2):
         load_split(data, "finetune", "train")
-    assert capsys.readouterr().err.count("has no manifest.json") == 1
+    assert capsys.readouterr().out.count("has no manifest.json") == 1
 
 
 def test_sealing_new_files_keeps_the_hashes_of_the_others(data):

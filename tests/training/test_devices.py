@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import CPU, ROOT, environment, last_checkpoint, metrics, run_program
+from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, run_program
 from helpers.processes import PATIENCE, started
 
 from lightrlhf.cli.args import TrainArgs
@@ -56,6 +56,7 @@ def odd_data(cafe_data, tmp_path_factory):
         if path.stem.endswith(("_train", "_validation")):
             rows = torch.load(path, weights_only=True)
             torch.save(rows[: 27 if "train" in path.stem else 5], path)
+            reseal(path.parent)
     shutil.copytree(folder, folder / "second")
     rows = torch.load(folder / "finetune_train.pt", weights_only=True)
     torch.save(rows[:8], folder / "second" / "finetune_train.pt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, weights
+from helpers import CPU, last_checkpoint, metrics, reseal, weights
 from helpers.programs import args_class
 
 from lightrlhf import sft
@@ -34,10 +34,12 @@ def sets(cafe_data, tmp_path_factory):
         for path in folder.glob("*_train.pt"):
             rows = torch.load(path, weights_only=True)
             torch.save([row for first, last in parts for row in rows[first:last]], path)
+            reseal(path.parent)
         for path in folder.glob("*_validation.pt"):
             rows = torch.load(path, weights_only=True)
             part = {"one": rows[::2], "two": rows[1::2], "both": rows}[name]
             torch.save(part, path)
+            reseal(path.parent)
     return root
 
 
@@ -115,6 +117,7 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
     assert SFTArgs(data_dir=("a", "b"), data_weights=[1, 2]).data_dir == ["a", "b"]
     for stored in ("a", ["a", "b"]):
         (tmp_path / "args.json").write_text(json.dumps({"program": "sft", "data_dir": stored}))
+        reseal(tmp_path)
         assert parse(SFTArgs, ["--resume_from", str(tmp_path)]).data_dir == stored
         assert located(str(tmp_path), "data_dir") == "a"
     assert not hasattr(args_class("lightrlhf.online_dpo"), "data_dirs")
