@@ -210,7 +210,7 @@ def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
     Raises: UsageError when the stage has not been run, or was interrupted.
     """
     require_stage(path, stage)
-    rows = read_jsonl(path)
+    rows = read_jsonl(path, may_be_cut=True)
     if size is None:
         size = int(json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))["num_rows"])
     if len(rows) < size:

@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
-from helpers import CAFE_SIZES, CPU, environment, processes, save_model
+from helpers import CAFE_SIZES, CPU, environment, processes, reseal, save_model
 from helpers.servers import Scripted
 from hypothesis import settings
 
@@ -78,6 +78,7 @@ def talk_data(tmp_path_factory, tokenizer):
 
     folder = tmp_path_factory.mktemp("talk")
     tokenizer.save_pretrained(folder / "tokenizer")
+    reseal(folder)
     flags = ["--tokenizer_name", str(folder / "tokenizer"), "--num_dialogues", "40", "--num_held_out", "8"]
     prepare(["--destination_dir", str(folder / "data"), *flags, "--num_proc", "1"])
     return folder / "data"

@@ -28,8 +28,10 @@ Row = dict[str, Any]
 Item = TypeVar("Item")
 
 
-def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
+def read_jsonl(path: str | Path, needs: Sequence[str] = (), may_be_cut: bool = False) -> list[Row]:
     """Rows of a file with one JSON object per line; empty lines are skipped.
+
+    may_be_cut: for a caller that knows how many rows there must be.
 
     Raises: UsageError naming file and line when it cannot be read, or a row lacks one of the columns `needs`.
     """
@@ -39,7 +41,7 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = ()) -> list[Row]:
         lines = content.decode("utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}") from None
-    check_seal(path, content)
+    check_seal(path, content, may_be_cut)
     rows = [_parse(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     for number, row in enumerate(rows, start=1):
         missing = [name for name in needs if name not in row]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint
+from helpers import CPU, last_checkpoint, reseal
 from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, sentencepiece_like
 from helpers.ends import EOS, GEMMA, PHI3, chatty_base, tokenizer_of
 
@@ -54,6 +54,7 @@ def trained(request, base, tmp_path_factory):
     for split in ("train", "validation"):
         save_split(folder / "data", "finetune", split, [row])
     tokenizer.save_pretrained(folder / "data" / "tokenizer")
+    reseal(folder / "data")
     flags = ["--data_dir", str(folder / "data"), "--log_dir", str(folder), "--max_steps", "1", "--eval_interval", "0"]
     flags += ["--learning_rate", "1e-30", "--mini_batch_size", "1", "--micro_batch_size", "1"]
     return last_checkpoint(sft.main([*flags, "--model_name", str(base), "--finetune_mode", request.param, *CPU]))

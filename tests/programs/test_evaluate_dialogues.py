@@ -24,6 +24,7 @@ def talk_data(tmp_path_factory, tokenizer) -> Path:
 
     folder = tmp_path_factory.mktemp("talk")
     tokenizer.save_pretrained(folder / "tokenizer")
+    reseal(folder)
     flags = ["--tokenizer_name", str(folder / "tokenizer"), "--num_dialogues", "20", "--num_held_out", "6"]
     prepare(["--destination_dir", str(folder / "data"), *flags, "--num_proc", "1"])
     return folder / "data"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, tiny_policy, weights
+from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, reseal, tiny_policy, weights
 
 from lightrlhf import refuel
 from lightrlhf.cli.errors import StopTraining, UsageError
@@ -126,6 +126,7 @@ def pairs_dir(tmp_path_factory, tokenizer):
     save_split(folder, "refuel", "train", pairs_of((4, 5, 0), (9, 3, 0), (2, 7, 0), (6, 4, 0), (3, 3, 0)).rows)
     save_split(folder, "refuel", "validation", pairs_of((5, 5, 0), (8, 3, 0), (4, 4, 0)).rows)
     tokenizer.save_pretrained(folder / "tokenizer")
+    reseal(folder)
     return folder
 
 

@@ -159,6 +159,7 @@ def test_sets_of_other_tokenizers_or_templates_are_refused(other, sets, base_mod
     else:
         tokenizer.chat_template += " "
     tokenizer.save_pretrained(folder / "tokenizer")
+    reseal(folder)
     with pytest.raises(SystemExit) as stopped:
         train("sft", [sets / "one", folder], base_model, tmp_path)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
