@@ -84,3 +84,81 @@ def half_closed(handler: Handler) -> None:
 def silent(handler: Handler) -> None:
     time.sleep(3.0)
     handler.close_connection = True
+
+
+# ----------------------------------------------------------------------------------------------------------- raw bytes
+def reply(content: bytes, headers: dict[str, str] | None = None, status: int = 200) -> bytes:
+    """A response as bytes, on a connection that stays open."""
+    lines = [f"HTTP/1.1 {status} Status", f"Content-Length: {len(content)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+class RawServer:
+    """A server on a socket that sends what its script says, byte for byte, whatever HTTP thinks of it.
+
+    script: by the last text of a request (or "", any) what its first, second, … attempt gets: bytes, or bytes and
+    pauses in seconds. Later ones get the text and "!". An empty answer closes the connection.
+    """
+
+    def __init__(self, script: dict[str, list]) -> None:
+        self.script, self.asked, self.lock = script, defaultdict(int), threading.Lock()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+
+    def __enter__(self) -> RawServer:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as lines:
+            try:
+                while first := lines.readline():
+                    headers = dict(
+                        line.decode().lower().strip().split(": ", 1) for line in iter(lines.readline, b"\r\n")
+                    )
+                    content = lines.read(int(headers.get("content-length", 0)))
+                    if not self._answer(connection, first, content):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        return
+            except OSError:
+                return  # the client has gone
+
+    def _answer(self, connection: socket.socket, first: bytes, content: bytes) -> bool:
+        """Send one answer; returns whether the connection stays open."""
+        if first.startswith(b"GET"):
+            connection.sendall(reply(b"{}"))
+            return True
+        request = json.loads(content)
+        chat = "messages" in request
+        text = request["messages"][-1]["content"] if chat else request["prompt"]
+        key = text if text in self.script else ""
+        with self.lock:
+            self.asked[key] += 1
+            steps = self.script.get(key, [])
+            step = steps[self.asked[key] - 1] if self.asked[key] <= len(steps) else None
+        if step is None:
+            said = {"message": {"role": "assistant", "content": f"{text}!"}} if chat else {"text": f"{text}!"}
+            step = reply(json.dumps({"choices": [{**said, "index": 0, "finish_reason": "stop"}]}).encode())
+        for part in step if isinstance(step, list) else [step]:
+            if isinstance(part, float):
+                time.sleep(part)
+            else:
+                connection.sendall(part)
+        return (
+            isinstance(step, bytes)
+            and step.startswith(b"HTTP/1.1")
+            and b"Content-Length: 9999" not in step[:90]
+            and (b"\r\n\r\n" in step and b"chunked" not in step[:90])
+        )
