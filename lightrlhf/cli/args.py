@@ -448,7 +448,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         number: Any = value
         if kind is float and not (isinstance(number, Integral) or math.isfinite(number)):
             raise ValueError(f"--{name} {value} must be a finite number")
-        if isinstance(number, Integral) and abs(int(number)) > LARGEST:
+        if isinstance(number, int) and abs(number) > LARGEST:
             raise ValueError(f"--{name} has a number of {len(str(number))} digits, which is beyond any use")
         if isinstance(number, int) and (name == "seed" or name.endswith("_seed")) and not 0 <= number < 2**32:
             raise ValueError(f"--{name} {value} must be at least 0 and below 2^32")
