@@ -117,7 +117,8 @@ def value_unit(values: Tensor, segments: Tensor) -> Tensor:
 
 def value_position(values: Tensor, segments: Tensor) -> Tensor:
     """A segment's value as the mean weighted by 1 / (|w| - i), i the token's number: late tokens count more."""
-    return _weighted_mean(values, 1 / (broadcast(lengths(segments), segments) - place(segments)).clamp(min=1), segments)
+    left = broadcast(lengths(segments), segments).to(values.dtype) - place(segments)  # (B, T-1)
+    return _weighted_mean(values, 1 / left.clamp(min=1), segments)
 
 
 def value_position_first(values: Tensor, segments: Tensor) -> Tensor:
