@@ -51,7 +51,7 @@ class Limits:
     seconds: float = 4.0  # CPU time; twice that in wall time, since the machine may be busy
     memory: int = 2**30  # bytes of address space
     output: int = 2**20  # bytes written
-    processes: int = 256  # threads; where the kernel counts all of the user's, about as many again as there are
+    processes: int = 256  # threads; at most twice as many where the kernel counts all of the user's
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,10 @@ def _spawn(job: dict[str, Any], text: str, limits: Limits) -> _Ended:
                 os.killpg(process.pid, signal.SIGKILL)  # before it is reaped, so the process id is still its own
     if how == "exited" and process.returncode != 0:
         how = "failed"
-        if process.returncode == -signal.SIGKILL:  # no call of its own can do that but to use up its CPU time
-            how = "time_out" if cpu_time > 0.9 * max(int(limits.seconds), 1) else "killed"
+        if process.returncode == -signal.SIGXCPU:
+            how = "time_out"
+        if process.returncode == -signal.SIGKILL:  # no call of its own brings that about but one that ignores SIGXCPU
+            how = "time_out" if cpu_time >= max(int(limits.seconds), 1) else "killed"
     lines = texts["status"].decode("utf-8", "replace").splitlines()
     return _Ended(how, lines[0] if lines else None, lines[1:], texts["output"].decode("utf-8", "replace"))
 

@@ -124,7 +124,6 @@ def checked(result, *lacking):
 def limit_resources(limits):
     """Set hard limits, which the program cannot raise."""
     for name, value in (
-        ("RLIMIT_CPU", max(limits["seconds"], 1)),
         ("RLIMIT_AS", limits["memory"]),
         ("RLIMIT_FSIZE", limits["output"]),
         ("RLIMIT_NOFILE", 32),
@@ -133,22 +132,26 @@ def limit_resources(limits):
         _, most = resource.getrlimit(getattr(resource, name))
         value = int(value) if most < 0 else min(int(value), most)
         resource.setrlimit(getattr(resource, name), (value, value))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds = max(int(limits["seconds"]), 1)
+    last = seconds + 1 if most < 0 else min(seconds + 1, most)  # SIGXCPU first, SIGKILL for a program that ignores it
+    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, last), last))
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = 256 * 2**20  # honest solutions recurse deeply
     resource.setrlimit(resource.RLIMIT_STACK, (wanted if most < 0 else min(wanted, most), most))
 
 
 def limit_threads(wanted, counted_apart):
-    """Limit threads to `wanted`; where the kernel counts all of the user's, to about as many again as there are."""
+    """Limit threads to `wanted`; where the kernel counts all of the user's, to at most twice as many more."""
     _, most = resource.getrlimit(resource.RLIMIT_NPROC)
     most = 2**22 if most < 0 else most  # the kernel's own limit
     value = min(wanted, most)
     resource.setrlimit(resource.RLIMIT_NPROC, (value, most))
     if not counted_apart:
         while value < most and not thread_starts():
-            value = min(2 * value, most)
+            value = min(value + wanted, most)
             resource.setrlimit(resource.RLIMIT_NPROC, (value, most))
-        value = min(2 * value, most)
+        value = min(value + wanted, most)
     resource.setrlimit(resource.RLIMIT_NPROC, (value, value))
 
 

@@ -172,7 +172,7 @@ def escapes(canary: Path, open_to_all: Path) -> dict[str, str]:
         "nameless file beside": f"os.open({str(open_to_all.parent)!r}, os.O_TMPFILE | os.O_RDWR)",
         "openat2": f"call('openat2', -100, {os.fsencode(canary)!r}, bytes(24), 24)",
         "write to the input": "os.write(0, b'a')", "truncate the input": "call('ftruncate', 0, 0)",
-        "600 threads": "threading.stack_size(2**15); [threading.Thread(target=time.sleep, args=(.3,), daemon=True).start() for _ in range(600)]",
+        "1200 threads": "threading.stack_size(2**15); [threading.Thread(target=time.sleep, args=(.3,), daemon=True).start() for _ in range(1200)]",
     }  # fmt: skip
     families = {"UNIX": 1, "INET": 2, "INET6": 10, "NETLINK": 16, "PACKET": 17, "BLUETOOTH": 31, "ALG": 38, "VSOCK": 40}
     for (family, number), kind in product(families.items(), (1, 2, 3, 5)):
@@ -302,7 +302,7 @@ def try_all(landlock: int, namespaces: bool) -> Iterator[list]:
                 if not k.startswith(("file:", "proc:", "empty", "open to", "create", "nameless"))
             }
         if os.geteuid() == 0 and not has_view and os.stat(sys.base_prefix).st_uid == 0:
-            del every["600 threads"]  # root's threads are not counted where it cannot become another user
+            del every["1200 threads"]  # root's threads are not counted where it cannot become another user
         waiting = list(every)
         size = 24
         while waiting:

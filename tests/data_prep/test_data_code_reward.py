@@ -337,10 +337,12 @@ def test_a_program_that_the_machine_kills_or_starves_masks_the_sample(monkeypatc
         assert math.isnan(score_program("while True: pass", PRINT, QUICK))
     monkeypatch.setattr(sandbox, "STARVED", 1)
     monkeypatch.setattr(sandbox, "_waited", lambda pid: 1e9)
-    assert math.isnan(score_program("while True: pass", PRINT, Limits(seconds=1)))
+    assert math.isnan(score_program("import time\ntime.sleep(99)", PRINT, Limits(seconds=1)))
 
 
 def test_a_program_cannot_pass_for_one_that_the_machine_killed():
+    ignores = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert score_program(ignores, PRINT, Limits(seconds=1)) == -0.6
     for limit in ("CPU", "AS", "NPROC", "STACK", "FSIZE", "NOFILE"):
         program = f"import resource as r\nr.setrlimit(r.RLIMIT_{limit}, (0, 0))\nwhile True: x = [0] * 10**8"
         assert score_program(program, PRINT, QUICK) in (-0.6, -0.3)
