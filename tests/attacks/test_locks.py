@@ -38,9 +38,9 @@ child = 0
 if "fork" in way:
     child = os.fork()
     if not child:
-        print("child", os.getpid(), flush=True)
         time.sleep(60)
         os._exit(0)
+    print("child", child, flush=True)
 if "exec" in way:
     import subprocess
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
@@ -79,8 +79,6 @@ class Holder:
         self.child = 0
         while (line := self.process.stdout.readline().split())[0] != "held":
             self.child = int(line[1])
-        if "fork" in way and not self.child:
-            self.child = int(self.process.stdout.readline().split()[1])
         self.pid = self.process.pid
 
     def go_on(self) -> None:
@@ -373,7 +371,7 @@ def test_every_program_is_refused_where_another_process_writes_and_readers_are_n
                     "plot": ("lightrlhf.plot", "--experiment_dir", place),
                     "evaluate": ("lightrlhf.evaluate", "--experiment_dir", place, "--accelerator", "cpu"),
                     "generate from it": ("lightrlhf.generate", *writers["generate"][1][:2], "--model_name", place)
-                    + (*writers["generate"][1][4:],),
+                    + (*writers["generate"][1][4:-1], place.parent / "read.jsonl"),
                 }.items():
                     ended = warm.run(*words)
                     case(

@@ -313,7 +313,9 @@ def test_a_full_disk_is_a_one_line_error(write, monkeypatch):
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file\nand more")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(RunFailure, match="--destination_dir .*failed writing file"):
+    with pytest.raises(
+        RunFailure, match="--destination_dir .* cannot be written: torch.s writer failed, as it does on a full disk"
+    ):
         write(pairs(90))
 
 
