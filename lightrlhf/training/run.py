@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
 import time
-from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
@@ -26,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError, write_problem
+from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import epoch_order, mix_seed, row_length
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
 from lightrlhf.data.splits import Row
-from lightrlhf.maths.finite import leaves, not_finite
+from lightrlhf.maths.finite import not_finite
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
@@ -52,6 +50,7 @@ from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
+from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
@@ -66,7 +65,6 @@ from lightrlhf.training.resume import (
 )
 from lightrlhf.training.watchdog import RankWatchdog
 
-NAMED_ROWS = 16  # at most, in an error message
 IN_PROGRESS_BAR = ("train/loss", "rewards/accuracies", "objective/score", "objective/kl")
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
@@ -335,42 +333,16 @@ class Run(Generic[AnyArgs]):
         if places is not None and names:
             mine = self.shard(names)
             names = [mine[int(place)] for place in places if int(place) < len(mine)]
-        names = list(dict.fromkeys(map(self._row_name, names)))
-        if not names:
-            return ""
-        more = f" and {len(names) - NAMED_ROWS} more" if len(names) > NAMED_ROWS else ""
-        return f" ({kind} {', '.join(names[:NAMED_ROWS])}{more}, counted from 0)"
-
-    def _row_name(self, name: Any) -> str:
-        """A row as an error names it: its number, of several sets that in its own set, with the set's folder."""
-        if not self._ends or not isinstance(name, int):
-            return str(name)
-        number = bisect(self._ends, name)
-        return f"{name - (self._ends[number - 1] if number else 0)} of {self.data_dirs[number]}"
+        return describe_rows(names, kind, self._ends, self.data_dirs)
 
     def _check_finite(self, module: nn.Module, extra: dict[str, Any]) -> None:
-        """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any.
-
-        Each rank looks at what it holds: with `fsdp` at its shards.
-        """
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, part in [*self._roles().items(), ("model", module)]:
-            for owner in (part, getattr(part, "model", part)):  # a shared backbone is not registered
-                for key, tensor in [*owner.named_parameters(), *owner.named_buffers()]:
-                    if id(tensor) not in self._never_finite:
-                        found.setdefault(id(tensor), (f"{name} weight {key.removeprefix('model.')}", tensor))
-        tensors = list(found.values())
-        for name, learner in self.learners.items():
-            states = getattr(getattr(learner.optimizer, "optimizer", learner.optimizer), "state", {})
-            for parameter, state in states.items():
-                owner = found.get(id(parameter), (name, None))[0]
-                tensors += [(f"{key} of {owner}", tensor) for key, tensor in leaves(state)]
-        tensors += [(f"{key} of the loop", tensor) for key, tensor in leaves(extra)]
-        bad = not_finite(tensors)
-        problems = [f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""]
+        """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any."""
+        optimizers = {name: learner.optimizer for name, learner in self.learners.items()}
+        found = first_not_finite({**self._roles(), "model": module}, optimizers, extra, self._never_finite)
+        problems = [found]
         if self.world_size > 1:
-            mine, problems = problems[0], [""] * self.world_size
-            torch.distributed.all_gather_object(problems, mine)
+            problems = [""] * self.world_size
+            torch.distributed.all_gather_object(problems, found)
         for rank, problem in enumerate(problems):
             if problem:
                 on = f" on rank {rank}" if self.world_size > 1 else ""
@@ -696,17 +668,10 @@ class Run(Generic[AnyArgs]):
     def _make_logger(self) -> Any:
         from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
-        if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = _without_event_writer
+        quiet_event_writer()
         if self.args.logger == "wandb":
             from lightning.pytorch.loggers import WandbLogger
 
             return WandbLogger(project=self.args.experiment_name, name=self.directory.name, save_dir=self.directory)
         kind = TensorBoardLogger if self.args.logger == "tensorboard" else CSVLogger
         return kind(root_dir=str(self.directory), name="logs", version="")
-
-
-def _without_event_writer(failed: Any) -> None:
-    """Print the traceback of a thread, but not TensorBoard's on a full disk: the run stops at the same error."""
-    if type(failed.thread).__name__ != "_AsyncWriterThread" or write_problem(failed.exc_value) is None:
-        threading.__excepthook__(failed)
