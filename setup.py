@@ -7,7 +7,7 @@ PROGRAMS += ["generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialo
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
-    "demo": ["gradio>=6.7", "pandas>=2.0"],
+    "demo": ["gradio>=6.7", "pandas>=2.0", "starlette>=1.0"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "serve": ["transformers[serving]>=5.0"],

@@ -121,7 +121,12 @@ class Run(Generic[AnyArgs]):
         seed_everything(args.seed, verbose=False)
         self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
         self._lock = self._locked() if args.resume_from and self.directory.is_dir() else None
-        self.resumed = self._read_resume_state(split_from)
+        try:
+            self.resumed = self._read_resume_state(split_from)
+        except BaseException:
+            if self._lock:
+                self._lock.release()
+            raise
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
         self._never_finite: set[int] = set()  # buffers that hold infinities from the start, as masks do

@@ -211,7 +211,7 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others():
 # --------------------------------------------------------------------------------------------------------- the files
 def test_the_folder_holds_exactly_what_is_promised(cafe_data):
     names = {f"{stage}_{split}.pt" for stage in ("finetune", "preference", "prompts") for split in SPLITS}
-    names |= {"args.json", "example_prompt.pt", "report.json", "report.md", "lengths.png", "tokenizer"}
+    names |= {"args.json", "example_prompt.pt", "report.json", "report.md", "lengths.png", "manifest.json", "tokenizer"}
     assert {path.name for path in cafe_data.iterdir()} == names
     assert json.loads((cafe_data / "args.json").read_text())["judge"] == "datasets_prep.cafe.judge:gold"
     example = torch.load(cafe_data / "example_prompt.pt", weights_only=True)

@@ -8,7 +8,7 @@ import re
 from helpers import ROOT
 
 from lightrlhf.data.batch import Batch, Rollout
-from lightrlhf.data.splits import COLUMNS
+from lightrlhf.data.schema import COLUMNS
 
 PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
 

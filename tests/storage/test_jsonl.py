@@ -23,6 +23,7 @@ def test_an_incomplete_last_line_is_written_again(tmp_path, cut):
     killed = JsonlWriter(path, {"seed": 1})
     killed.append(*ROWS)
     killed._file.close()
+    killed._lock.release()
     path.write_bytes(path.read_bytes()[:-cut])
     with JsonlWriter(path, {"seed": 1}) as writer:
         assert writer.rows == ROWS[:1]
@@ -141,4 +142,5 @@ def test_rows_of_a_writer_that_was_killed_have_no_seal(tmp_path):
     killed = JsonlWriter(path, {"seed": 1})
     killed.append({"a": 2})
     killed._file.close()
+    killed._lock.release()
     assert JsonlWriter(path, {"seed": 1}).rows == [{"a": 1}, {"a": 2}]

@@ -60,6 +60,7 @@ def odd_data(cafe_data, tmp_path_factory):
     shutil.copytree(folder, folder / "second")
     rows = torch.load(folder / "finetune_train.pt", weights_only=True)
     torch.save(rows[:8], folder / "second" / "finetune_train.pt")
+    reseal(folder / "second")
     return folder
 
 

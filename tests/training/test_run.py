@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, run_killed, save_model, weights
+from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, save_model, weights
 from helpers.data import gpt2_like
 
 from lightrlhf import sft
@@ -135,6 +135,7 @@ def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, t
     folder = main_of(program)(flags)
     other = shutil.copytree(cafe_data, tmp_path / "other")
     gpt2_like().save_pretrained(other / "tokenizer")
+    reseal(other)
     with pytest.raises(SystemExit):
         main_of(program)(["--resume_from", folder, "--data_dir", str(other), "--max_steps", "2"])
     assert "prepared with a tokenizer other than that of" in capsys.readouterr().err
