@@ -240,7 +240,7 @@ def _check_columns(columns: Any, index: int) -> None:
         raise BadRow(index, f"has columns {_short(columns)}, not a dict")
     for name, value in columns.items():
         if not isinstance(name, str):
-            raise BadRow(index, f"has a column named {_short(name)}, not by a text")
+            raise BadRow(index, f"has in columns the name {_short(name)}, not a text")
         if (odd := next(_odd(value, DEEPEST), None)) is not None:
             raise BadRow(index, f"has in columns {name!r} {odd}; columns are texts, numbers, lists and dicts of them")
 

@@ -218,7 +218,7 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
     quiet_libraries()
     try:
         return auto_class.from_pretrained(source, dtype=torch.float32, **options)
-    except Exception as problem:  # whatever the libraries raise for a broken file
+    except Exception as problem:  # a damaged or hostile file makes it raise anything
         raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import json
 import os
@@ -59,9 +58,9 @@ def bombs(canary: Path) -> dict[str, object]:
         "subprocess.call": Bomb(subprocess.call, ["touch", str(canary)]),
         "subprocess.Popen": Bomb(subprocess.Popen, ["touch", str(canary)]),
         "os.mkdir": Bomb(os.mkdir, str(canary)),
-        "os.popen": Bomb(getattr, os, "popen"),
+        "os.popen": Bomb(os.popen, command),
         "import_module": Bomb(importlib.import_module, "canary_module"),
-        "getattr": Bomb(getattr, builtins, "exec"),
+        "__import__": Bomb(__import__, "canary_module"),
         "pickle.loads": Bomb(pickle.loads, pickle.dumps(Bomb(os.system, command))),
         "torch.load": Bomb(torch.load, str(canary)),
         "shutil.copy": Bomb(shutil.copy, "/etc/hostname", str(canary)),

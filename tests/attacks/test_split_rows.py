@@ -132,6 +132,8 @@ def test_rows_of_files(tmp_path, case):
 
 def test_rows_from_python(case):
     for stage, name, rows, place, _ in bad_rows():
+        if name == "without columns" or (stage == "prompts" and name == "a row that is text"):
+            continue  # which may be given so from Python
         line = said(partial(load_rows, stage, "train", "", rows, Vocabulary()))
         case(f"given {stage}: {name}", f"given row {place}" in line and "\n" not in line, line, "given rows")
     for value in (date.today(), np.array([{}], dtype=object), object()):
