@@ -43,6 +43,7 @@ def plain_folder(experiment_dir: str, folder: Path, **files: str) -> Path:
     """A checkpoint as a Hugging Face folder without manifest, whose files a test may change."""
     shutil.copytree(last_checkpoint(experiment_dir), folder)
     (folder / "manifest.json").unlink()
+    (folder / "resume.pt").unlink()
     for name, text in files.items():
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
     return folder
