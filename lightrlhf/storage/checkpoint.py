@@ -53,7 +53,7 @@ def last_good(experiment_dir: Path) -> str:
     saved = checkpoints(experiment_dir)
     if not saved:
         return "there is no earlier checkpoint, so start again"
-    return f"the last good checkpoint is {saved[-1]}, go on by --resume_from {experiment_dir}"
+    return f"the last good checkpoint is {saved[-1].name}, go on by --resume_from {experiment_dir}"
 
 
 def checkpoint_path(experiment_dir: Path, step: int) -> Path:

@@ -197,7 +197,7 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"p{n}", "n": n}) + "\n" for n in range(12)))
     one = serve({"p7": [status(404)]})
-    two = serve({"p7": [status(404)], "p3": [status(400, {"detail": "too long"})] * 4})
+    two = serve({"p3": [status(400, {"detail": "too long"})] * 4})
     flags = ["--prompts_file", str(prompts), "--model_name", "m", "--num_generations", "2", "--max_workers", "1"]
     flags += ["--rollout_engine", "openai", "--base_url", one.url, two.url]
     with pytest.raises(SystemExit) as stopped:

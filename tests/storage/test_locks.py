@@ -19,9 +19,8 @@ import os, sys, time
 from pathlib import Path
 from lightrlhf.storage.locks import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
-child = os.fork()
-if child:
-    print(child, flush=True)
+if not os.fork():
+    print(os.getpid(), flush=True)  # a child that runs has let go of the lock
 time.sleep(60)
 """
 

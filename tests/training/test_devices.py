@@ -136,6 +136,7 @@ def together(odd_data, base_model, alone, tmp_path_factory):
         if rank:
             rows = torch.load(folder / "data" / "finetune_validation.pt", weights_only=True)
             torch.save(rows[:-1], folder / "data" / "finetune_validation.pt")
+            reseal(folder / "data")
     slurm = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 7}
     variables = [slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
     calls = [["lightrlhf.sft", flags_of("sft", "data", base_model, 14, 1) + ["--log_dir", str(logs / "data")]]]
