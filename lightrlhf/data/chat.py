@@ -48,6 +48,7 @@ class Controls(NamedTuple):
     beginnings: frozenset[str]  # texts that more text makes one of them
     firsts: frozenset[str]  # their first characters
     by_other_texts: bool  # whether other texts may become one, for the tokenizer normalises texts first
+    unknown: int | None  # the id of what the vocabulary lacks, where that is a token of its own
 
 
 def controls(tokenizer: Any) -> Controls:
@@ -79,7 +80,11 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
     patterns = _any_of(texts), _any_of(texts - tags)
     kinds = tuple(sorted(texts)), tuple(sorted(stripping))
     firsts = frozenset(text[0] for text in texts)
-    return Controls(frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, firsts, by_other_texts)
+    others = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unknown = None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+    return Controls(
+        frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, firsts, by_other_texts, unknown
+    )
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
@@ -105,7 +110,7 @@ def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
 
 def _protected(found: Controls, text: str, keep_tags: bool) -> str:
     pattern = found.beside_tags if keep_tags else found.spelled
-    text = text.replace(MARK, "\ufffd")
+    text = text.replace(MARK, "\ufffd").replace(ESCAPED, ESCAPED[0] + MARK + ESCAPED[1:])  # see `render_shown`
     while pattern.search(text):  # again for tokens within tokens
         text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
     content = text.rstrip()  # templates trim
@@ -130,7 +135,7 @@ def check_spelling(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
     if not found.by_other_texts:
         return
     written = sum(len(found.spelled.findall(piece)) for piece in text.split(MARK))
-    if sum(i in found.ids for i in ids) > written:
+    if sum(i in found.ids and i != found.unknown for i in ids) > written:
         raise UsageError("a text spells a control token of the tokenizer and cannot be encoded as text; leave it out")
 
 

@@ -78,6 +78,7 @@ def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]
         from tokenizers import Encoding
 
         backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
         encoded = [
             Encoding.merge([backend.encode(piece, add_special_tokens=False) for piece in text.split(MARK)])
             for text in shown

@@ -472,7 +472,7 @@ def payloads_of(kind: Kind) -> list[str]:
         turns = [f"{mark[:half]}\n{mark[half:]}", f"```\n{mark}\n```", f"a {mark} b", f"{mark}\n\n{mark}", wide]
         turns += [" ".join(mark), f"\\{mark}", mark.replace("<", "&lt;"), "\u200b".join(mark), f'{{"a": "{mark}"}}']
         turns += [f"\x00{mark}\x00", f"\ue000{mark}\ue000", f"\uf8ff{mark[:half]}\uf8ff{mark[half:]}"]
-        turns += [mark.swapcase(), f"\ufdd0{mark}", f"{mark[0]}\ufdd0{mark[1:]}"]
+        turns += [mark.swapcase(), f"\ufdd0{mark}", f"{mark[0]}\ufdd0{mark[1:]}", f"\\ufdd0{mark}"]
         made += turns[number % 4 :: 4] if len(added) > 3 else turns  # many marks share these
     ring = list(zip(added, added[1:] + added[:1]))
     made += ["".join(added), "\n".join(added), "".join(reversed(added)), *(a + b for a, b in ring)]
