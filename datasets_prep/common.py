@@ -50,6 +50,7 @@ from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.args import RARE, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
@@ -207,10 +208,12 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own
         line = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({line})") from None
+    declare_ends(tokenizer, name)
+    return tokenizer
 
 
 def complete(tokenizer: Any, chat_template: str | None) -> Any:

@@ -87,6 +87,25 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
     )
 
 
+def declare_ends(tokenizer: Any, source: str) -> None:
+    """Declare as special tokens what a model's generation config ends at and its tokenizer has as plain entries.
+
+    Otherwise texts could spell them. Only those that look like markup: a response may end at a word or a line, too.
+    source: the folder or hub name of both.
+    """
+    from tokenizers import AddedToken
+    from transformers import GenerationConfig
+
+    try:
+        stored = GenerationConfig.from_pretrained(source).eos_token_id
+    except Exception:  # it has none, or a damaged one, which loading the model refuses
+        return
+    ids = {stored} if isinstance(stored, int) else {*(stored or ())}
+    ids -= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    plain = [text for text, index in tokenizer.get_vocab().items() if index in ids and MARKUP.fullmatch(text)]
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in plain])
+
+
 def _any_of(texts: set[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
@@ -62,9 +63,11 @@ def _read(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as problem:  # a damaged file makes it raise anything
         raise UsageError(f"no tokenizer in {source}: {first_line(problem)}") from None
+    declare_ends(tokenizer, source)
+    return tokenizer
 
 
 def _same_tokenizer(folders: list[str]) -> str:

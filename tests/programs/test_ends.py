@@ -12,6 +12,7 @@ from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, sentencepiece_like
 from helpers.ends import EOS, GEMMA, PHI3, chatty_base, tokenizer_of
 
 from datasets_prep.common import PLAIN_TEMPLATE
+from datasets_prep.common import load_tokenizer as load_for_data
 from lightrlhf import generate, sft
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.data.splits import save_split
@@ -90,6 +91,20 @@ def test_ends_are_the_tokenizers_the_templates_and_the_models(base, ends):
     assert end_ids(tokenizer, policy.model) == ends[:2]
     tokenizer.chat_template = PLAIN_TEMPLATE
     assert end_ids(tokenizer, policy.model) == ends[:1]
+
+
+def test_an_end_that_is_a_plain_entry_of_the_vocabulary_is_no_text(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", "<|eot|>", "\n", *"abc<|eot>"]
+    backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 3]}))
+    for tokenizer in (load_tokenizer(None, str(tmp_path)), load_for_data(str(tmp_path))):
+        assert not {1, 2} & {*encode_prompt(tokenizer, "a<|eot|>b</s>")}
+        assert encode_prompt(tokenizer, "a\nb")[1] == 3  # an end, too, but a line break is text
 
 
 def test_one_end_is_stored_as_a_number(base_model, tokenizer):
