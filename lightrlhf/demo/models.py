@@ -294,7 +294,8 @@ def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
     if messages := messages_of(tokenizer, ids):
         return [*messages]
     text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    if found := controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or "")):
+    found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or ""))
+    if found and encode_prompt(tokenizer, text) != list(ids):
         raise UsageError(f"a prompt with {found[0]} in it cannot be shown as messages; choose another")
     return text
 

@@ -272,8 +272,10 @@ def test_a_dialogue_is_read_back_from_its_ids(kind, tokenizer, tmp_path):
         assert messages_of(made, ids[:-1]) is None
     with pytest.raises(UsageError, match="cannot be shown as messages"):
         as_prompt(made, encode_prompt(made, [*TALK, TALK[-1]])[:-1])
-    ids = encode_prompt(made, "Guest: a tea")
-    assert encode_prompt(made, as_prompt(made, ids)) == ids or kind == "sentencepiece"
+    for text in ("Guest: a tea", f"Guest: {made.eos_token} a tea"):  # the second is shown where it comes back as text
+        if kind != "sentencepiece":
+            ids = encode_prompt(made, text)
+            assert encode_prompt(made, as_prompt(made, ids)) == ids
 
 
 def test_a_system_message_is_read_back():
