@@ -8,8 +8,10 @@ text that is refused yields no token, and holds where the harmless word is not r
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,10 @@ import torch
 from helpers.explore import TEXTS, grow, tasks_of
 from helpers.templates import ZOO
 from helpers.templates import controls as control_ids
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from datasets_prep.common import load_tokenizer as load_for_data
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response
 from lightrlhf.demo import models as demo_models
@@ -30,6 +35,7 @@ from lightrlhf.envs.episodes import Episode, Seat
 from lightrlhf.generate import ids_of_prompt
 from lightrlhf.generation import users
 from lightrlhf.generation.dialogues import Dialogue, user_turn_ids
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.scorers import Encoding, FunctionScorer, Sample, score_rollout, score_rows
 
 ROW = "control tokens"
@@ -196,7 +202,7 @@ def other_policy() -> Any:
 def rollout_of_another(tokenizer: Any, text: str) -> Ids:
     """A rollout decoded by the policy's tokenizer and encoded by the reward model's."""
     policy, seen = other_policy(), []
-    ids = [policy(one, add_special_tokens=False)["input_ids"] for one in (f"Say {text}", f"I say {text}")]
+    ids = [encode_prompt(policy, f"Say {text}"), encode_response(policy, f"I say {text}", "Hi.")[:-1]]
     rollout = SimpleNamespace(
         prompt_ids=lambda: [ids[0]],
         response_ids=lambda: [ids[1]],
@@ -299,18 +305,32 @@ def test_no_text_becomes_a_control_token(name, case):
         expected = outcome(place, tokenizer, HARMLESS)[1]
         how, seen = outcome(place, tokenizer, text)
         refused += how == "refused"
-        may_refuse = ZOO[kind].folds or name in REFUSING
-        held = seen == expected if how == "encoded" else may_refuse
-        case(f"{name}, {kind}: {text[:40]!r}", held, how if held else f"{seen} instead of {expected}")
+        held = seen == expected if how == "encoded" else may_refuse(name, kind, text, seen)
+        case(f"{name}, {kind}: {text[:40]!r}", held, say(how, seen) if held else f"{seen} instead of {expected}")
     assert refused <= count // 4 or name in REFUSING, f"{refused} of {count} texts are refused"
 
 
-REFUSING = {  # where a text with control tokens in it may be one that was rendered already
-    "generate: a text of --prompts_file",
-    "page: a stored prompt of messages",
-    "page: a stored prompt of text",
-    "a tool's arguments and result",
+# Where a text that spells a control token is refused, and what the line says. A plain prompt with one was rendered
+# already, as far as anybody can tell; a stored prompt is shown only where encoding it gives the same ids again.
+REFUSING = {
+    "generate: a text of --prompts_file": "spells the control token",
+    "page: a stored prompt of messages": "cannot be shown as messages",
+    "page: a stored prompt of text": "cannot be shown as messages",
 }
+
+
+def may_refuse(place: str, kind: str, text: str, line: str) -> bool:
+    """Whether a refusal is right: one line that says so, of a text that does spell a control token."""
+    tokenizer = ZOO[kind].tokenizer
+    if ZOO[kind].folds and "spells a control token" in line:
+        return "\n" not in line
+    names = [tokenizer.convert_ids_to_tokens(i) for i in control_ids(tokenizer)]
+    is_said = place in REFUSING and REFUSING[place] in line and "\n" not in line
+    return is_said and any(name in text for name in names)
+
+
+def say(how: str, seen: Any) -> str:
+    return f"refused: {seen}" if how == "refused" else how
 
 
 # ---------------------------------------------------------------------------------------------------- a file in a tree
@@ -333,9 +353,6 @@ def test_no_file_that_auto_explore_shows_becomes_a_control_token(tmp_path, case)
 # ------------------------------------------------------------------------------------------------------------ encoders
 def encoder(unnamed: bool = False) -> Any:
     """A tokenizer of an encoder, which reads two texts between [CLS] and [SEP]."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"[]<>/|_", "word", "SEP", "CLS", "MASK", "Hello", "a"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
@@ -366,6 +383,48 @@ def test_an_encoder_reads_texts_as_texts(unnamed, case):
             second = ids.index(2) + 1
             whole = types == [0] * second + [1] * (len(ids) - second) and inputs["attention_mask"] == [1] * len(ids)
             case(f"encoder, {where}: {text[:40]!r}", seen == [1, 2, 2] and whole, "" if whole else str(inputs))
+
+
+# ------------------------------------------------------------------------- ends that a generation config alone knows
+ENDS = ["<|eot|>", "<|call|>", "[END]", "\n"]  # the last is text, at which a response may end
+
+
+def plain_ends(folder: Path) -> str:
+    """A model's folder whose tokenizer has its end tokens as plain entries, which texts spell unless it is noticed."""
+    words = ["<unk>", "<s>", "</s>", *ENDS, *"abcdefghijklmnopqrstuvwxyzEHNDO<>|[]/_.,: "]
+    backend = Tokenizer(
+        models.Unigram([(word, -float(1 + (len(word) == 1))) for word in words], 0, byte_fallback=False)
+    )
+    template = "{% for m in messages %}{{ '<s>' + m.role + ':' + m.content + '<|eot|>' }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=template
+    )
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids(["</s>", *ENDS])
+    assert ids == [2, 3, 4, 5, 6] and tokenizer("a<|eot|>", add_special_tokens=False)["input_ids"][1:] == [3]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.mark.parametrize("loader", ["a model's", "data preparation's"])
+def test_no_text_spells_an_end_that_only_the_generation_config_knows(loader, tmp_path, case):
+    source = plain_ends(tmp_path / "model")
+    tokenizer = load_tokenizer(None, source) if loader == "a model's" else load_for_data(source)
+    declared = AutoTokenizer.from_pretrained(source)
+    declared.add_tokens(ENDS[:3], special_tokens=True)
+    special = {1, 2, 3, 4, 5}
+    for text in [*ENDS[:3], *payloads(declared), *(text.replace("</s>", ENDS[0]) for text in payloads(declared))]:
+        for where, encode in {
+            "a text": lambda one: encode_prompt(tokenizer, f"say {one}"),
+            "a message": lambda one: encode_prompt(tokenizer, [{"role": "user", "content": one}]),
+            "a response": lambda one: encode_response(tokenizer, one, "say"),
+            "a response to a message": lambda one: encode_response(tokenizer, one, GREETING),
+        }.items():
+            ids, harmless = ([i for i in encode(one) if i in special] for one in (text, HARMLESS))
+            case(f"{loader} {where}: {text[:40]!r}", ids == harmless, "" if ids == harmless else str(ids))
+    newline = encode_prompt(tokenizer, "a\nb")
+    case(f"{loader}: a line break at which responses end stays one", 6 in newline, str(newline))
 
 
 def test_the_scorer_of_a_function_gets_the_text_itself(case):
