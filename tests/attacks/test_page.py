@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import reseal
 from helpers.processes import PATIENCE
 
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
@@ -39,6 +40,7 @@ def world(tmp_path_factory, sft_dir, base_model):
     run = Path(shutil.copytree(sft_dir, folder / "run"))
     args = json.loads((run / "args.json").read_text()) | {"experiment_name": SECRET_NAME + SCRIPT}
     (run / "args.json").write_text(json.dumps(args))
+    reseal(run)
     (run / "README.md").write_text(
         f"# card {SCRIPT}\n\n[link](javascript:window.pwned=1) ![](http://evil.example/a.png)"
     )
