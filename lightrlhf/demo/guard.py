@@ -9,7 +9,10 @@ asking for the password. So `Guard`, a middleware, lets only those requests thro
 - with the password, where there is one: before it nothing but the login page is answered, and guesses are limited;
 - in the session of the same browser, by a cookie.
 
-Left out: encryption (see howto/demo.md), accounts, and limits on what a user with the password computes.
+Starlette's own middleware does not fit: of two `Host` headers it reads the first, and it knows no address at which a
+connection arrived; a body is read here anyway, for the session that it names.
+Left out: encryption (see howto/demo.md), accounts, and limits on what a user with the password computes. A login lasts
+until the demo ends.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -168,9 +171,8 @@ class Guard:
             name = raw.decode("latin-1").lower()
             if name in headers and name in ("host", "origin", "content-length"):
                 raise Refusal(400, f"two headers {name}")
-            headers[name] = (
-                f"{headers[name]}; {value.decode('latin-1')}" if name in headers else value.decode("latin-1")
-            )
+            text = value.decode("latin-1")
+            headers[name] = f"{headers[name]}; {text}" if name in headers else text
         host = headers.get("host", "")
         if not self._is_served(host, scope):
             raise Refusal(421, "the demo is not served under this name; add it to --trusted_hosts")
@@ -183,36 +185,28 @@ class Guard:
         return headers
 
     def _is_served(self, host: str, scope: Scope) -> bool:
-        if not HOST.fullmatch(host):
-            return False
-        name = (urlsplit(f"//{host}").hostname or "").lower()
         own = {*LOCAL_HOSTS, self.host.lower(), *self.names}
         if self.host in ANY_ADDRESS and scope.get("server"):
             own.add(plain_address(scope["server"][0]))  # the address at which this connection arrived
-        return name in own
+        return name_of(host) in own
 
     def _is_own(self, origin: str, host: str) -> bool:
         """Whether a page of this origin is the demo's; behind a proxy `Host` may be another name than the page's."""
         scheme, _, name = origin.partition("://")
-        if scheme not in ("http", "https") or not HOST.fullmatch(name):
-            return False
-        return name.lower() == host.lower() or urlsplit(f"//{name}").hostname in self.names
+        return scheme in ("http", "https") and (name.lower() == host.lower() or name_of(name) in self.names)
 
     async def _log_in(self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send) -> None:
-        client = client_of(scope)
-        if wait := self.guesses.wait(client):
-            seconds = str(int(wait) + 1)
-            raise Refusal(429, f"too many wrong passwords; wait {seconds} seconds", **{"Retry-After": seconds})
-        body = await read_body(headers, receive, MAX_LOGIN)
+        client, body = client_of(scope), await read_body(headers, receive, MAX_LOGIN)
         try:
             form = parse_qs(body.decode(), strict_parsing=True, max_num_fields=8, errors="strict")
         except ValueError:  # UnicodeDecodeError, too
             raise Refusal(400, "this is no login form") from None
         name, entered = form.get("username", [""])[0].strip()[:MAX_NAME], form.get("password", [""])[0]
-        # in between nothing is awaited, so that guesses sent at once are counted before the next one is looked at
+        # from here on nothing is awaited, so that of guesses sent at once each is counted before the next is looked at
         if wait := self.guesses.wait(client):
-            raise Refusal(429, "too many wrong passwords", **{"Retry-After": str(int(wait) + 1)})
-        if not name or not hmac.compare_digest(entered.encode("utf-8", "surrogatepass"), self.password.encode()):
+            seconds = str(int(wait) + 1)
+            raise Refusal(429, f"too many wrong passwords; wait {seconds} seconds", **{"Retry-After": seconds})
+        if not name or not hmac.compare_digest(entered.encode(), self.password.encode()):
             self.guesses.wrong(client)
             raise Refusal(401, "wrong name or password")
         self.guesses.by_client.pop(client, None)
@@ -234,6 +228,12 @@ class Guard:
             raise Refusal(403, "this session is another browser's")
         if session not in self.owners:
             put(self.owners, session, token)
+
+
+def name_of(host: str) -> str | None:
+    """The name or address in a `Host` header or an origin, without its port; None for what is neither."""
+    found = HOST.fullmatch(host)
+    return found[1].strip("[]").lower() if found else None
 
 
 def put(kept: OrderedDict[str, Any], key: str, value: Any) -> None:
@@ -264,16 +264,14 @@ def session_of(scope: Scope, body: bytes) -> str | None:
         if len(named) != 1:
             raise Refusal(400, "one session_hash is required")
         return named[0]
-    if scope["method"] != "POST":
+    if scope["method"] != "POST" or path == f"{API}/reset":  # which names an event alone
         return None
     try:
-        session = json.loads(body)["session_hash"] if path != f"{API}/reset" else None
+        session = json.loads(body)["session_hash"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Refusal(400, "a JSON object with a session_hash is required") from None
-    if session is not None and not isinstance(session, str):
-        raise Refusal(400, "this is no session")
-    if session is None and path != f"{API}/reset":
-        raise Refusal(400, "a session_hash is required")
+        session = None
+    if not isinstance(session, str):
+        raise Refusal(400, "a JSON object with a session_hash is required")
     return session
 
 

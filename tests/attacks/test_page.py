@@ -206,6 +206,7 @@ HOSTS = [
     "localhost@evil.example", "evil@localhost", "localhost#evil", "localhost/evil", "localhost?x", "127.0.0.1:99999999",
     "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0.0.0.0", "[::]", "[::ffff:127.0.0.1]", "localhost.", "::1",
     "local host", "127.0.0.1:", "10.0.0.1", "demo.example.evil", "evildemo.example", "*", "a" * 3000,
+    "[1.2]", "[1.2.3.4]", "[:]:80", "[::.]", "[]", "[localhost]", "localhost]",
 ]  # fmt: skip
 
 
@@ -230,7 +231,8 @@ def test_other_sites_are_refused(world, user, case):
     port, paths = world["port"], ("/config", "/gradio_api/info")
     foreign = ["http://evil.example", "null", "", "http://127.0.0.1", f"http://127.0.0.1:{port + 1}", "file://",
                f"http://127.0.0.1:{port}.evil.example", f"http://127.0.0.1:{port}@evil.example", "evil",
-               f"http://localhost:{port}", f"http://evil.example:{port}", f"extension://127.0.0.1:{port}"]  # fmt: skip
+               f"http://localhost:{port}", f"http://evil.example:{port}", f"extension://127.0.0.1:{port}",
+               "http://[1.2]", "http://[:]:80", "http://demo.example:x", "http://demo.example@evil"]  # fmt: skip
     for origin, path in itertools.product(foreign, paths):
         answer = user.get(path, headers={"Origin": origin})
         case(f"Origin {origin!r} asks for {path}", answer.status_code == 403 and not tells(answer, world))
