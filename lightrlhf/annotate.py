@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, SealArgs, check_args, check_at_least, check_types
+from lightrlhf.cli.args import RARE, SealArgs, check_args, check_at_least, check_output, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import ROW, Encoding, RewardFunction, Sample, score_rows
+from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import stored
 from lightrlhf.storage.seals import seal
@@ -39,6 +40,7 @@ from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
 
 CHUNK = 256  # prompts scored between two writes
+READ = ("prompt", "responses")  # of each row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +105,23 @@ class AnnotateArgs(SealArgs):
             raise ValueError(f"--choose_type {self.choose_type} needs --data_dir or --tokenizer_name for its tokenizer")
         if self.output_dir and not self.choose_type:
             raise ValueError(f"--output_dir {self.output_dir} is for pairs and requires --choose_type, such as max_min")
+        check_output(self.rewards_file, "--output_file")
+        if self.output_dir:
+            check_output(Path(self.output_dir) / "report.json", "--output_dir")
+
+    @property
+    def rewards_file(self) -> Path:
+        """The file with rewards."""
+        return Path(self.output_file or Path(self.responses_file).with_suffix(".rewards.jsonl"))
 
 
 def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
     """Score responses and choose pairs; returns the file with rewards. `reward` replaces what the flags would load."""
     check_args(args, AnnotateArgs)
-    rows = read_jsonl(args.responses_file, needs=("prompt", "responses"))
-    if not rows:
-        raise UsageError(f"--responses_file {args.responses_file} has no rows")
+    rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
     output = args.responses_file
     if args.rm_experiment_dir or args.reward_function or reward:
-        output = args.output_file or str(Path(args.responses_file).with_suffix(".rewards.jsonl"))
+        output = str(args.rewards_file)
         rows = write_rewards(args, rows, Path(output), reward)
     elif any("rewards" not in row for row in rows):
         raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")
@@ -131,6 +139,7 @@ def write_rewards(
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
     with JsonlWriter(output, settings_of(args) | given_objects(reward=reward), args.RENAMED) as writer:
+        check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
             scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
 

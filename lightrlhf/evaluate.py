@@ -44,7 +44,7 @@ from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import device_of, finite, score_rollout
-from lightrlhf.storage.results import cell, print_table, write_results
+from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
 
@@ -91,6 +91,7 @@ class EvaluateArgs(GenerationArgs, SealArgs):
             for name in value if isinstance(value, list) else [value]:
                 if name is not None and not Path(name).is_dir():
                     raise ValueError(f"--{flag} {name} does not exist")
+        check_results(self.experiment_dir, self.split)
         find_device(self.accelerator)
 
 

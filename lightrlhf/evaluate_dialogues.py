@@ -31,7 +31,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
 from lightrlhf.storage.jsonl import write_jsonl
-from lightrlhf.storage.results import new_figure, print_table, save_figure, write_results
+from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
 
@@ -75,6 +75,7 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
             for name in value if isinstance(value, list) else [value]:
                 if name is not None and not Path(name).is_dir():
                     raise ValueError(f"--{flag} {name} does not exist")
+        check_results(self.experiment_dir, f"{self.split}_by_turn")
         find_device(self.accelerator)
 
 

@@ -29,7 +29,7 @@ from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.results import cell, print_table, write_results
+from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
 
 COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
@@ -105,7 +105,13 @@ class EvaluateEnvArgs(RemoteArgs):
             for name in getattr(self, flag):
                 if not Path(name).is_dir() and (flag, name) != ("reflect_experiment_dir", "none"):
                     raise ValueError(f"--{flag} {name} does not exist")
+        check_results(self.experiment_dir, self.results_name)
         find_device(self.accelerator)
+
+    @property
+    def results_name(self) -> str:
+        """Name of the files of results in an experiment dir."""
+        return f"{self.env.rpartition(':')[2]}_{self.split}"
 
 
 def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
@@ -129,7 +135,7 @@ def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
         rows.append(row)
         if is_experiment_dir(name):
             records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
-            write_results(Path(name), f"{args.env.rpartition(':')[2]}_{args.split}", row, records)
+            write_results(Path(name), args.results_name, row, records)
     if args.agent_model:
         with Servers(args, args.agent_model) as servers:
             servers.wait_until_healthy()

@@ -33,10 +33,12 @@ from lightrlhf.cli.args import (
     check_args,
     check_at_least,
     check_data_dir,
+    check_output,
     check_types,
 )
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_responses
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
 from lightrlhf.generation.engine import check_room, generate
@@ -46,7 +48,7 @@ from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import ROW, GroupScorer, Sample, score_rows
+from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl
 from lightrlhf.storage.writing import rename, writing
 from lightrlhf.training.distributed import leave_at_exit, processes
@@ -140,6 +142,10 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
         for value in self.temperatures or []:
             if not 0 <= value < float("inf"):
                 raise ValueError(f"--temperatures {value} must be 0 or more")
+        if self.output_file:
+            check_output(Path(self.output_file), "--output_file")
+        else:
+            check_output(Path(self.output_dir) / "any", "--output_dir")
         if self.output_file and len(self.temperatures or [1]) > 1:
             raise ValueError(f"--output_file {self.output_file} cannot hold several --temperatures; use --output_dir")
         greedy = not self.do_sample or 0 in (self.temperatures or [])
@@ -213,6 +219,9 @@ def load_prompt_rows(args: GenerateArgs) -> list[Row]:
     if args.data_dir is None:
         file = args.prompts_file or ""
         rows = [{**row, "prompt": prompt_of(row, f"{file}: row {n}")} for n, row in enumerate(read_jsonl(file), 1)]
+        check_responses(rows, file, (), ("prompt_ids",))
+        if not rows:
+            raise UsageError(f"--prompts_file {file} has no rows")
     else:
         rows = prompts_of_data(args, args.data_dir)
     chosen = subset(len(rows), args.num_prompts, args.subset_seed)
@@ -222,8 +231,8 @@ def load_prompt_rows(args: GenerateArgs) -> list[Row]:
 def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
     """The prompt of a row, in the column `prompt`, `context_messages` or `messages`. Raises: UsageError."""
     prompt = next((row[name] for name in ("prompt", "context_messages", "messages") if name in row), None)
-    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
-        prompt = prompt[:-1] if prompt and prompt[-1]["role"] == "assistant" else prompt  # an answered dialogue
+    if isinstance(prompt, list) and is_prompt(prompt):
+        prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt  # an answered dialogue
         if prompt:
             return prompt
     if isinstance(prompt, str) and prompt:
@@ -496,7 +505,7 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
     rows = [row for path in paths for row in read_jsonl(path)]
     if len(rows) < num_rows:
         return
-    if [row["index"] for row in rows] != list(range(num_rows)):
+    if [row.get("index") for row in rows] != list(range(num_rows)):
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
     partial = output.with_name(f"{output.stem}.merged-{shard.rank}.jsonl")
     write_jsonl(partial, rows, settings)
@@ -509,7 +518,7 @@ def describe(output: Path, num_rows: int) -> str:
     """A line on the contents of a file."""
     if not output.is_file():
         return "other parts are not complete yet"
-    rows = read_jsonl(output)
+    rows = read_responses(output, ("responses", "truncated"), ("errors", "reward"))
     responses = [response for row in rows for response in row["responses"]]
     truncated = sum(flag for row in rows for flag in row["truncated"])
     failed = sum(len(row.get("errors", [])) for row in rows)

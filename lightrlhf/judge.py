@@ -28,18 +28,19 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import RARE, check_args, check_at_least, check_types
+from lightrlhf.cli.args import RARE, check_args, check_at_least, check_output, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.responses import read_responses
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.models.loading import find_device
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, Sample, as_text
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 
 CHUNK = 32  # pairs scored between two writes
@@ -150,6 +151,7 @@ class JudgeArgs(RemoteArgs):
             raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
         if self.judge not in ("openai", "reward", "human") and ":" not in self.judge:
             raise ValueError(f"--judge {self.judge} is not one of openai, reward, human, or package.module:function")
+        check_output(output_path(self), "--output_file")
 
 
 def run(args: JudgeArgs) -> Row | list[str]:
@@ -160,6 +162,7 @@ def run(args: JudgeArgs) -> Row | list[str]:
     pairs, unmatched = matched(args)
     output = output_path(args)
     with JsonlWriter(output, settings_of(args)) as writer:
+        check_records(writer.rows, output)
         if len(writer.rows) < len(pairs):
             if args.judge == "openai":  # requests of all pairs overlap
                 writer.extend(pairs, len(pairs), ask_model(args), "judge", " pairs", whole_chunks=False)
@@ -185,10 +188,10 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
     """
     rows_a, rows_b = (by_prompt(name) for name in args.responses_file)
     pairs: list[Row] = []
-    for key, row in rows_a.items():
-        other = rows_b.get(key)
-        if other is not None:
-            answers = {"a": response_of(row, args.responses_file[0]), "b": response_of(other, args.responses_file[1])}
+    for key, (number, row) in rows_a.items():
+        if key in rows_b:
+            sides = zip("ab", args.responses_file, ((number, row), rows_b[key]))
+            answers = {side: response_of(own, f"{file}: row {line}") for side, file, (line, own) in sides}
             columns = {name: value for name, value in row.items() if isinstance(value, (str, int, float))}
             pairs.append({"columns": columns, "index": len(pairs), "prompt": row["prompt"], **answers})
     if not pairs:
@@ -197,22 +200,22 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
     return pairs[: args.num_pairs], unmatched
 
 
-def by_prompt(file: str) -> dict[tuple[str, int], Row]:
-    """The rows of a file by prompt and the number of its earlier occurrences."""
+def by_prompt(file: str) -> dict[tuple[str, int], tuple[int, Row]]:
+    """The numbered rows of a file by prompt and the number of its earlier occurrences."""
     seen: Counter[str] = Counter()
     rows = {}
-    for row in read_jsonl(file, needs=["prompt"]):
+    for number, row in enumerate(read_responses(file, ["prompt"], ["response", "responses"]), start=1):
         prompt = json.dumps(row["prompt"], ensure_ascii=False)
-        rows[prompt, seen[prompt]] = row
+        rows[prompt, seen[prompt]] = number, row
         seen[prompt] += 1
     return rows
 
 
-def response_of(row: Row, file: str) -> str:
+def response_of(row: Row, where: str) -> str:
     """Its `response`, else the first of its `responses`. Raises: UsageError."""
     response = row["response"] if "response" in row else next(iter(row.get("responses") or []), None)
     if not isinstance(response, str):
-        raise UsageError(f"{file}: the row of prompt {as_text(row['prompt'])[:60]!r} has no response")
+        raise UsageError(f"{where}, of the prompt {as_text(row['prompt'])[:60]!r}, has no response")
     return response
 
 
@@ -353,6 +356,15 @@ def record(pair: Row, verdict: str, **more: Any) -> Row:
     return {**{name: value for name, value in pair.items() if name != "columns"}, "verdict": verdict, **more}
 
 
+def check_records(records: Sequence[Row], output: Path) -> None:
+    """Raises: UsageError when rows of the output, in which a run goes on, are none of this program's."""
+    verdicts = (*SCORES, "skip", "malformed")
+    for number, row in enumerate(records, start=1):
+        texts = all(isinstance(row.get(side), str) for side in "ab")
+        if row.get("verdict") not in verdicts or not texts or "prompt" not in row:
+            raise UsageError(f"{output}: row {number} has no verdict as this program writes it; remove the file")
+
+
 # ---------------------------------------------------------------------------------------------------------- results
 def summary(records: Sequence[Row], seed: int) -> Row:
     """Counts, shares of A with 95% intervals, lengths in words, and position bias where both orders were judged."""
@@ -455,7 +467,7 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
     """Write `{file}-sampled.jsonl` of each file, with the same prompts where the files have them; returns the files."""
     written = []
     for name in args.responses_file:
-        rows = read_jsonl(name, needs=["prompt"])
+        rows = read_responses(name, ["prompt"])
         if args.max_per_subreddit is not None and not any("subreddit" in row for row in rows):
             raise UsageError(f"--max_per_subreddit {args.max_per_subreddit}: {name} has no column subreddit")
         rows = sampled(rows, size, args.max_per_subreddit, args.seed)
@@ -472,10 +484,10 @@ def sampled(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed:
     def rank(row: Row) -> str:
         return hashlib.sha256(f"{seed} {json.dumps(row['prompt'])}".encode()).hexdigest()
 
-    counts: Counter[Any] = Counter()
+    counts: Counter[str] = Counter()
     chosen: list[Row] = []
     for row in sorted(rows, key=rank):
-        group = row.get("subreddit")
+        group = json.dumps(row.get("subreddit"))
         if len(chosen) < size and (max_per_subreddit is None or counts[group] < max_per_subreddit):
             counts[group] += 1
             chosen.append(row)

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightrlhf.cli.args import check_args, check_at_least, check_types
+from lightrlhf.cli.args import check_args, check_at_least, check_output, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.data.responses import read_responses
 from lightrlhf.storage.results import new_figure, save_figure
 from lightrlhf.storage.run_dir import labels, read_metrics, short_name, stored
 
@@ -73,11 +72,9 @@ def check_picture(path: Path) -> None:
     """Raises: ValueError, before any work, when a picture cannot be written to `path`."""
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--output_file {path} must end in one of {', '.join(PICTURES)}")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else "lies in a folder that does not exist"
-        raise ValueError(f"--output_file {path} {what}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--output_file {path} cannot be written: Permission denied")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output_file {path} lies in a folder that does not exist")
+    check_output(path, "--output_file")
 
 
 def run(args: PlotArgs) -> str:
@@ -196,7 +193,7 @@ class Sweep:
 def read_sweep(name: str) -> Sweep:
     """Rewards of a file, and the temperature in its `.args.json`. Raises: UsageError when it has none."""
     path = Path(name)
-    rows = [row for row in read_jsonl(path, needs=("rewards",)) if None not in row["rewards"]]
+    rows = [row for row in read_responses(path, ("rewards",)) if row["rewards"] and None not in row["rewards"]]
     try:
         settings = json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))
         temperature = float(settings["temperature"]) if settings["do_sample"] else 0.0

@@ -9,12 +9,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 
 LARGEST_CONFIG = 2**20  # bytes
+# numbers as flags and files of flags spell them, in lower case; what is not finite is refused later, by its flag
+WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*)")
+FLOAT = re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|\.?inf(inity)?|\.?nan)")
+LONG = re.compile(r"[+-]?[0-9]{17}")  # digits before the point: a float rounds them
+NUMBERS = {"tag:yaml.org,2002:int": WHOLE, "tag:yaml.org,2002:float": FLOAT}  # by the tag of a value
 NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given"}  # of args.json
 
 
@@ -79,7 +85,8 @@ def with_new_names(args_class: Any, word: str, before: str) -> str:
 def read_config(path: str) -> dict[str, Any]:
     """The flags of a YAML or JSON file. Raises: UsageError when it is anything else than a plain mapping of them.
 
-    Anchors are refused, since a few lines of them may stand for gigabytes; so are keys given twice.
+    Anchors are refused, since a few lines of them may stand for gigabytes; so are keys given twice, and numbers that
+    YAML reads in a way of its own: 010 is eight to it, 1:30 ninety.
     """
     import yaml
 
@@ -87,7 +94,12 @@ def read_config(path: str) -> dict[str, Any]:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
                 raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1}: aliases are not read")
-            return super().compose_node(parent, index)
+            node: Any = super().compose_node(parent, index)
+            spelling = NUMBERS.get(node.tag)
+            if spelling and not (spelling.fullmatch(node.value.lower()) and not LONG.match(node.value)):
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: {node.value[:40]} is no plain number; quote it if it is a text")
+            return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             names = [key.value for key, _ in node.value if isinstance(key.value, str)]

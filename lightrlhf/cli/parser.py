@@ -21,15 +21,11 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.old_flags import flags_of, refuse_old_flags, update_names, with_new_names
+from lightrlhf.cli.old_flags import FLOAT, LONG, WHOLE, flags_of, refuse_old_flags, update_names, with_new_names
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
-SPELLINGS = {
-    int: re.compile(r"[+-]?(0|[1-9][0-9]*)"),
-    float: re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|\.?inf(inity)?|\.?nan)"),  # refused later
-    bool: re.compile(r"true|false|yes|no|on|off"),
-}
+SPELLINGS = {int: WHOLE, float: FLOAT, bool: re.compile(r"true|false|yes|no|on|off")}
 ALIASES = {"--model_name_or_path": "--model_name"}
 
 
@@ -42,7 +38,10 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
     """
     from jsonargparse import ArgumentParser, set_parsing_settings
 
-    set_parsing_settings(docstring_parse_attribute_docstrings=True, add_print_completion_argument=True)
+    typed = sys.argv[1:] if argv is None else argv
+    asks_help = bool({"--help", "-h", "--help_all"} & set(typed))
+    reads_docs = asks_help or any(word.startswith("--print_") for word in typed)  # which takes half a second
+    set_parsing_settings(docstring_parse_attribute_docstrings=reads_docs, add_print_completion_argument=True)
     fields: Any = dataclasses.fields(args_class)  # type: ignore[arg-type]  # no bound says dataclass
     flags = {f.name for f in fields}
 
@@ -51,21 +50,25 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
             self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
             raise SystemExit(2)
 
-    words = [_expand_alias(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = [_expand_alias(word) for word in typed]
     lists = [f for f in fields if str(f.type).startswith("list")]
     words = join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
+    if not asks_help:
+        try:
+            refuse_old_flags(args_class, words)
+            words = [with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
+            check_spelling(args_class, words)
+        except UsageError as problem:
+            parser.error(str(problem))
     parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
     parser.add_class_arguments(args_class)
-    if {"--help", "-h", "--help_all"} & set(words):
+    if asks_help:
         docs = {action.dest: action.help or "" for action in parser._actions}
         print(help_text(args_class, parser.prog, docs, "--help_all" in words), end="")
         parser.exit(0)
     try:
-        refuse_old_flags(args_class, words)
-        words = [with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
-        check_spelling(args_class, words)
         if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
             parser.set_defaults(_stored_args(args_class, directory))
     except UsageError as problem:
@@ -98,6 +101,8 @@ def check_spelling(args_class: type, words: list[str]) -> None:
         empty = value.lower() in ("null", "none") and NoneType in options
         if spelling is not None and not empty and not spelling.fullmatch(value.lower()):
             raise UsageError(f"{flag} {value if value.strip() else repr(value)} is not {KINDS[kinds[0].__name__]}")
+        if spelling is FLOAT and LONG.match(value):
+            raise UsageError(f"{flag} {value} has more digits than are read exactly; write it as in 1e30")
 
 
 def to_dict(args: Any) -> dict[str, Any]:

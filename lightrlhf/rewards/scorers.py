@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
+from lightrlhf.data.responses import ROW
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt, turn_end
 from lightrlhf.models.roles import ScalarModel, last_token
 
@@ -29,23 +30,6 @@ def same_tokenizer(one: Any, other: Any) -> bool:
 
 
 Messages = list[dict[str, str]]
-
-
-# Columns of a row of responses, as `lightrlhf.generate` writes it; all others are the data's own.
-ROW: tuple[str, ...] = (
-    "index",
-    "prompt",
-    "responses",
-    "truncated",
-    "prompt_ids",
-    "response_ids",
-    "rewards",
-    "response",
-    "reward",
-)
-
-
-ROW += ("errors", "ref_ids", "rejected_ids", "ref_response", "ref_reward", "rejected_response", "rejected_reward")
 
 
 class Sample(NamedTuple):
@@ -339,7 +323,10 @@ def device_of(module: nn.Module) -> torch.device:
 
 def as_text(prompt: str | Messages) -> str:
     """A prompt as plain text; of messages their contents, separated by empty lines."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    contents = (message["content"] for message in prompt)
+    return "\n\n".join(content for content in contents if isinstance(content, str))  # beside calls there may be none
 
 
 def finite(value: float) -> float | None:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightrlhf.cli.args import check_output
 from lightrlhf.storage.checkpoint import replacing, write_text
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.run_dir import is_experiment_dir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +62,12 @@ def save_figure(figure: Figure, path: Path, flag: str = "", bottom: float = 0.0)
     figure.tight_layout(rect=(0, bottom, 1, 1))
     with replacing(path, f"{flag} {path}".strip()) as temporary:
         figure.savefig(temporary, dpi=130, format=path.suffix[1:] or "png")
+
+
+def check_results(experiment_dirs: Iterable[str], name: str) -> None:
+    """Raises: ValueError, before any work, where the results of an evaluation cannot be written."""
+    for directory in filter(is_experiment_dir, experiment_dirs):
+        check_output(Path(directory, "eval", f"{name}.json"), "--experiment_dir")
 
 
 def write_results(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best
 from lightrlhf.storage.seals import check_sealed
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
@@ -21,16 +21,21 @@ from lightrlhf.storage.writing import make_folder, sync_folder, writing
 def stored(directory: str, key: str) -> Any:
     """A value of `{directory}/args.json` (for a checkpoint, of its experiment dir); None when there is none.
 
-    Raises: UsageError when that of a run has changed since; that of prepared data is compared where its files are read.
+    Raises: UsageError when it cannot be read or that of a run has changed since; that of prepared data is compared
+        where its files are read.
     """
     folder = experiment_of(directory)
     try:
         values = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError):
         values = {}
+    except (OSError, ValueError, RecursionError) as problem:
+        raise UsageError(f"{folder / 'args.json'} cannot be read: {first_line(problem)}; restore it") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{folder / 'args.json'} holds no arguments but a {type(values).__name__}; restore it")
     if "destination_dir" not in values:
         check_args(folder)
-    return values.get(key) if isinstance(values, dict) else None
+    return values.get(key)
 
 
 def check_args(directory: Path) -> None:

@@ -26,12 +26,15 @@ def case(request):
     The row is the module's `ROW` unless named.
     """
     broken = []
+    capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def note(name: str, held: bool, seen: str = "", row: str | None = None) -> None:
         row = row or request.module.ROW
         TRIED[row].append(bool(held))
         line = f"{row} {len(TRIED[row]):4d} {'held' if held else 'BROKEN'} {name}{': ' if seen else ''}{seen}"
-        print(line, flush=True)
+        capture.suspend_fixture()  # a test that reads its programs' output with capsys
+        print(line.replace("\0", "?"), flush=True)
+        capture.resume_fixture()
         if not held:
             broken.append(line)
 

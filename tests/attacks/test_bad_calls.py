@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -21,11 +22,8 @@ TRAINING = ("dpo", "iterative_refuel", "online_dpo", "online_refuel", "ppo", "re
 TOOLS = ("annotate", "estimate", "evaluate", "evaluate_dialogues", "evaluate_env", "generate", "judge", "plot")
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
 SETS += ("text_envs", "ultrainteract", "webgpt")
-MODULES = [f"lightrlhf.{name}" for name in (*TRAINING, *TOOLS)] + [
-    "lightrlhf.demo.page",
-    "datasets_prep.train_tokenizer",
-]
-MODULES += [f"datasets_prep.{name}.prepare_data" for name in SETS]
+MODULES = [f"lightrlhf.{name}" for name in (*TRAINING, *TOOLS, "demo.page")]
+MODULES += ["datasets_prep.train_tokenizer", *(f"datasets_prep.{name}.prepare_data" for name in SETS)]
 NUMBERS = ("many", "nan", "inf", "1e400", "1_000", "", " ", "٣", "1:30", "0x10", "9" * 30, "True", "[1]")
 SPELLED = {
     int: (*NUMBERS, "1.5", "010", "1e3"),
@@ -43,7 +41,7 @@ GOOD = {"int": "1", "float": "0.5", "bool": "True"}
 
 def args_class(module: str) -> type:
     source = importlib.import_module(module)
-    name = re.search(r"parse\((\w+Args)", Path(source.__file__).read_text(encoding="utf-8"))[1]
+    name = re.search(r"(?:parse|run)\(\s*(\w+Args)", Path(source.__file__).read_text(encoding="utf-8"))[1]
     return getattr(source, name)
 
 
@@ -56,8 +54,7 @@ def kind_of(hint) -> object:
 def all_fields() -> dict[str, tuple[str, object]]:
     """Each flag of any program once: a module that has it, and its type."""
     found: dict[str, tuple[str, object]] = {}
-    for number in range(len(MODULES)):  # from another program each, so that all have some
-        module = MODULES[number]
+    for module in MODULES:
         hints = get_type_hints(args_class(module))
         for field in dataclasses.fields(args_class(module)):
             found.setdefault(field.name, (module, kind_of(hints[field.name])))
@@ -88,7 +85,8 @@ def needed(args: type, folder: Path) -> dict[str, object]:
     if args.__name__ == "JudgeArgs":
         values["responses_file"] = [str(file), str(file)]
     lacking = [f for f in dataclasses.fields(args) if f.default is f.default_factory is dataclasses.MISSING]
-    return {field.name: values.get(field.name, "tiny") for field in lacking}
+    tiny = {field.name: ["tiny"] if str(field.type).startswith("list") else "tiny" for field in lacking}
+    return {name: values.get(name, value) for name, value in tiny.items()}
 
 
 def test_values_on_the_command_line(case, tmp_path, capsys, monkeypatch):
@@ -110,7 +108,7 @@ def test_values_from_python(case, tmp_path, capsys):
         args = args_class(module)
         literal = (3, "nonsense", None, []) if get_origin(kind) is Literal else None
         for value in literal or OBJECTS.get(kind, ()):
-            if value is None and "None" in str(get_type_hints(args)[name]):
+            if value is None and NoneType in get_args(get_type_hints(args)[name]):
                 continue
             held, seen = refusal(lambda: args(**{**needed(args, tmp_path), name: value}), capsys)  # noqa: B023
             label = f"{args.__name__}({name}={str(value)[:20]!r} {type(value).__name__})"
@@ -154,6 +152,11 @@ CONFIGS = {
     "2 MiB": b"# " + b"a" * 2**21,
     "merge key": b"<<: [1]\n",
     "unhashable key": b"? [a]\n: 1\n",
+    **{f"number {text}": f"seed: {text}\n".encode() for text in ("010", "0x10", "1:30", "1_000", "0o7", "0b1")},
+    "a long number": b"seed: " + b"9" * 30,
+    "a float of a clock": b"learning_rate: 1:30.5\n",
+    "a long float": b"learning_rate: " + b"9" * 30,
+    "an octal text": b"experiment_name: 010\n",
 }  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def test_config_files(case, tmp_path, capsys):
             file = tmp_path / "flags.yaml"
             file.write_bytes(content)
             held, seen = refusal(lambda: main(["--config", str(file)]), capsys)  # noqa: B023
-            named = "flags.yaml" in seen or "--learning_rate" in seen or "--seed" in seen
+            named = any(name in seen for name in ("flags.yaml", "--learning_rate", "--seed", "--experiment_name"))
             case(f"{program} --config with {name}", held and named and len(seen) < 500, seen[-100:])
         for path in (tmp_path, tmp_path / "none.yaml", tmp_path / "flags.yaml" / "x"):
             held, seen = refusal(lambda: main(["--config", str(path)]), capsys)  # noqa: B023
@@ -236,6 +239,126 @@ def test_pictures(case, tmp_path, capsys):
         words = ["--experiment_dir", str(tmp_path), "--output_file", str(tmp_path / path)]
         held, seen = refusal(lambda: plot.main(words), capsys)  # noqa: B023
         case(f"plot --output_file {path}", held and "--output_file" in seen, seen[-80:])
+
+
+GOOD_ROW = {"prompt": "a", "responses": ["b", "c"], "response": "b", "truncated": [False, True], "prompt_ids": [1, 2],
+            "response_ids": [[3], [4]], "rewards": [1.0, None]}  # fmt: skip
+PLAIN = (3, True, "ab", {}, {"0": "a"}, 1.5)
+WRONG = {
+    "prompt": (None, 3, True, 1.5, [], {}, ["a"], [{}], [None], [{"role": "user"}], [{"content": "a"}],
+               [{"role": 3, "content": "a"}], [{"role": "user", "content": 7}], [{"role": None, "content": "a"}],
+               [{"role": "user", "content": {}}]),
+    "responses": (None, *PLAIN, ["a", 3], [["a"], "b"], [True, "b"], [{}, "b"], ["a", 1.5]),
+    "response": (3, True, {}, ["a"], 1.5, [], None),
+    "truncated": (*PLAIN, [0, 1], [None, True], ["no", "no"], [True], [True] * 3, []),
+    "prompt_ids": (*PLAIN, [-1], [1.5], ["1"], [True], [None], [[1]]),
+    "response_ids": (*PLAIN, [1, 2], [[-1], [1]], [["a"], [1]], [[1.5], [1]], [[True], [1]], [[1]], [[1]] * 3, []),
+    "rewards": (*PLAIN, ["1", 2], [math.nan, 1], [math.inf, 1], [-math.inf, 1], [True, False], [10**400, 1], [1],
+                [[1]] * 2, [1] * 3, [{}, {}], []),
+}  # fmt: skip
+LINES = {
+    "empty": b"",
+    "a list": b"[]",
+    "a text": b'"prompt"',
+    "null": b"null",
+    "half a line": b'{"prompt": ',
+    "no UTF-8": b'{"prompt": "\xff", "responses": []}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "deep": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "surrogates": b'{"prompt": "\\ud800", "responses": ["a"]}',
+    "no columns": b"{}",
+    "long number": b'{"prompt": "a", "rewards": [' + b"9" * 5000 + b"]}",
+    "NUL": b"\0" * 100,
+}
+READS = {  # by program the columns that it reads, and its flags
+    "annotate": (("prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards"),
+                 ("--reward_function", "helpers.rewards:constant", "--output_file", "out.jsonl")),
+    "annotate pairs": (("prompt", "responses", "truncated", "prompt_ids", "response_ids", "rewards"),
+                       ("--choose_type", "max_min", "--output_dir", "out", "--tokenizer_name", "MODEL")),
+    "judge": (("prompt", "response"), ("--judge", "helpers.rewards:constant", "--output_file", "out.jsonl")),
+    "judge responses": (("prompt", "responses"), ("--judge", "helpers.rewards:constant", "--output_file", "out.jsonl")),
+    "judge sample": (("prompt",), ("--sample", 1)),
+    "plot": (("rewards",), ("--output_file", "out.png")),
+    "generate": (("prompt", "prompt_ids"), ("--model_name", "MODEL", "--output_file", "out.jsonl", *CPU[:2])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", READS)
+def test_rows_of_responses(case, program, tmp_path, capsys, base_model):
+    columns, flags = READS[program]
+    main = importlib.import_module(f"lightrlhf.{program.split()[0]}").main
+    flags = [str(base_model) if flag == "MODEL" else flag for flag in flags]
+    flags = [tmp_path / flag if str(flag).startswith("out") else flag for flag in flags]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    (tmp_path / "rows.args.json").write_text('{"temperature": 1.0, "do_sample": true}')
+    good = {name: value for name, value in GOOD_ROW.items() if (program, name) != ("judge responses", "response")}
+    out.write_text((json.dumps(good) + "\n") * 2)
+    contents = {f"{name} {str(value)[:40]} {type(value).__name__}": json.dumps(good | {name: value}).encode()
+                for name in columns for value in WRONG[name]}  # fmt: skip
+    for name, content in (contents | LINES).items():
+        file.write_bytes((json.dumps(good) + "\n").encode() * (name not in LINES) + content + b"\n")
+        words = ["--prompts_file" if program == "generate" else "--responses_file", file]
+        words += [out] if program in ("judge", "judge responses") else []
+        held, seen = refusal(lambda: main([str(word) for word in (*words, *flags)]), capsys)  # noqa: B023
+        written = [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
+        for path in written:
+            (shutil.rmtree if (tmp_path / path).is_dir() else Path.unlink)(tmp_path / path)
+        named = "rows.jsonl" in seen and (name in LINES or "row 2" in seen)
+        case(f"{program}: {name}", held and named and not written, f"{seen[-110:]} {written or ''}")
+
+
+def test_output_files(case, tmp_path, capsys, base_model, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD_ROW) + "\n")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name in ("run", "model"):
+        shutil.copytree(base_model, tmp_path / name)
+    (tmp_path / "run" / "args.json").write_text("{}")
+    (tmp_path / "run" / "eval").write_text("")
+    rows, files = tmp_path / "rows.jsonl", ("folder.jsonl", "file/a.jsonl", "a" * 300, "file/b/c", ".", "..")
+    calls = [
+        ("generate", "--output_file", name, ("--prompts_file", rows, "--model_name", base_model)) for name in files
+    ]
+    calls += [("generate", "--output_dir", name, ("--prompts_file", rows, "--model_name", base_model))
+              for name in ("file", "file/a", "a" * 300)]  # fmt: skip
+    scored = ("--responses_file", rows, "--reward_function", "helpers.rewards:constant")
+    calls += [("annotate", "--output_file", name, scored) for name in files]
+    pairs = ("--responses_file", rows, "--choose_type", "max_min", "--tokenizer_name", base_model)
+    calls += [("annotate", "--output_dir", name, pairs) for name in ("file", "file/a", "a" * 300)]
+    judged = ("--responses_file", rows, rows, "--judge", "helpers.rewards:constant")
+    calls += [("judge", "--output_file", name, judged) for name in files]
+    calls += [("evaluate", "--experiment_dir", "run", ("--data_dir", tmp_path)),
+              ("evaluate_dialogues", "--experiment_dir", "run", ("--data_dir", tmp_path)),
+              ("evaluate_env", "--experiment_dir", "run", ("--env", "dangerous_taxi"))]  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    for program, flag, name, others in calls:
+        main = importlib.import_module(f"lightrlhf.{program}").main
+        words = [str(word) for word in (*others, flag, tmp_path / name)]
+        held, seen = refusal(lambda: main(words), capsys)  # noqa: B023
+        same = sorted(tmp_path.rglob("*")) == before
+        case(f"{program} {flag} {name[:20]}", held and flag in seen and same and len(seen) < 900, seen[-110:])
+
+
+def test_args_json_of_runs(case, tmp_path, capsys, base_model, cafe_data):
+    from lightrlhf.storage.run_dir import stored
+
+    deep = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    contents = {"a list": b"[]", "a number": b"7", "a text": b'"dpo"', "null": b"null", "empty": b"", "deep": deep,
+                "cut": b'{"seed": 1', "no UTF-8": b'{"seed": "\xff"}'}  # fmt: skip
+    shutil.copytree(base_model, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    for name, content in contents.items():
+        (tmp_path / "run" / "args.json").write_bytes(content)
+        held, seen = refusal(lambda: stored(str(tmp_path / "run"), "seed"), capsys)
+        case(f"args.json, {name}", held and "args.json" in seen, seen[-80:])
+        for program, words in {
+            "evaluate": ("--experiment_dir", tmp_path / "run", "--data_dir", cafe_data),
+            "plot": ("--experiment_dir", tmp_path / "run"),
+            "sft": ("--resume_from", tmp_path / "run"),
+        }.items():
+            main = importlib.import_module(f"lightrlhf.{program}").main
+            held, seen = refusal(lambda: main([str(word) for word in words]), capsys)  # noqa: B023
+            case(f"{program} of a run with args.json, {name}", held and "args.json" in seen, seen[-100:])
 
 
 def test_functions(case, tmp_path, capsys, monkeypatch):

@@ -219,9 +219,9 @@ def attempt(main, flags) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("program", ["generate", "judge", "users"])
+@pytest.mark.parametrize("program", ["generate", "annotate", "judge", "users"])
 def test_nothing_is_lost_or_wrong_after_the_server_heals(case, program, tmp_path, capsys, monkeypatch):
-    from lightrlhf import generate, judge
+    from lightrlhf import annotate, generate, judge
     from lightrlhf.cli.errors import RunFailure
     from lightrlhf.generation.dialogues import Dialogue
     from lightrlhf.generation.users import ServedUser
@@ -245,6 +245,25 @@ def test_nothing_is_lost_or_wrong_after_the_server_heals(case, program, tmp_path
             fits = all(text == want or (text is None and row["errors"]) for text, want, row in zip(got, wanted, rows))
             case(f"generate, {name}", first in ("exit 1", "done") and second == "done" and fits and len(got) == 6,
                  f"{first}, {second}, {sum(map(bool, got))} of 6")  # fmt: skip
+        elif program == "annotate":  # what no server said has no reward, and nothing else lacks one
+            flags = ["--prompts_file", folder / "p.jsonl", "--output_file", folder / "r.jsonl", "--model_name", "tiny"]
+            flags += ["--rollout_engine", "openai", *remote, "--num_generations", 2]
+            scored = ["--responses_file", folder / "r.jsonl", "--reward_function", "helpers.rewards:constant"]
+            scored += ["--output_file"]
+            with RawServer(sick) as server:
+                first = attempt(generate.main, [*flags, "--base_url", server.url])
+                half = attempt(annotate.main, [*scored, folder / "half.jsonl"])
+                num_half = len(read_jsonl(folder / "half.jsonl"))
+                server.script.clear()
+                second = attempt(generate.main, [*flags, "--base_url", server.url])
+            refused = attempt(annotate.main, [*scored, folder / "half.jsonl"])  # rewards of other responses
+            whole = attempt(annotate.main, [*scored, folder / "whole.jsonl"])
+            rows = read_jsonl(folder / "half.jsonl") + read_jsonl(folder / "whole.jsonl")
+            fits = all(text is None or text == f"{row['prompt']}!" for row in rows for text in row["responses"])
+            fits &= all([text and 1.0 for text in row["responses"]] == row["rewards"] for row in rows)
+            steps = f"{first}, {half}, {second}, {refused}, {whole}"
+            held = half == second == whole == "done" and refused == ("done" if num_half == 6 else "exit 2")
+            case(f"annotate, {name}", held and fits and len(read_jsonl(folder / "whole.jsonl")) == 6, steps)
         elif program == "judge":
             for side in "ab":
                 write_jsonl(folder / f"{side}.jsonl", [{"prompt": t, "response": f"{t} {side}"} for t in QUESTIONS])

@@ -175,6 +175,30 @@ def test_items_of_a_list_come_as_words_with_commas_or_in_brackets(flag, words, i
         assert getattr(parse(ListArgs, [f"--{flag}={words[0]}"]), flag) == items
 
 
+@pytest.mark.parametrize(
+    "typed, stored",
+    [
+        ("--seed=010", "seed: 010"),
+        ("--seed=1_000", "seed: 1_000"),
+        ("--seed=1:30", "seed: 1:30"),
+        ("--seed=0x10", "seed: 0x10"),
+        ("--seed=4294967296", "seed: -1"),
+        ("--learning_rate=.nan", "learning_rate: .inf"),
+        (f"--learning_rate={'9' * 30}", f"learning_rate: {'9' * 30}"),
+        ("--config=none.yaml", "seed: 1\nseed: 2"),
+        ("--config=.", "seed: &s 1\nepochs: *s"),
+    ],
+)
+def test_a_number_or_file_that_can_be_read_in_two_ways_is_refused(typed, stored, tmp_path, capsys):
+    (tmp_path / "flags.yaml").write_text(stored)
+    for words in ([typed], ["--config", str(tmp_path / "flags.yaml")]):
+        with pytest.raises(SystemExit) as stopped:
+            parse(SFTArgs, words)
+        line = capsys.readouterr().err
+        assert stopped.value.code == 2 and line.count("\n") == 1
+        assert typed.partition("=")[0] in line or "flags.yaml" in line or stored.partition(":")[0] in line
+
+
 def test_an_item_of_another_type_is_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(ListArgs, ["--seeds", "1,x"])

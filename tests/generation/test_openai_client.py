@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import time
 
 import pytest
 from helpers.processes import PATIENCE
-from helpers.servers import Scripted, half_closed, silent, status
+from helpers.servers import RawServer, Scripted, half_closed, reply, silent, status
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
@@ -62,6 +63,41 @@ def test_a_transient_failure_is_retried(serve, failure):
     with client(server, request_timeout=2.0 if failure is silent else PATIENCE) as servers:
         assert list(servers.replies(prompts("a", "b"))) == [Reply("a!"), Reply("b!")]
     assert server.asked["a"] == 3 and server.asked["b"] == 1
+
+
+def answer(text: object = "WRONG", end: object = "stop", **more) -> bytes:
+    return reply(json.dumps({"choices": [{"text": text, "finish_reason": end, "index": 0}], **more}).encode())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(None),
+        answer(7),
+        answer(["WRONG"]),
+        answer("\ud800"),
+        answer(end="abort"),
+        answer(end="content_filter"),
+        answer(end=None),
+        answer(choices=[{"text": "WRONG", "finish_reason": "stop"}] * 2),
+        answer(id="cmpl-lightrlhf-0123456789abcdef-00000000"),
+        reply(b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        reply(b"\x1f\x8b\x08\x00garbage", {"Content-Encoding": "gzip"}),
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", *([0.05, b" "] * 200)],
+    ],
+    ids="null number list surrogate abort filter no_end two another's deep gzip drips".split(),
+)
+def test_what_is_no_answer_is_asked_again_or_reported(said):
+    with RawServer({"q": [said]}) as server, client(server, request_timeout=1.0) as servers:
+        (seen,) = servers.replies(prompts("q"))
+    assert seen == Reply("q!") or seen.error.startswith("not answered")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_an_answer_too_many_is_none_of_the_next_request(pause):
+    script = [answer("q!"), pause, answer()] if pause else answer("q!") + answer()
+    with RawServer({"q": [script]}) as server, client(server, max_workers=1) as servers:
+        assert list(servers.replies(prompts("q", "r"))) == [Reply("q!"), Reply("r!")]
 
 
 def test_retry_after_is_respected(serve):

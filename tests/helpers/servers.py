@@ -140,6 +140,8 @@ class RawServer:
         if first.startswith(b"GET"):
             connection.sendall(reply(b"{}"))
             return True
+        if not content:  # the client has gone
+            return False
         request = json.loads(content)
         chat = "messages" in request
         text = request["messages"][-1]["content"] if chat else request["prompt"]

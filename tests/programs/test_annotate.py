@@ -309,6 +309,29 @@ def test_bad_flags_are_one_line(wrong, message, responses, capsys):
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "column, value",
+    [
+        ("prompt", [{"role": "user", "content": 3}]),
+        ("responses", 3),
+        ("responses", [["a"]]),
+        ("truncated", [True, False, True]),
+        ("response_ids", [[-1]]),
+        ("prompt_ids", ["a"]),
+        ("rewards", [float("nan")]),
+    ],
+)
+def test_a_row_of_another_type_is_one_line_before_any_work(column, value, tmp_path, capsys):
+    row = {"prompt": "a", "responses": ["b"], "truncated": [False], column: value}
+    write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "responses": ["b"]}, row])
+    with pytest.raises(SystemExit) as stopped:
+        main(["--responses_file", str(tmp_path / "r.jsonl"), "--reward_function", "helpers.rewards:constant", *DEVICE])
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.count("\n") == 1
+    assert f"r.jsonl: row 2 has under '{column}'" in line or "values under 'truncated'" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+
+
 def test_a_language_model_is_no_scorer(responses, base_model, capsys):
     with pytest.raises(SystemExit):
         annotated(responses, "--rm_experiment_dir", base_model)

@@ -20,8 +20,12 @@ from helpers import CPU, last_checkpoint, metrics, save_model, weights
 
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
+import lightrlhf.annotate
 import lightrlhf.demo.page
+import lightrlhf.evaluate
+import lightrlhf.generate
 import lightrlhf.iterative_refuel
+import lightrlhf.judge
 import lightrlhf.ppo
 import lightrlhf.rm
 import lightrlhf.sft
@@ -35,6 +39,10 @@ PROGRAMS = {
     "cafe": datasets_prep.cafe.prepare_data.main,
     "hh": datasets_prep.helpful_harmless.prepare_data.main,
     "demo": lightrlhf.demo.page.main,
+    "generate": lightrlhf.generate.main,
+    "annotate": lightrlhf.annotate.main,
+    "judge": lightrlhf.judge.main,
+    "evaluate": lightrlhf.evaluate.main,
 }
 PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "helpers.rewards:constant"]
@@ -519,6 +527,31 @@ def test_data_preparation_refuses_prompts_that_are_all_too_long_and_writes_nothi
 def test_cafe_preparation_refuses(flags, pin, tmp_path, capsys):
     assert pin in refused("cafe", ["--destination_dir", tmp_path / "out", *flags], capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "program, flag, others",
+    [
+        ("generate", "--output_file", ["--prompts_file", "ROWS", "--model_name", "tiny"]),
+        ("generate", "--output_dir", ["--prompts_file", "ROWS", "--model_name", "tiny"]),
+        ("annotate", "--output_file", ["--responses_file", "ROWS", *REWARD]),
+        ("judge", "--output_file", ["--responses_file", "ROWS", "ROWS", "--judge", REWARD[1]]),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(program, flag, others, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "responses": ["b"]}\n')
+    others = [rows if word == "ROWS" else word for word in others]
+    for path in (rows / "a.jsonl", tmp_path / ("a" * 300), *([] if flag == "--output_dir" else [tmp_path])):
+        assert not missing(refused(program, [*others, flag, path], capsys), flag)
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "", '{"seed": 1'])
+def test_an_args_json_that_holds_no_arguments_is_refused(content, world, capsys):
+    shutil.copytree(world["model"], world["tmp"] / "run")
+    (world["tmp"] / "run" / "args.json").write_text(content)
+    assert "args.json" in refused("evaluate", ["--experiment_dir", world["tmp"] / "run"], capsys)
 
 
 # --------------------------------------------------------------------------------------------- failures of a run
