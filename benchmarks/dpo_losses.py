@@ -1,9 +1,10 @@
 """Our DPO losses compared with TRL's, value and gradient, on random logits; requires TRL.
 
-    PYTHONPATH=. path/to/trl/bin/python benchmarks/dpo_losses.py
+    python -m benchmarks.peers.install --only trl
+    PYTHONPATH=. benchmarks/.venvs/trl/bin/python benchmarks/dpo_losses.py
 
-TRL's own `DPOTrainer._compute_loss` is called on a trainer without its constructor, with a model that returns given
-logits, so the comparison covers the code that its users train with. Losses that only we have are listed. Exits with
+TRL's own `DPOTrainer._compute_loss` (1.16) is called on a trainer without its constructor, with a model that returns
+what the trainer's fused head would make of given logits, so the comparison covers the code that its users train with. Losses that only we have are listed. Exits with
 status 1 if a pair differs by more than 1e-7 (TRL keeps EXO's smoothing in float32; all others agree to 1e-15).
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrlhf.maths.preference import LOSSES, Pairs
+from lightrlhf.maths.preference import DISCOPOP_TEMPERATURE, LOSSES, Pairs
 
 THEIRS = {  # our name: TRL's
     "sigmoid": "sigmoid",
@@ -34,6 +35,7 @@ THEIRS = {  # our name: TRL's
     "apo_down": "apo_down",
     "aot": "aot",
     "aot_pair": "aot_unpaired",
+    "discopop": "discopop",
 }
 BETA, SMOOTHING, TOLERANCE = 0.3, 0.1, 1e-7
 PAIRS, WIDTH, PROMPT, VOCABULARY = 6, 15, 5, 11
@@ -118,13 +120,28 @@ def trl_loss_of(name: str, inputs: dict[str, Tensor], reference: Tensor, logits:
         "aux_loss_enabled": False,
         "use_weighting": False,
         "ld_alpha": None,
+        "args": SimpleNamespace(discopop_tau=DISCOPOP_TEMPERATURE),
+        "_tp_size": 1,
         "_metrics": {"train": defaultdict(list)},
         "_total_train_tokens": 0,
     }
     for key, value in values.items():
         object.__setattr__(trainer, key, value)
     known = {**inputs, "ref_chosen_logps": ref_chosen, "ref_rejected_logps": ref_rejected}
-    return trainer._compute_loss(lambda **_: SimpleNamespace(logits=logits), known, False)
+    return trainer._compute_loss(lambda labels, **_: fused_head(logits, labels), known, False)
+
+
+def fused_head(logits: Tensor, labels: Tensor) -> SimpleNamespace:
+    """What TRL's model returns of logits (2B, T, V): log-probabilities (2B, T-1), 0 at labels of -100, and statistics."""
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    logprobs = logits.log_softmax(-1)
+    taken = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return SimpleNamespace(
+        log_probs=taken.masked_fill(labels < 0, 0.0),
+        entropy=-(logprobs.exp() * logprobs).sum(-1),
+        mean_logits=logits.mean(-1),
+        is_top1=logits.argmax(-1) == labels,
+    )
 
 
 def with_gradient(logits: Tensor, loss: Any) -> tuple[float, Tensor]:
