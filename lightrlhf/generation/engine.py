@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import inference_batch_size
-from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
+from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import Policy, embedding_rows, inference, position_inputs
+from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, position_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -311,6 +311,7 @@ def generate(
     model = policy.model
     check_room(model, prompts, args)
     with inference(policy), policy.active(), no_gradients(model):
+        check_architecture(policy)
         slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, prefixes), tokenizer)
     return completions_of(slots, eos_ids, tokenizer)
 
@@ -333,6 +334,7 @@ def generate_steps(
     while slots is None or slots.row[0] != slots.idle_row:
         with policy.active(), no_gradients(policy.model):
             if slots is None:
+                check_architecture(policy)
                 slots = Slots(policy.model, [prompt], args, eos_ids, uniforms, num_slots=1)
                 slots.admit(torch.arange(1, device=slots.device))
             else:
@@ -400,6 +402,34 @@ def no_gradients(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def check_architecture(policy: Policy) -> None:
+    """Check once that the engine gives this architecture's own log-probabilities, on two prompts of three tokens each.
+
+    The prompts have different lengths, so one is padded on the left: some architectures ignore the positions, or keep
+    more in their cache than keys and values. Raises: UsageError.
+    """
+    if policy.sampled:
+        return
+    model, args = policy.model, SamplingArgs(max_new_tokens=3)
+    make_cache(model)
+    prompts = [[index % embedding_rows(model) for index in prompt] for prompt in ([2, 3, 4, 5, 6, 7], [4, 5])]
+    with torch.autocast(model.device.type, enabled=False):
+        try:
+            slots = decode_all(Slots(model, prompts, args, [], torch.full((2, 3), 0.5), num_slots=2), None)
+            found, expected = slots.logprobs[:-1], torch.empty_like(slots.logprobs[:-1])
+            for row, (prompt, response) in enumerate(zip(prompts, slots.tokens.tolist())):
+                ids = torch.tensor([prompt + response], device=model.device)
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # (3, V)
+                expected[row] = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            raise unsupported(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
+    if not is_close(found, expected, model):
+        raise unsupported(model, f"log-probabilities differ by {float((found - expected).abs().max()):.2g}")
+    policy.sampled = True
 
 
 def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:

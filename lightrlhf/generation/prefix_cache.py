@@ -10,6 +10,7 @@ Left out: sharing between episodes, caching the keys and values of sampled token
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,15 +48,23 @@ def make_cache(model: PreTrainedModel, layers: Sequence[Any] = ()) -> DynamicCac
 
     cache = DynamicCache(config=model.config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        raise UsageError(
-            f"the generation engine supports attention layers only, not those of {model.config.model_type}"
-        )
+        raise unsupported(model, "it supports attention layers only")
     cache.layers = list(layers) or [DynamicLayer() for _ in range(model.config.num_hidden_layers)]
     return cache
 
 
+def unsupported(model: PreTrainedModel, why: str) -> UsageError:
+    """The error for an architecture that the engine cannot sample from."""
+    return UsageError(
+        f"the generation engine cannot sample from the architecture {model.config.model_type} ({why}); sft and dpo "
+        "train it, and transformers' own generate samples from their checkpoints"
+    )
+
+
 def has_kv_cache(model: PreTrainedModel) -> bool:
-    """Whether the model's cache consists of keys and values only."""
+    """Whether the model has a cache, and it consists of keys and values only."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return False
     try:
         make_cache(model)
     except UsageError:

@@ -21,7 +21,7 @@ from lightrlhf.models.loading import (
 )
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.quantisation import is_quantised
-from lightrlhf.models.roles import Policy, ScalarModel
+from lightrlhf.models.roles import Policy, ScalarModel, scalar_head
 from lightrlhf.models.tokenizer import check_same_ids, check_stored_ids, store_ends
 
 if TYPE_CHECKING:
@@ -75,10 +75,16 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
     config: Any = copy.deepcopy(policy.model.config)
     config.num_labels = 1
     with torch.random.fork_rng(devices=[]):  # the head is drawn from `seed`
-        model = AutoModelForSequenceClassification.from_config(config).float()
+        try:
+            model = AutoModelForSequenceClassification.from_config(config).float()
+        except ValueError:  # its message lists all classes that there are
+            raise UsageError(
+                f"policy: transformers has no {AutoModelForSequenceClassification.__name__} of the architecture "
+                f"{config.model_type}, so it cannot start a critic; take one such as Llama, Qwen or GPT-2"
+            ) from None
     model.load_state_dict(lora.base_state_dict(policy.model), strict=False)
-    head = model.get_parameter("score.weight")
-    head.data.copy_(new_head(head.shape[1], seed))
+    head = scalar_head(model)
+    head.weight.data.copy_(new_head(head.in_features, seed))
     if args.disable_dropout:
         switch_off_dropout(model)
     return ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)

@@ -29,7 +29,7 @@ from lightrlhf.models.quantisation import (
     keep_unpacked,
     quantisation_options,
 )
-from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, transformer_layers, vocabulary_size
+from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, scalar_head, transformer_layers, vocabulary_size
 from lightrlhf.models.tiny import tiny_config
 from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint
@@ -95,8 +95,8 @@ def load_scalar(
     if config.get("compares_pairs"):
         model.config.compares_pairs = True
     if not has_head:
-        head = model.get_parameter("score.weight")
-        head.data.copy_(new_head(head.shape[1], seed))
+        head = scalar_head(model)
+        head.weight.data.copy_(new_head(head.in_features, seed))
     return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base)
 
 
@@ -219,6 +219,13 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
     try:
         return auto_class.from_pretrained(source, dtype=torch.float32, **options)
     except Exception as problem:  # a damaged or hostile file makes it raise anything
+        if "Unrecognized configuration class" in str(problem):  # the whole message lists all classes that there are
+            kind = saved_config(source).get("model_type")
+            role = "reward model or critic" if "num_labels" in options else "policy"
+            raise UsageError(
+                f"{flag} {source} has the architecture {kind}, of which transformers has no {auto_class.__name__}, "
+                f"so it cannot be a {role}; take one such as Llama, Qwen or GPT-2 for it"
+            ) from None
         raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import VOCABULARY, rows_of, tiny_model, tiny_policy
+from helpers.zoo import zoo_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from lightrlhf.generation.engine import Completions, generate, generate_steps
 from lightrlhf.generation.rollout import generate_rollout, score_logprobs
 from lightrlhf.generation.sampling import sample
 from lightrlhf.models.loading import load_policy
+from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import merged_model
 
 ENDS = [2, 9, 17, 23, 31, 44, 58]  # several end tokens, so that random models stop at many different lengths
@@ -496,9 +498,10 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
     assert (rollout.logprobs[rollout.action_mask] < 0).all()
 
 
-def test_an_architecture_without_a_kv_cache_is_refused():
-    with pytest.raises(UsageError, match="attention layers only"):
-        policy = tiny_policy("mamba")
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "openai-gpt", "hrm_text", "bart"])
+def test_an_architecture_that_the_engine_cannot_sample_from_is_refused(kind):
+    with pytest.raises(UsageError, match=f"cannot sample from the architecture {kind} .*sft and dpo"):
+        policy = Policy(zoo_model(kind))
         generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
 
 

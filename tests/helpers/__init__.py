@@ -102,6 +102,33 @@ def left_padded(batch: Batch, pad_id: int = 0) -> Batch:
     return Batch(input_ids=ids, attention_mask=mask, action_mask=actions)
 
 
+def alone(batch: Batch, row: int) -> Batch:
+    """One row without any padding."""
+    length = int(batch.attention_mask[row].sum())
+    return Batch(
+        input_ids=batch.input_ids[row : row + 1, :length],
+        attention_mask=batch.attention_mask[row : row + 1, :length],
+        action_mask=batch.action_mask[row : row + 1, : length - 1],
+    )
+
+
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict:
+    """A row of `preference_*.pt`."""
+    return {
+        "chosen_input_ids": torch.tensor(prompt + chosen),
+        "rejected_input_ids": torch.tensor(prompt + rejected),
+        "prompt_len": len(prompt),
+    }
+
+
+PAIRS = [
+    pair([5, 9, 3, 8, 7, 2, 6], [11, 12, 1], [11, 4, 13, 1]),  # the responses have a common prefix, too
+    pair([4, 8, 2, 7, 6, 5, 5, 5, 9], [10, 1], [1]),
+    pair([3, 3, 3, 7, 1, 2, 4, 4, 4, 4], [20, 1], [20, 1]),  # and here they are the same
+    pair([6, 2, 9, 9, 9, 9], [7, 8, 1], [7]),  # one is a prefix of the other
+]
+
+
 def gradients(module) -> dict[str, torch.Tensor]:
     """Gradients by name, removed from the module."""
     collected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

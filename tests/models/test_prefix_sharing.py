@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, tiny_policy, tiny_scalar
+from helpers import ARCHITECTURES, PAIRS, pair, tiny_policy, tiny_scalar
+from helpers.zoo import zoo_model
 
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.models.prefix_sharing import pack_pairs
 from lightrlhf.models.probes import share_prefixes
-from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs
 
 SEPARATE = {"bloom", "mamba"}  # positions are derived from the mask, or there is no attention
 WIDE = {"mistral": {"sliding_window": 64}, "gemma2": {"sliding_window": 64}, "gpt_neo": {"window_size": 64}}
@@ -21,24 +22,8 @@ KINDS = [
 ]
 
 
-def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> dict:
-    return {
-        "chosen_input_ids": torch.tensor(prompt + chosen),
-        "rejected_input_ids": torch.tensor(prompt + rejected),
-        "prompt_len": len(prompt),
-    }
-
-
-ROWS = [
-    pair([5, 9, 3, 8, 7, 2, 6], [11, 12, 1], [11, 4, 13, 1]),  # the responses have a common prefix, too
-    pair([4, 8, 2, 7, 6, 5, 5, 5, 9], [10, 1], [1]),
-    pair([3, 3, 3, 7, 1, 2, 4, 4, 4, 4], [20, 1], [20, 1]),  # and here they are the same
-    pair([6, 2, 9, 9, 9, 9], [7, 8, 1], [7]),  # one is a prefix of the other
-]
-
-
 def test_a_row_holds_the_common_prefix_once_and_hides_the_chosen_text_from_the_rejected_one():
-    batch = preference_batch(ROWS[:1], 0)
+    batch = preference_batch(PAIRS[:1], 0)
     pairs = pack_pairs(batch.input_ids, batch.attention_mask)
     assert pairs.input_ids.tolist() == [[5, 9, 3, 8, 7, 2, 6, 11, 12, 1, 4, 13, 1]]
     assert pairs.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10]]
@@ -57,7 +42,7 @@ def test_values_and_gradients_are_those_of_separate_rows(make, architecture):
     role = make(architecture, **WIDE.get(architecture, {}))
     share_prefixes(role, longest=12)
     assert role.shares_prefixes == (architecture not in SEPARATE) and not role.training
-    batch = preference_batch(ROWS, 0)
+    batch = preference_batch(PAIRS, 0)
     weights = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(0)) * batch.attention_mask
     found = []
     for shares in (False, role.shares_prefixes):
@@ -84,11 +69,18 @@ def test_fewer_tokens_are_computed(monkeypatch):
     monkeypatch.setattr(
         policy.model.base_model, "forward", lambda **given: shapes.append(given["input_ids"].shape) or forward(**given)
     )
-    batch = preference_batch(ROWS, 0)
+    batch = preference_batch(PAIRS, 0)
     policy(**policy_inputs(batch))
     assert batch.input_ids.shape == (8, 12) and shapes == [(4, 13)]
     policy(**policy_inputs(batch.select(torch.tensor([0, 0]))))  # selected rows are no pairs, even if equal
     assert shapes[1:] == [(2, 10)]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", "jamba", "inkling_text"])
+def test_layers_that_leak_keep_pairs_separate_though_small_weights_hide_it(kind):
+    policy = Policy(zoo_model(kind))
+    share_prefixes(policy, longest=12)
+    assert not policy.shares_prefixes
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from helpers import (
     ARCHITECTURES,
     VOCABULARY,
+    alone,
     assert_same_gradients,
     gradients,
     left_padded,
@@ -17,26 +18,17 @@ from helpers import (
     tiny_policy,
     tiny_scalar,
 )
+from helpers.zoo import capped, enlarged, zoo_model
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import Batch, pack
+from lightrlhf.data.batch import pack
 from lightrlhf.models.probes import check_packing
-from lightrlhf.models.roles import Policy, inference, last_token, policy_inputs
+from lightrlhf.models.roles import Policy, ScalarModel, inference, last_token, policy_inputs
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
 PACKS = ["llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "opt", "falcon"]
 WIDE = {"mistral": {"sliding_window": 12}, "gemma2": {"sliding_window": 12}}  # as long as the longest row
-
-
-def alone(batch: Batch, row: int) -> Batch:
-    """One row without any padding."""
-    length = int(batch.attention_mask[row].sum())
-    return Batch(
-        input_ids=batch.input_ids[row : row + 1, :length],
-        attention_mask=batch.attention_mask[row : row + 1, :length],
-        action_mask=batch.action_mask[row : row + 1, : length - 1],
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- padding
@@ -98,6 +90,53 @@ def test_soft_caps_after_the_head_are_detected():
     assert tiny_policy("llama").head_is_plain and not tiny_policy("gemma2").head_is_plain
 
 
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}),
+        ("vaultgemma", {"final_logit_softcapping": 30.0}),
+        ("nanochat", {}),
+        ("granite", {"logits_scaling": 8.0}),
+    ],
+)
+def test_caps_and_scales_show_at_small_weights(kind, changes):
+    """Of these logits, all below 1, a cap of 30 changes less than rounding does."""
+    policy = Policy(zoo_model(kind, **changes)).eval()
+    assert not policy.head_is_plain
+    assert_whole_model(enlarged(policy))
+
+
+def test_a_cap_that_no_configuration_names_shows():
+    policy = Policy(capped(lambda logits: 100 * torch.tanh(logits / 100)))
+    assert not policy.head_is_plain
+    assert_whole_model(enlarged(policy))
+
+
+def assert_whole_model(policy: Policy) -> None:
+    batch = mixed_batch()
+    found = policy(**policy_inputs(batch)).logprobs
+    logits = policy.model(batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False).logits
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    assert torch.allclose(found[batch.action_mask], expected[batch.action_mask], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_without_a_base_of_its_own_trains_on_its_whole_logits():
+    assert_whole_model(Policy(zoo_model("llama4_text")).eval())
+
+
+@pytest.mark.parametrize(
+    "kind, why", [("bert", "later tokens change"), ("cpmant", "later tokens change"), ("xmod", "cannot be a policy")]
+)
+def test_what_is_no_causal_language_model_is_refused(kind, why):
+    with pytest.raises(UsageError, match=f"{kind} .*{why}"):
+        Policy(zoo_model(kind))
+
+
+def test_a_reward_model_without_a_linear_head_is_refused():
+    with pytest.raises(UsageError, match="ctrl cannot be a reward model.*take one such as"):
+        ScalarModel(zoo_model("ctrl", scalar=True))
+
+
 def test_a_policy_trains_what_its_head_shares_with_its_embedding():
     """Tied weights get one gradient, of both uses."""
     policy = Policy(tiny_model("llama", tie_word_embeddings=True))
@@ -139,6 +178,12 @@ def test_packing_is_refused_where_positions_come_from_the_mask(architecture, cha
 def test_packing_is_refused_for_rows_longer_than_the_sliding_window(architecture):
     with pytest.raises(UsageError, match="12 tokens and the longest row 13"):
         check_packing(tiny_policy(architecture, **WIDE[architecture]), architecture, longest=13)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "falcon_h1", "zamba", "inkling_text"])
+def test_packing_is_refused_where_a_layer_leaks_though_small_weights_hide_it(kind):
+    with pytest.raises(UsageError, match=r"--packing True.*attend to each other \(in model.layers"):
+        check_packing(Policy(zoo_model(kind)), kind)
 
 
 def test_packing_is_refused_where_examples_attend_to_each_other(monkeypatch):
