@@ -4,8 +4,9 @@
     PYTHONPATH=. benchmarks/.venvs/trl/bin/python benchmarks/dpo_losses.py
 
 TRL's own `DPOTrainer._compute_loss` (1.16) is called on a trainer without its constructor, with a model that returns
-what the trainer's fused head would make of given logits, so the comparison covers the code that its users train with. Losses that only we have are listed. Exits with
-status 1 if a pair differs by more than 1e-7 (TRL keeps EXO's smoothing in float32; all others agree to 1e-15).
+what the trainer's fused head would make of given logits, so the comparison covers the code that its users train with.
+Losses that only we have are listed. Exits with status 1 if a pair differs by more than 1e-7 (TRL keeps EXO's smoothing
+in float32; all others agree to 1e-14).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def trl_loss_of(name: str, inputs: dict[str, Tensor], reference: Tensor, logits:
 
 
 def fused_head(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """What TRL's model returns of logits (2B, T, V): log-probabilities (2B, T-1), 0 at labels of -100, and statistics."""
+    """What TRL's model makes of logits (2B, T, V): log-probabilities (2B, T-1), 0 at labels of -100, and statistics."""
     logits, labels = logits[:, :-1], labels[:, 1:]
     logprobs = logits.log_softmax(-1)
     taken = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
