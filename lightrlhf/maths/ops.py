@@ -78,8 +78,7 @@ def head_logprobs(
     for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size)):
         save_memory = torch.is_grad_enabled() and len(targets) > chunk_size
         pieces.append(checkpoint(chunk, h, target, use_reentrant=False) if save_memory else chunk(h, target))
-    num_rows = 1 + with_entropy + with_mean
-    out = torch.cat(pieces, -1) if pieces else hidden.new_zeros((num_rows, 0), dtype=torch.float32)
+    out = torch.cat(pieces, -1)  # (1 to 3, N); of no targets there is one empty piece
     return out[0], (out[1] if with_entropy else None), (out[-1] if with_mean else None)
 
 

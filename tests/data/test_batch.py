@@ -68,6 +68,7 @@ def test_a_pair_puts_the_chosen_rows_first_and_counts_responses_only(pad_id):
     batch = preference_batch(rows, pad_id)
     assert [trained(batch, i) for i in range(4)] == [[7, EOS], [7, EOS], [8, 9, 10, EOS], [EOS]]
     assert batch.attention_mask.sum(1).tolist() == [4, 3, 6, 2]
+    assert batch.paired  # without which prefixes are never shared
 
 
 @pytest.mark.parametrize("pad_id", [0, EOS])

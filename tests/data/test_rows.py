@@ -74,6 +74,12 @@ def test_what_a_template_leaves_out_and_what_is_rendered_already_are_refused():
         rows_of("prompts", ASKED, tokenizer=tokenizer)
 
 
+def test_no_given_rows_to_train_on_are_refused_and_no_given_validation_is_none():
+    with pytest.raises(UsageError, match="no prompts rows were given to train on"):
+        load_rows("prompts", "train", "", [], None)
+    assert load_rows("prompts", "validation", "", [{"prompt": "Hi"}], None) == []
+
+
 def test_the_first_answer_of_a_dialogue():
     row = {"prompt_len": 2, "input_ids": torch.arange(9), "targets": torch.tensor([-100, -100, 2, 3, -100, 5, 6, 7, 8])}
     assert first_answer(row) == 4

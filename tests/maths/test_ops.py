@@ -162,6 +162,15 @@ def test_head_logprobs_of_no_actions_are_empty():
     none = torch.zeros(0).long()
     logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_entropy=True)
     assert logprobs.shape == entropy.shape == (0,) and mean is None
+    logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_mean=True)
+    assert logprobs.shape == mean.shape == (0,) and entropy is None
+
+
+def test_the_clipped_surrogate_by_hand():
+    """Far from 1 the ratio counts where it makes the objective worse, else the nearest bound."""
+    ratio = torch.tensor([3.0, 3.0, 0.1, 0.1, 1.1, 0.9])
+    found = ops.clipped_surrogate(ratio.log(), torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, -2.0]), 0.2)
+    assert torch.allclose(found, torch.tensor([2.4, -6.0, 0.2, -1.6, 2.2, -1.8]))
 
 
 def test_kl_estimators_are_what_their_names_say():

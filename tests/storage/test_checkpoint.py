@@ -74,6 +74,11 @@ def test_a_failed_first_write_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_write_that_fails_before_its_first_file_is_reported(tmp_path):
+    with pytest.raises(RunFailure, match="there is no earlier checkpoint"):
+        save_checkpoint(tmp_path / "missing", 1, lambda folder: None)
+
+
 def test_a_failed_fsync_is_reported(tmp_path, monkeypatch):
     def fsync(handle):
         raise OSError(5, "Input/output error")
