@@ -5,8 +5,8 @@ busy server (429, 5xx), a time-out, a broken connection or a reply that is no an
 server if there are several, with exponential backoff or after the server's Retry-After. The key is read from
 OPENAI_API_KEY and never written.
 
-Each request has a connection of its own, so that no surplus answer can pass for that of the next request; that costs 0.2
-to 0.4 ms a request to a server on the same machine. It has one deadline from connecting to the last byte. Only one
+Each request has a connection of its own, so that no surplus answer can pass for that of the next request; that costs
+0.2 to 0.4 ms a request to a server on the same machine. It has one deadline from connecting to the last byte. Only one
 choice, with text and an ordinary end, counts as an answer.
 
 Left out: streaming, tools, images, and starting servers.
