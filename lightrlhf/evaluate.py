@@ -331,9 +331,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None, list[str]]:
     """`main` of the program that `--env` or `--by_turn True` calls, None for this one, and the words without --by_turn.
 
-    Raises: UsageError when the value of --by_turn is not True.
+    Raises: UsageError when the value of --by_turn is neither True nor False.
     """
-    others, by_turn = [], None
+    others, by_turn = [], "false"
     remaining = iter(words)
     for word in remaining:
         flag, equals, value = word.partition("=")
@@ -341,13 +341,11 @@ def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None
             by_turn = value if equals else next(remaining, "")
         else:
             others.append(word)
-    if by_turn is not None and by_turn.lower() not in ("true", "false"):
+    if by_turn.lower() not in ("true", "false"):
         raise UsageError(f"--by_turn {by_turn} is not True or False")
-    if by_turn is not None and by_turn.lower() == "false":
-        raise UsageError("--by_turn False has no effect: this program never evaluates by turn; leave it out")
     if any(word.partition("=")[0] == "--env" for word in others):
         return evaluate_env.main, others
-    return evaluate_dialogues.main if by_turn else None, others
+    return evaluate_dialogues.main if by_turn.lower() == "true" else None, others
 
 
 @one_line_errors

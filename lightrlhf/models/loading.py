@@ -97,7 +97,8 @@ def load_scalar(
     if not has_head:
         head = scalar_head(model)
         head.weight.data.copy_(new_head(head.in_features, seed))
-    return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base)
+    is_encoder = has_head and not hasattr(model, "score")
+    return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base, is_encoder=is_encoder)
 
 
 def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, seed: int, flag: str = "") -> ScalarModel:

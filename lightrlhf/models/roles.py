@@ -209,13 +209,24 @@ class Policy(Role):
 
 
 class ScalarModel(Role):
-    """A transformer with a scalar head: a reward model or a critic."""
+    """A transformer with a scalar head: a reward model or a critic.
 
-    def __init__(self, model: PreTrainedModel, *args: Any, score: nn.Linear | None = None, **options: Any) -> None:
+    score: the head on a shared backbone. is_encoder: the model is called whole, by its own forward pass, so its head is
+    not looked at.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *args: Any,
+        score: nn.Linear | None = None,
+        is_encoder: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(model, *args, **options)
         if score is not None:
             self.score = score  # on a shared backbone; else the head is the model's
-        else:
+        elif not is_encoder:
             _check_scalar_model(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, paired: bool = False) -> Tensor:

@@ -160,7 +160,8 @@ def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
         before = (mine / "args.json").read_bytes()
         for _ in range(12):
             flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
-            case(f"{mine.name}/args.json", "args.json is not what" in said(partial(stored, str(mine), "program")))
+            line = said(partial(stored, str(mine), "program"))
+            case(f"{mine.name}/args.json", "args.json is not what" in line or "args.json cannot be read" in line, line)
             (mine / "args.json").write_bytes(before)
     base = tmp_path / "run" / "base"
     base.parent.mkdir()
