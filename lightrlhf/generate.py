@@ -49,7 +49,7 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
-from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
 from lightrlhf.storage.writing import rename, writing
 from lightrlhf.training.distributed import leave_at_exit, processes
 
@@ -453,11 +453,14 @@ def settings_of(args: GenerateArgs, prompts: Sequence[Row]) -> Row:
 
 
 def complete(output: Path, settings: Row, num_rows: int) -> bool:
-    """Whether a file has all rows. Raises: UsageError when its rows have other settings."""
+    """Whether a file has all rows, which then are sealed. Raises: UsageError when its rows have other settings."""
     if not output.is_file() or not output.stat().st_size:
         return False
     check_settings(output, settings, GenerateArgs.RENAMED)
-    return output.read_bytes().count(b"\n") == num_rows
+    if output.read_bytes().count(b"\n") != num_rows:
+        return False
+    seal_rows(output)
+    return True
 
 
 def write_shard(

@@ -85,6 +85,7 @@ class JsonlWriter:
                 self.rows = self._complete_rows()
                 if self.rows and settings is not None:
                     check_settings(self.path, settings, renamed)
+                    self._changed = SEAL[0] not in stored_settings(self.path)  # a kill came after its last row
                 elif settings is not None:
                     write_settings(self.path, settings)
             except BaseException:
@@ -133,7 +134,7 @@ class JsonlWriter:
                     return
 
     def close(self) -> None:
-        """Close the file, and seal it if rows were added. Raises: RunFailure when the seal cannot be written."""
+        """Close the file, and seal it unless it is sealed. Raises: RunFailure when the seal cannot be written."""
         try:
             self._file.close()
             if self._changed and self._settings is not None:
@@ -182,13 +183,25 @@ def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
             sync_folder(path.parent)
 
 
-def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None = None) -> None:
-    """Raises: UsageError when the rows of a file have other settings than these."""
+def stored_settings(path: Path) -> Row:
+    """The settings of a file's rows, with their seal. Raises: UsageError when they are missing."""
     stored_in = path.with_suffix(".args.json")
     try:
-        stored = json.loads(stored_in.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(stored_in.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise UsageError(f"{path} has rows, but {stored_in.name} with their settings is missing; remove both") from None
+
+
+def seal_rows(path: Path) -> None:
+    """Seal a file that has all its rows but no seal, as a kill after the last row leaves it. Raises: RunFailure."""
+    stored = stored_settings(path)
+    if SEAL[0] not in stored:
+        write_settings(path, stored | _seal_of(path.read_bytes()))
+
+
+def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None = None) -> None:
+    """Raises: UsageError when the rows of a file have other settings than these."""
+    stored = stored_settings(path)
     stored = {(renamed or {}).get(name, name): value for name, value in stored.items() if name not in SEAL}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))

@@ -62,7 +62,12 @@ def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_d
 def test_a_killed_run_resumes_to_the_same_file(tmp_path, flags):
     flags = [*flags, "--rollout_mini_batch_size", "2"]  # chunks of 8 prompts
     generated(tmp_path, flags)
-    whole = (tmp_path / "rows.jsonl").read_bytes()
+    whole, settings = (tmp_path / "rows.jsonl").read_bytes(), (tmp_path / "rows.args.json").read_text()
+    stored = json.loads(settings)
+    unsealed = {name: value for name, value in stored.items() if name not in ("sha256", "bytes")}
+    (tmp_path / "rows.args.json").write_text(json.dumps(unsealed))  # killed after the last row
+    generated(tmp_path, flags)
+    assert (tmp_path / "rows.args.json").read_text() == settings != json.dumps(unsealed)
     ends = [n for n, byte in enumerate(whole) if byte == 10]
     for kept in (ends[0] + 1, ends[10] + 30, len(whole) - 1):
         (tmp_path / "rows.jsonl").write_bytes(whole[:kept])

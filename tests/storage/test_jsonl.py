@@ -144,3 +144,13 @@ def test_rows_of_a_writer_that_was_killed_have_no_seal(tmp_path):
     killed._file.close()
     killed._lock.release()
     assert JsonlWriter(path, {"seed": 1}).rows == [{"a": 1}, {"a": 2}]
+
+
+def test_a_file_whose_writer_was_killed_after_its_last_row_is_sealed_by_the_next_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonlWriter(path, {"seed": 1}) as writer:
+        writer.append({"a": 1})
+    sealed = path.with_suffix(".args.json").read_text()
+    path.with_suffix(".args.json").write_text('{"seed": 1}')
+    JsonlWriter(path, {"seed": 1}).close()
+    assert path.with_suffix(".args.json").read_text() == sealed
