@@ -68,11 +68,12 @@ def load_scalar(
     flag: str = "--model_name",
     needs_head: bool = False,
     backbone: Policy | None = None,
+    may_be_encoder: bool = False,
 ) -> ScalarModel:
     """Load a model with a scalar head: a reward model, or a language model with a new head drawn from `seed`.
 
     backbone: policy whose backbone is used if it is shared and has the same base; unless `args.finetune_mode` is LoRA
-    the adapters on it are frozen.
+    the adapters on it are frozen. may_be_encoder: the caller uses a model without a head `score` whole.
     Raises: UsageError naming `flag` when it cannot be loaded, or is not a reward model although `needs_head`.
     """
     from transformers import AutoModelForSequenceClassification
@@ -97,7 +98,7 @@ def load_scalar(
     if not has_head:
         head = scalar_head(model)
         head.weight.data.copy_(new_head(head.in_features, seed))
-    is_encoder = has_head and not hasattr(model, "score")
+    is_encoder = may_be_encoder and not hasattr(model, "score")
     return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base, is_encoder=is_encoder)
 
 

@@ -209,11 +209,7 @@ class Policy(Role):
 
 
 class ScalarModel(Role):
-    """A transformer with a scalar head: a reward model or a critic.
-
-    score: the head on a shared backbone. is_encoder: the model is called whole, by its own forward pass, so its head is
-    not looked at.
-    """
+    """A transformer with a scalar head: a reward model or a critic."""
 
     def __init__(
         self,
@@ -223,9 +219,13 @@ class ScalarModel(Role):
         is_encoder: bool = False,
         **options: Any,
     ) -> None:
+        """score: the head on a shared backbone; is_encoder: the model is used whole, by its own classifier.
+
+        Raises: UsageError unless the head at the last token gives the model's own output, or it is an encoder.
+        """
         super().__init__(model, *args, **options)
         if score is not None:
-            self.score = score  # on a shared backbone; else the head is the model's
+            self.score = score  # else the head is the model's
         elif not is_encoder:
             _check_scalar_model(model)
 

@@ -113,7 +113,7 @@ def load_scorer(
         config = model.config
     else:
         frozen = ModelArgs(trust_remote_code=trust_remote_code)
-        model = load_scalar(source, frozen, None, 0, flag, needs_head=single, backbone=backbone)
+        model = load_scalar(source, frozen, None, 0, flag, needs_head=single, backbone=backbone, may_be_encoder=True)
         config = model.model.config
         if hasattr(model.model, "score") or model.shares:
             tokenizer = load_tokenizer(None, source)
