@@ -23,7 +23,7 @@ from lightrlhf.data.responses import read_responses
 from lightrlhf.storage.results import new_figure, save_figure
 from lightrlhf.storage.run_dir import labels, read_metrics, short_name, stored
 
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".eps", ".webp", ".tif", ".tiff")
 PREFERRED = (
     "train/loss",
     "val/loss",
