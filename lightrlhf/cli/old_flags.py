@@ -110,7 +110,10 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         if Path(path).stat().st_size > LARGEST_CONFIG:
             raise UsageError(f"--config {path} has more than {LARGEST_CONFIG:,} bytes; give a file of flags")
-        stored = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):  # JSON may be indented by tabs, which YAML refuses; its texts hold none
+            text = text.replace("\t", " ")
+        stored = yaml.load(text, Loader)
     except OSError as problem:
         raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError:

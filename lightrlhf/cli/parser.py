@@ -99,9 +99,9 @@ def check_spelling(args_class: type, words: list[str]) -> None:
         kinds = [option for option in options if option is not NoneType]
         spelling = SPELLINGS.get(kinds[0]) if len(kinds) == 1 else None
         empty = value.lower() in ("null", "none") and NoneType in options
-        if spelling is not None and not empty and not spelling.fullmatch(value.lower()):
+        if spelling is not None and not empty and not spelling.fullmatch(value.strip().lower()):
             raise UsageError(f"{flag} {value if value.strip() else repr(value)} is not {KINDS[kinds[0].__name__]}")
-        if spelling is FLOAT and LONG.match(value):
+        if spelling is FLOAT and LONG.match(value.strip()):
             raise UsageError(f"{flag} {value} has more digits than are read exactly; write it as in 1e30")
 
 
