@@ -94,11 +94,11 @@ def verify_checkpoint(folder: Path) -> None:
 
     Raises: UsageError naming the first missing, changed or added file, and how to go on.
     """
-    problem = _first_damage(folder)
+    problem = damage(folder)
     if problem:
         real = folder.resolve()
         others = checkpoints(real.parent) if real.name.startswith("checkpoint-") else []
-        before = [path for path in others if _age(path) < _age(real) and not _first_damage(path)]
+        before = [path for path in others if _age(path) < _age(real) and not damage(path)]
         remedy = f"the one before it is intact: {before[-1]}" if before else "no earlier checkpoint is intact"
         raise UsageError(f"{folder} is damaged ({problem}); {remedy}; a file changed on purpose: {accepting(folder)}")
 
@@ -148,11 +148,6 @@ def sealed_files(folder: Path) -> list[str]:
 def accepting(folder: Path) -> str:
     """How to accept the files of a folder that were changed on purpose."""
     return f"accept it by python -m lightrlhf.storage.seals {folder}"
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint by its manifest; None if nothing is."""
-    return _first_damage(folder)
 
 
 def set_aside(folder: Path) -> Path:
@@ -258,7 +253,8 @@ def replacing(path: Path, what: str = "") -> Iterator[Path]:
             raise
 
 
-def _first_damage(folder: Path) -> str | None:
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint by its manifest, the first that is found; None if nothing is."""
     try:
         hashes = read_manifest(folder)
     except FileNotFoundError:

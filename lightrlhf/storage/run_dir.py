@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best
+from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed
 from lightrlhf.storage.seals import check_sealed
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
@@ -33,7 +33,7 @@ def stored(directory: str, key: str) -> Any:
         raise UsageError(f"{folder / 'args.json'} cannot be read: {first_line(problem)}; restore it") from None
     if not isinstance(values, dict):
         raise UsageError(f"{folder / 'args.json'} holds no arguments but a {type(values).__name__}; restore it")
-    if "destination_dir" not in values:
+    if "destination_dir" not in values and (values or is_sealed(folder)):  # a model of others may have such a manifest
         check_args(folder)
     return values.get(key)
 
