@@ -21,7 +21,7 @@ from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoi
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
 MOST_LAYERS = 10_000
-HUB_PATIENCE = 5.0  # seconds
+HUB_PATIENCE = 10.0  # seconds, as the hub's own library waits for metadata
 
 
 def quiet_libraries() -> None:
@@ -138,6 +138,6 @@ def check_config(source: str, flag: str) -> None:
         for key, value in sizes.items():
             counts = key.endswith("_size") or key.startswith(("num_", "n_")) or key == "r"
             if counts and isinstance(value, int | float) and not abs(value) <= LARGEST_SIZE:
-                raise UsageError(f"{flag} {source}: {name} has {key} {value:g}, which no model has; restore it")
+                raise UsageError(f"{flag} {source}: {name} has {key} {str(value)[:20]}, which no model has; restore it")
             if "layer" in key and counts and isinstance(value, int | float) and value > MOST_LAYERS:
                 raise UsageError(f"{flag} {source}: {name} has {key} {value:g}, which no model has; restore it")
