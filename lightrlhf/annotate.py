@@ -105,7 +105,8 @@ class AnnotateArgs(SealArgs):
             raise ValueError(f"--choose_type {self.choose_type} needs --data_dir or --tokenizer_name for its tokenizer")
         if self.output_dir and not self.choose_type:
             raise ValueError(f"--output_dir {self.output_dir} is for pairs and requires --choose_type, such as max_min")
-        check_output(self.rewards_file, "--output_file")
+        if self.output_file or self.rm_experiment_dir or self.reward_function:  # else it is only read
+            check_output(self.rewards_file, "--output_file")
         if self.output_dir:
             check_output(Path(self.output_dir) / "report.json", "--output_dir")
 
