@@ -19,6 +19,7 @@ from lightrlhf.data.batch import (
     inference_batches,
     micro_batches,
     mismatched_rows,
+    mix_seed,
     pack,
     preference_batch,
     response_batch,
@@ -183,11 +184,14 @@ def test_prompt_and_response_ids_are_right_when_pad_is_eos():
         ref_logprobs=zeros,
     )
     assert rollout.response_ids() == [[8, EOS], [9, EOS, 11, EOS]]
+    assert rollout.lengths().tolist() == [2, 4]
 
 
 def test_rows_of_one_token_still_make_a_batch():
     batch = response_batch([[5]], [[]], 0)
     assert batch.input_ids.shape == (1, 2) and batch.num_actions == 0
+    wider = response_batch([[5], [5, 6, 7]], [[], [8]], 0)
+    assert wider.select(torch.tensor([0])).input_ids.shape == (1, 2)
 
 
 @settings(max_examples=60)
@@ -219,6 +223,12 @@ def test_packing_fills_rows_instead_of_padding_them():
 
 
 # ------------------------------------------------------------------------------------------------------- batching
+def test_keys_have_seeds_of_their_own():
+    keys = [(a, b) for a in range(40) for b in range(40)]
+    assert len({mix_seed(*key) for key in keys} | {mix_seed(*key, start=7) for key in keys}) == 2 * len(keys)
+    assert all(0 <= mix_seed(*key) < 2**63 for key in [(2**40, 2**62), (0,), ()])
+
+
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 5))
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(num_rows, seed, epoch):
     order = epoch_order(num_rows, seed, epoch)

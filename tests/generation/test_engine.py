@@ -110,7 +110,7 @@ def test_the_engine_equals_a_plain_loop(architecture, monkeypatch):
         temperature=1.4,
         top_k=40,
         min_p=0.001,
-        repetition_penalty=1.2,
+        repetition_penalty=2.0,
         eos_ids=[5],
         stop_strings=strings,
     )

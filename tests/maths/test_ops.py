@@ -230,6 +230,12 @@ def test_wilson_interval_holds_the_share_and_stays_in_the_unit_interval(trials, 
     assert 0 <= low <= successes / trials + 1e-9 and successes / trials - 1e-9 <= high <= 1
 
 
+def test_the_win_rate_counts_wins_and_half_of_the_ties():
+    share, interval = ops.win_rate([(2.0, 1.0), (3.0, 1.0), (1.0, 1.0), (0.0, 1.0)])
+    assert share == 0.625 and interval == ops.wilson_interval(2.5, 4)
+    assert ops.win_rate([])[0] == 0
+
+
 def test_wilson_interval_of_known_numbers():
     """Newcombe 1998, table I: 81 of 263 has (0.2553, 0.3662); 0 of 20 has (0, 0.1611)."""
     assert ops.wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save_model
+from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save_model, tiny_policy
 from helpers.trained import logits_of, train_a_little
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,7 @@ from lightrlhf.data.batch import response_batch
 from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
 from lightrlhf.models.roles import count_parameters, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import export as write_checkpoint
-from lightrlhf.models.saving import merged_model
+from lightrlhf.models.saving import hash_weights, merged_model
 from lightrlhf.models.tokenizer import load_tokenizer
 
 TRAINABLE = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "qwen2", "qwen3", "gemma", "gemma2", "phi"]
@@ -206,6 +206,14 @@ def test_a_tokenizer_with_fewer_or_far_more_tokens_changes_nothing(tmp_path, tok
         base = save_model("llama", tmp_path / str(size), tokenizer, vocab_size=size)
         assert vocabulary_size(load_policy(str(base), ModelArgs(), tokenizer)) == size
     assert "vocabulary" not in capsys.readouterr().out
+
+
+def test_the_hash_of_weights_is_of_every_name_and_byte():
+    policies = [tiny_policy("llama") for _ in range(3)]
+    with torch.no_grad():
+        policies[2].model.get_input_embeddings().weight[3, 4].add_(1e-6)
+    one, same, other = (hash_weights(policy).hexdigest() for policy in policies)
+    assert one == same != other
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])

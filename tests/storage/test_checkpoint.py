@@ -150,6 +150,7 @@ def test_checkpoints_are_in_order_of_their_steps_also_beyond_six_digits(tmp_path
         save_checkpoint(tmp_path, step, write)
     steps = [int(path.name.partition("-")[2]) for path in checkpoints(tmp_path)]
     assert steps == [3, 20, 999_999, 1_500_000]
+    assert checkpoint.final_checkpoint(tmp_path) == tmp_path / "checkpoint-1500000"
 
 
 def test_small_files_are_written_atomically(tmp_path, monkeypatch):
