@@ -45,7 +45,7 @@ LONGEST_RETRY_AFTER = 600.0  # seconds
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
 LONGEST_REPLY = 16 * 2**20  # bytes after decompression: far above any completion
 HEALTH_DEADLINE = 10.0  # seconds
-# by finish_reason of answers: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
+# by finish_reason: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
 TRUNCATED = {"stop": False, "eos_token": False, "stop_sequence": False, "eos": False, "end_turn": False}
 TRUNCATED |= {"length": True, "model_length": True}
 NO_ANSWER = ("content_filter", "tool_calls", "function_call")  # ends that another attempt would not change
