@@ -64,7 +64,7 @@ def check_rows(rows: Sequence[Any], stage: str, source: str = "", vocab_size: in
     Raises: UsageError naming the file, the first bad row and its field, or that the rows have nothing to learn from.
     """
     try:
-        _check(rows, stage, vocab_size)
+        _check(rows, stage, vocab_size, is_stored=bool(source))
     except BadRow as bad:
         index, what = bad.args
         where = f"{source or 'the given rows'}:"
@@ -91,14 +91,14 @@ def without_equal_pairs(rows: list[Row], source: str = "") -> tuple[list[Row], s
     return different, f"{lost:,} pairs of {where} have two equal responses and are left out" if lost else ""
 
 
-def _check(rows: Sequence[Any], stage: str, vocab_size: int | None) -> None:
+def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: bool) -> None:
     needed = COLUMNS[stage]
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not needed <= row.keys():
             keys = sorted(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
             raise BadRow(index, f"has {keys}, but the {stage} stage requires {sorted(needed)}")
         if "columns" in row:
-            _check_columns(row["columns"], index)
+            _check_columns(row["columns"], index, is_stored)
     ids = {name: _ids(rows, name, vocab_size) for name in sorted(needed) if name.endswith("input_ids")}
     if "prompt_len" in needed:
         _check_prompts(rows, stage, ids)
@@ -236,13 +236,14 @@ def _check_sides(rows: Sequence[Row], ids: Mapping[str, Column]) -> None:
                 raise BadRow(index, f"has {side}_reward {_short(value)}, not a finite number")
 
 
-def _check_columns(columns: Any, index: int) -> None:
+def _check_columns(columns: Any, index: int, is_stored: bool) -> None:
+    """Columns of given rows may hold any objects, which a reward function gets as they are."""
     if not isinstance(columns, dict):
         raise BadRow(index, f"has columns {_short(columns)}, not a dict")
     for name, value in columns.items():
         if not isinstance(name, str):
             raise BadRow(index, f"has in columns the name {_short(name)}, not a text")
-        if (odd := next(_odd(value, DEEPEST), None)) is not None:
+        if is_stored and (odd := next(_odd(value, DEEPEST), None)) is not None:
             raise BadRow(index, f"has in columns {name!r} {odd}; columns are texts, numbers, lists and dicts of them")
 
 

@@ -117,7 +117,7 @@ def is_sealed(folder: Path) -> bool:
         return False
     except (OSError, ValueError, RecursionError):
         return True
-    return isinstance(stored, dict) and all(isinstance(one, str) for one in stored.values())  # else another's manifest
+    return isinstance(stored, dict) and any(isinstance(one, str) and len(one) == 64 for one in stored.values())
 
 
 def read_manifest(folder: Path) -> dict[str, str]:

@@ -104,8 +104,13 @@ def launch(fabric: Any, args: TrainArgs) -> None:
 
 
 def leave_at_exit() -> None:
-    """Destroy the process group before the interpreter ends: a thread of gloo that outlives it aborts the process."""
-    atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
+    """Leave a group of gloo before the interpreter ends: a thread of it that outlives that aborts the process."""
+
+    def leave() -> None:
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+            torch.distributed.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def check_same(fabric: Any, args: TrainArgs) -> None:

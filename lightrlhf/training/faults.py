@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -38,18 +38,19 @@ def describe_rows(names: Sequence[Any], kind: str, ends: Sequence[int], folders:
 
 
 def first_not_finite(
-    models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any], skipped: Collection[int]
+    models: Mapping[str, Any], optimizers: Mapping[str, Any], extra: Mapping[str, Any], skipped: Set[str]
 ) -> str:
     """Name of the first weight, buffer, optimiser state or value of the loop that is not finite; "" if all are.
 
-    With `fsdp` this rank's shards are looked at. skipped: the ids of buffers that never are, such as masks.
+    With `fsdp` this rank's shards are looked at. skipped: names, within their model, of buffers that never are finite,
+    such as masks.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, model in models.items():
         for owner in (model, getattr(model, "model", model)):  # a shared backbone is not registered
-            for key, tensor in [*owner.named_parameters(), *owner.named_buffers()]:
-                if id(tensor) not in skipped:
-                    found.setdefault(id(tensor), (f"{name} weight {key.removeprefix('model.')}", tensor))
+            buffers = [(key, b) for key, b in owner.named_buffers() if not {key, key.partition(".")[2]} & skipped]
+            for key, tensor in [*owner.named_parameters(), *buffers]:
+                found.setdefault(id(tensor), (f"{name} weight {key.removeprefix('model.')}", tensor))
     tensors = list(found.values())
     for name, optimizer in optimizers.items():
         for parameter, state in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():

@@ -129,7 +129,7 @@ class Run(Generic[AnyArgs]):
             raise
         self.step: int = self.resumed["step"] if self.resumed else 0
         self.learners: dict[str, Learner] = {}
-        self._never_finite: set[int] = set()  # buffers that hold infinities from the start, as masks do
+        self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
         self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
@@ -255,7 +255,7 @@ class Run(Generic[AnyArgs]):
                 group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
         self.learners[name] = Learner(wrapped, optimizer, scheduler)
         whole = getattr(wrapped.module, "model", wrapped.module)
-        self._never_finite |= {id(part) for part in whole.buffers() if not_finite([("", part)])}
+        self._never_finite |= set(not_finite(whole.named_buffers()))
         return wrapped
 
     def _warmup(self, num_updates: int) -> int:
