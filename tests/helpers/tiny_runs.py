@@ -9,6 +9,7 @@ import torch
 from helpers import CPU, save_model
 from helpers.corridor import save_corridor_model
 from lightrlhf.data.splits import save_split
+from lightrlhf.models.tokenizer import store_tokenizer
 
 WIDTH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SAMPLING = ("ppo", "online_dpo", "online_refuel", "iterative_refuel", "reflect_rl")
@@ -30,7 +31,7 @@ class TinyRuns:
         self.pairs = folder / "dialogues" / "pairs"
         for split, number in (("train", 12), ("validation", 4)):
             save_split(self.pairs, "refuel", split, [refuel_row(i) for i in range(number)])
-        tokenizer.save_pretrained(self.pairs / "tokenizer")
+        store_tokenizer(tokenizer, self.pairs)
 
     def flags(self, program: str, log_dir: Path, *more: object, steps: int = STEPS) -> list[str]:
         """Flags of a run with a checkpoint every other step; `more` come last."""
