@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mutants
 import pytest
+from helpers import mutants
 
 ROW = "mutants"
 SAME = {  # survivors that change no result, by a part of their name, and why
