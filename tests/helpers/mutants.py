@@ -1,6 +1,6 @@
 """Mutants: one small fault at a random place of the code that trains, against the tests that concern the file.
 
-    python tests/attacks/mutants.py --count 60 --seed 0
+    python tests/helpers/mutants.py --count 60 --seed 0
 
 The faults: operators, comparisons and signs swapped, integers off by one (axes, shifts, slices), `and` for `or`, True
 for False, and calls of `clamp`, `detach`, `clone`, `float` and the like left out. A generator with a seed draws places
