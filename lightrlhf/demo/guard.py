@@ -70,10 +70,11 @@ STYLE = (
     "body {font-family: sans-serif; max-width: 20em; margin: 20vh auto} input, button {display: block; margin: 1em 0}"
 )
 LOGIN = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>lightrlhf</title><style>{STYLE}</style>
-<h2>lightrlhf</h2><form method="post" action="/login">
+<h2>lightrlhf</h2><p>TOLD</p><form method="post" action="/login">
 <label>Your name <input name="username" autocomplete="username" required maxlength="{MAX_NAME}" autofocus></label>
 <label>Password <input name="password" type="password" autocomplete="current-password" required></label>
 <button>Log in</button></form></html>"""
+GREETING = "Log in to the models that are served here. Your name stands beside your votes."
 WELCOME = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><a href="/">lightrlhf</a>'
 
 Scope = MutableMapping[str, Any]
@@ -149,7 +150,7 @@ class Guard:
             return await self._log_in(scope, headers, receive, send)
         if self.password and token not in self.users:
             if method in ("GET", "HEAD") and path == "/":
-                return await respond(send, 401, LOGIN, "text/html")
+                return await respond(send, 401, LOGIN.replace("TOLD", GREETING), "text/html")
             raise Refusal(401, "log in first")
         if method not in ROUTES.get(path, ("GET",) if is_file(path) else ()):
             raise Refusal(405 if path in ROUTES else 404, "the demo does not serve this")
@@ -205,10 +206,11 @@ class Guard:
         # from here on nothing is awaited, so that of guesses sent at once each is counted before the next is looked at
         if wait := self.guesses.wait(client):
             seconds = str(int(wait) + 1)
-            raise Refusal(429, f"too many wrong passwords; wait {seconds} seconds", **{"Retry-After": seconds})
+            told = LOGIN.replace("TOLD", f"too many wrong passwords; wait {seconds} seconds")
+            return await respond(send, 429, told, "text/html", {"Retry-After": seconds})
         if not name or not hmac.compare_digest(entered.encode(), self.password.encode()):
             self.guesses.wrong(client)
-            raise Refusal(401, "wrong name or password")
+            return await respond(send, 401, LOGIN.replace("TOLD", "wrong name or password"), "text/html")
         self.guesses.by_client.pop(client, None)
         token = secrets.token_urlsafe(32)
         put(self.users, token, name)

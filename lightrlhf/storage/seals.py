@@ -10,15 +10,17 @@ Left out: signatures. A seal finds accidents and mistakes, not somebody who writ
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.storage.checkpoint import MANIFEST, accepting, read_manifest, sealed_files, sha256, write_text
+
+OURS = (MANIFEST, "args.json", "config.json", "adapter_config.json", "tokenizer_config.json", "report.json")
 
 
 def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None:
@@ -89,16 +91,27 @@ def _warn_unsealed(folder: str) -> None:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Seal folders as they are now."""
-    folders = sys.argv[1:] if argv is None else argv
-    if not folders or any(not Path(folder).is_dir() for folder in folders):
-        raise UsageError("usage: python -m lightrlhf.storage.seals FOLDER ..., whose files are accepted as they are")
-    for folder in map(Path, folders):
+    """Seal folders as they are now, and print what had changed."""
+    parser = argparse.ArgumentParser(prog="python -m lightrlhf.storage.seals", description=main.__doc__)
+    parser.add_argument("folder", nargs="+", type=Path, help="prepared data, a run, a checkpoint or a stored base")
+    folders: list[Path] = parser.parse_args(argv).folder
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder")
+        if not any((folder / name).is_file() for name in OURS):
+            raise UsageError(f"{folder} is neither prepared data nor a run, a checkpoint or a stored base")
+    for folder in folders:
+        try:
+            before = read_manifest(folder)
+        except (FileNotFoundError, ValueError):
+            before = {}
         try:
             seal(folder, sealed_files(folder))
         except OSError as problem:
             raise UsageError(f"{folder / MANIFEST} cannot be written: {problem.strerror}") from None
-        print(f"{folder / MANIFEST}: {len(read_manifest(folder))} files")
+        now = read_manifest(folder)
+        changed = sorted(name for name, digest in now.items() if before.get(name) != digest)
+        print(f"{folder / MANIFEST}: {len(now)} files; new or changed: {', '.join(changed) or 'none'}")
 
 
 if __name__ == "__main__":

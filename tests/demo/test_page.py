@@ -333,6 +333,8 @@ def test_other_names_and_other_sites_are_refused(guarded):
 def test_guesses_are_limited(guarded):
     tried = [log_in(guarded, f"guess {number}") for number in range(FREE_GUESSES + 2)]
     assert tried == [401] * FREE_GUESSES + [429] * 2
+    again = guarded.post("/login", data={"username": "ada", "password": "wrong"})
+    assert "too many wrong passwords; wait" in again.text and 'type="password"' in again.text  # no dead end
     assert log_in(guarded) == 429  # the right one, too: its answer would tell
 
 

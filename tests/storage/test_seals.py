@@ -31,7 +31,18 @@ def test_a_split_copied_over_another_is_noticed_and_can_be_accepted(data, capsys
         load_split(data, "finetune", "train")
     assert len(load_split(data, "finetune", "train", verify=False)) == 3
     seals.main([str(data)])
+    assert capsys.readouterr().out.endswith("manifest.json: 2 files; new or changed: finetune_train.pt\n")
     assert len(load_split(data, "finetune", "train")) == 3
+
+
+def test_only_folders_of_ours_are_sealed_by_hand(tmp_path, capsys):
+    for folder, line in (("none", "is no folder"), (".", "is neither prepared data nor a run")):
+        with pytest.raises(SystemExit) as stop:
+            seals.main([str(tmp_path / folder)])
+        assert stop.value.code == 2 and line in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        seals.main(["--help"])
+    assert stop.value.code == 0 and not list(tmp_path.iterdir())
 
 
 def test_an_added_split_and_a_damaged_manifest_are_refused(data):
