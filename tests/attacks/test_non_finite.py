@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import last_checkpoint, metrics, weights
+from helpers import last_checkpoint, metrics, reseal, weights
 from helpers.killed import forked, main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 from safetensors.torch import load_file, save_file
@@ -170,10 +170,10 @@ def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], 
                 if number == 5:
                     ids[0] = MARKER
                 row[key] = ids
+        if "targets" in row:
+            row["targets"] = torch.where(torch.as_tensor(row["targets"]) == -100, -100, row["input_ids"])
     torch.save(rows, path)
-    report = folder / "report.json"
-    if report.is_file():  # its hashes are those of the data before
-        report.unlink()
+    reseal(folder)
     return ["--data_dir", str(folder)], 5
 
 
@@ -289,10 +289,10 @@ def test_rewards(program, runs, case, tmp_path):
 def damaged_model(source: Path, folder: Path, part: str, value: float) -> Path:
     """A copy of a model's folder with one value of a weight whose name holds `part`."""
     shutil.copytree(source, folder)
-    (folder / "manifest.json").unlink(missing_ok=True)
     stored = load_file(folder / "model.safetensors")
     poison(next(tensor for name, tensor in stored.items() if part in name), value)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    reseal(folder)
     return folder
 
 
