@@ -56,6 +56,8 @@ def open_directory(
     if started:
         source = f"{'--resume_from' if args.resume_from else '--output_dir'} {started}"
         initial = _check_resumed(args, (program, old_name or program), given or {}, source, Path(started))
+        if not (Path(started) / MANIFEST).exists():  # a kill came before the seal
+            seal(Path(started), ["args.json"])
         reopen_damaged_policy(Path(started))
         return Path(started), initial
     name, flag = starting_model(args)
