@@ -84,7 +84,7 @@ ALLOWED_IF = {
     "sendto": ((44, 206), [[(8, "is", 0), (9, "is", 0)]]),
     "sched_getaffinity": ((204, 123), [[(0, "is", 0)]]),
 }
-NEWER = 424  # calls from here on are young: libc is told that the kernel lacks them and takes others
+NEWER = 424  # system calls from here on fail with ENOSYS, as on an older kernel, so that libc uses older ones
 CAPSET = (126, 91)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 NEW_MOUNT, NEW_USER, NEW_NETWORK_IPC = 0x00020000, 0x10000000, 0x40000000 | 0x08000000
@@ -218,7 +218,7 @@ def enter_user_namespace():
 def private_view(job):
     """Whether all files but the readable ones could be taken out of sight, which Landlock does not do for `stat`."""
     folder = os.getcwd()
-    os.umask(0o022)  # whoever it becomes enters the view's folders
+    os.umask(0o022)  # so that an unprivileged user may enter the folders of the private view
     try:
         mount(None, "/", None, 0x4000 | 0x40000)  # MS_REC, MS_PRIVATE
         mount("view", folder, "tmpfs", 2 | 4, "mode=755")  # MS_NOSUID, MS_NODEV

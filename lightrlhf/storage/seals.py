@@ -35,7 +35,7 @@ def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None
     except FileNotFoundError:
         hashes = {name: sha256(earlier / name) for name in sealed_files(earlier) if not _within(name, names)}
     except ValueError:
-        hashes = {}  # what it sealed is then missed by whoever reads it
+        hashes = {}  # a damaged manifest: its files then count as added, until the folder is sealed again
     hashes = {name: one for name, one in hashes.items() if (earlier / name).is_file() and not _within(name, names)}
     hashes |= {name: sha256(folder / name) for name in sealed_files(folder) if _within(name, names)}
     write_text(folder / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))

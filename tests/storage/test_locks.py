@@ -1,4 +1,4 @@
-"""One process writes to a place, the second is told who does, and a death frees the place."""
+"""Locks: a second process is refused and told who holds the lock; the end of the holder releases it."""
 
 from __future__ import annotations
 
