@@ -2,7 +2,18 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PROGRAMS = ["sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "iterative_refuel", "online_refuel", "reflect_rl"]
+PROGRAMS = [
+    "sft",
+    "rm",
+    "ppo",
+    "grpo",
+    "dpo",
+    "online_dpo",
+    "refuel",
+    "iterative_refuel",
+    "online_refuel",
+    "reflect_rl",
+]
 PROGRAMS += ["generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge", "estimate", "plot"]
 
 EXTRAS = {

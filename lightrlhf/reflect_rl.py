@@ -38,7 +38,8 @@ from lightrlhf.envs import TextEnv, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
 from lightrlhf.envs.curriculum import Stage, curriculum, split_stages, starts_of
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
-from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, group_advantages, policy_loss, whiten
+from lightrlhf.maths.groups import group_advantages, group_moments, standardised
+from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, policy_loss, whiten
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
@@ -345,7 +346,9 @@ def estimate_advantages(
     if args.num_generations > 1:
         lengths = batch.episode.bincount()  # (E,)
         episode_returns = returns[lengths.cumsum(0) - lengths]  # (E,) at the first decision of each episode
-        advantages = group_advantages(episode_returns, args.num_generations).repeat_interleave(lengths)  # (B,)
+        start = torch.arange(len(lengths), device=returns.device) // args.num_generations  # (E,) of each episode
+        moments = group_moments(episode_returns, start, int(start.max()) + 1)
+        advantages = group_advantages(episode_returns, moments, standardised).repeat_interleave(lengths)  # (B,)
     elif args.normalize_advantages:
         counted = torch.ones_like(advantages, dtype=torch.bool)
         advantages = whiten(advantages, counted, sum_over_ranks=sum_over_ranks)

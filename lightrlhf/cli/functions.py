@@ -12,7 +12,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 REWARD_SHAPE = "f(prompts, completions, **columns) -> list[float]"
 
 
-def load_function(path: str, flag: str, shape: str = REWARD_SHAPE) -> Callable[..., Any]:
+def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns: bool = True) -> Callable[..., Any]:
     """Import a function by `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
     module, colon, name = path.partition(":")
     try:
@@ -24,7 +24,8 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE) -> Callable[.
         ) from None
     if not colon or not callable(function):
         raise UsageError(f"{flag} {path} is not of the form package.module:function")
-    check_columns(function, f"{flag} {path}", shape)
+    if takes_columns:
+        check_columns(function, f"{flag} {path}", shape)
     return function
 
 

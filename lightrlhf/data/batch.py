@@ -11,11 +11,13 @@ state of a data loader is one index.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrlhf.data.splits import IGNORE_INDEX, Row
@@ -53,6 +55,9 @@ class Batch:
         """Row indices in micro-batches of similar length, shortest first; one empty micro-batch without rows."""
         return self.attention_mask.sum(1).argsort(stable=True).split(size)
 
+    def by_group(self, size: int) -> tuple[Tensor, ...]:
+        return self.by_length(size)
+
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
         return self.map(lambda tensor: tensor.to(device))
 
@@ -74,12 +79,21 @@ class Batch:
 class Rollout(Batch):
     """Prompts with sampled responses: `[prompt][response][padding]` in each row."""
 
+    group: Tensor  # (B,) int64 number of the prompt among those of the step on all ranks
     prompt_len: Tensor  # (B,) int64
     truncated: Tensor  # (B,) bool: stopped by length; no end token is appended
     logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, whole vocabulary, 0 off actions
-    ref_logprobs: Tensor  # (B, T-1) the same under the reference
+    ref_logprobs: Tensor  # (B, T-1) the same under the reference; NaN where there is none
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # other columns of the data, a dict per row
     removed_mass: float = 0.0  # mean probability removed from the sampling distribution by top-k, top-p and min-p
+
+    def select(self, index: Tensor | slice) -> Rollout:
+        """Select rows, their columns too."""
+        rows = super().select(index)
+        if self.columns:
+            kept = index.cpu() if isinstance(index, Tensor) else index
+            rows.columns = [self.columns[i] for i in torch.arange(len(self))[kept].tolist()]
+        return rows
 
     def masked(self, valid: Tensor) -> Rollout:
         """The same rollout without the actions of rows that are not valid; valid: (B,) bool."""
@@ -97,6 +111,22 @@ class Rollout(Batch):
 
     def prompt_ids(self) -> list[list[int]]:
         return [row[:n] for row, n in zip(self.input_ids.tolist(), self.prompt_len.tolist())]
+
+
+def joined(rollouts: Sequence[Rollout]) -> Rollout:
+    """The rows of all, right-padded to one width."""
+    width = max(rollout.input_ids.shape[1] for rollout in rollouts)
+
+    def pad(rows: Tensor, full: int) -> Tensor:
+        return F.pad(rows, (0, width - full)) if rows.dim() == 2 else rows
+
+    same = [rollout.map(functools.partial(pad, full=rollout.input_ids.shape[1])) for rollout in rollouts]
+    names = [field.name for field in dataclasses.fields(Rollout) if isinstance(getattr(same[0], field.name), Tensor)]
+    changes: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in same]) for name in names}
+    changes["columns"] = [columns for one in same for columns in one.columns]
+    whole = dataclasses.replace(same[0], **changes)
+    whole.places = torch.arange(len(whole), device=whole.input_ids.device)
+    return whole
 
 
 # ------------------------------------------------------------------------------------------------------- collating

@@ -223,6 +223,7 @@ def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperat
         input_ids=cpu_batch.input_ids,
         attention_mask=cpu_batch.attention_mask,
         action_mask=cpu_batch.action_mask,
+        group=torch.zeros(1, dtype=torch.int64),
         prompt_len=torch.tensor([len(answer.prompt_ids)]),
         truncated=torch.tensor([answer.truncated]),
         logprobs=logprobs[0],

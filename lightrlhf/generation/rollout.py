@@ -25,7 +25,7 @@ from lightrlhf.training.run import Metrics, Run
 
 def generate_rollout(
     policy: nn.Module,
-    reference: nn.Module,
+    reference: nn.Module | None,
     rows: Sequence[Row],
     args: SamplingArgs,
     tokenizer: Any,
@@ -36,7 +36,7 @@ def generate_rollout(
 
     uniforms: (B, max_new_tokens), the only source of randomness. The policy's log-probabilities are those it sampled
     with; under autocast and with quantised weights, where a decoding step and a forward pass round differently, they
-    come from a forward pass, or ratios would not start at 1.
+    come from a forward pass, or ratios would not start at 1. Those of no reference are NaN.
     """
     prompts = [[int(i) for i in row["input_ids"]] for row in rows]
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
@@ -49,13 +49,17 @@ def generate_rollout(
             sampled_with = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
             logprobs = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
             logprobs[batch.action_mask] = sampled_with.to(logprobs)
+    ref_logprobs = torch.full_like(logprobs, math.nan)
+    if reference is not None:
+        ref_logprobs = score_logprobs(reference, batch, args.temperature, num_slots)
     return batch.extend(
         Rollout,
         places=torch.arange(len(prompts), device=batch.input_ids.device),
+        group=torch.arange(len(prompts), device=batch.input_ids.device),
         prompt_len=torch.tensor([len(prompt) for prompt in prompts], device=batch.input_ids.device),
         truncated=torch.tensor(sampled.truncated, device=batch.input_ids.device),
         logprobs=logprobs,
-        ref_logprobs=score_logprobs(reference, batch, args.temperature, num_slots),
+        ref_logprobs=ref_logprobs,
         columns=[row.get("columns", {}) for row in rows],
         removed_mass=sampled.removed_mass,
     )
@@ -73,7 +77,7 @@ def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_si
 
 # ------------------------------------------------------------------------------------------------- in a training loop
 def sample_rollout(
-    run: Run[Any], actor: nn.Module, reference: nn.Module, rows: Sequence[Row], noise: Tensor, tokenizer: Any
+    run: Run[Any], actor: nn.Module, reference: nn.Module | None, rows: Sequence[Row], noise: Tensor, tokenizer: Any
 ) -> Rollout:
     """This rank's rollout in the run's precision; noise: (B, max_new_tokens) uniform numbers."""
     args = run.args
@@ -89,7 +93,7 @@ def check_start(rollout: Rollout) -> None:
 
 
 def response_kl(rollout: Rollout) -> Tensor:
-    """k1 estimate of the KL to the reference, summed over each response, in nats: (B,)."""
+    """k1 estimate of the KL to the reference, summed over each response, in nats: (B,); NaN without a reference."""
     return ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
 
 

@@ -105,10 +105,10 @@ def gae(
     return advantages, torch.where(action_mask, advantages + values, torch.zeros_like(values))
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_coeff: float) -> Tensor:
-    """PPO's min(rho A, clip(rho, 1-e, 1+e) A) (Schulman et al. 2017, eq. 7), of any shape."""
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float | None = None) -> Tensor:
+    """PPO's min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7), of any shape; high: low."""
     ratio = log_ratio.exp()
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_coeff, 1 + clip_coeff) * advantages)
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + (low if high is None else high)) * advantages)
 
 
 def policy_loss(
@@ -227,16 +227,6 @@ def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[f
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def group_advantages(returns: Tensor, group_size: int) -> Tensor:
-    """(R - mean) / standard deviation within each group of adjacent returns, 0 where they are equal: (N,) -> (N,).
-
-    Shao et al. 2024, section 4.1.2.
-    """
-    groups = returns.view(-1, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
-    return (centred / (centred.pow(2).mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
 
 
 def episode_gae(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,22 @@ def bounded_scores(scores: Tensor, truncated: Tensor, limit: float | None, missi
     return scores - missing_eos_penalty * truncated.to(scores)
 
 
+def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """Share of the last `buffer` tokens below `longest` that each response took, in [0, 1] (DAPO, 2503.14476, eq. 13).
+
+    lengths: (B,) -> (B,) float32.
+    """
+    return ((lengths - (longest - buffer)) / buffer).clamp(0, 1)
+
+
 def token_rewards(rollout: Rollout, scores: Tensor, kl_coeff: float, kl_estimator: str = "k1") -> Tensor:
     """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1).
 
     A response without a score, NaN, must have no actions (`Rollout.masked`); its rewards are 0.
     """
     kl = KL_ESTIMATORS[kl_estimator](rollout.logprobs, rollout.ref_logprobs)
+    if not kl_coeff:  # there may be no reference
+        kl = torch.zeros_like(kl)
     rewards = torch.where(rollout.action_mask, -kl_coeff * kl, torch.zeros_like(kl))
     steps = torch.arange(rewards.shape[1], device=rewards.device)
     last = (rollout.action_mask.long() * (steps + 1)).argmax(1)  # by index: a pad token may be the end token

@@ -18,7 +18,15 @@ from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import Encoding, FunctionScorer, GroupScorer, ModelScorer, PairScorer, RewardFunction
+from lightrlhf.rewards.scorers import (
+    Encoding,
+    FunctionScorer,
+    GroupScorer,
+    ModelScorer,
+    PairScorer,
+    RewardFunction,
+    Rewards,
+)
 
 STATISTICS = "reward_statistics.json"
 
@@ -78,6 +86,13 @@ def make_scorer(
         backbone=backbone,
         standardise=getattr(args, "normalize_rewards", True),
     )
+
+
+def make_rewards(
+    args: Any, device: torch.device, batch_size: int, reward: Any = None, backbone: Policy | None = None
+) -> Rewards:
+    """The rewards of a program."""
+    return Rewards(make_scorer(args, device, batch_size, reward, single=True, backbone=backbone), torch.ones(1))
 
 
 def load_scorer(

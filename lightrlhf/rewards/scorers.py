@@ -241,6 +241,39 @@ class FunctionScorer:
         return score if self.keeps_infinite and math.isinf(score) else finite(score)
 
 
+class Scores(NamedTuple):
+    """Scores of responses."""
+
+    total: Tensor  # (B,) weighted sum, NaN where a response is not scored
+    parts: Tensor  # (B, R) of each reward, NaN where it gave none
+    names: list[str]  # R
+
+    def select(self, index: Tensor) -> Scores:
+        """Scores of these rows."""
+        return Scores(self.total[index], self.parts[index], self.names)
+
+    @staticmethod
+    def joined(scores: Sequence[Scores]) -> Scores:
+        """Scores of all rows."""
+        return Scores(torch.cat([s.total for s in scores]), torch.cat([s.parts for s in scores]), scores[0].names)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Scores (B,) of each reward."""
+        return dict(zip(self.names, self.parts.T))
+
+
+@dataclass
+class Rewards:
+    """Rewards of a program."""
+
+    scorer: GroupScorer
+    weights: Tensor
+
+    def __call__(self, rollout: Rollout, tokenizer: Any) -> Scores:
+        total = score_rollout(self.scorer, rollout, tokenizer)
+        return Scores(total, total[:, None], ["reward"])
+
+
 def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:
     """Scores (B,) of a rollout's responses, NaN where there is none; tokenizer: the policy's."""
     prompts, responses, truncated = rollout.prompt_ids(), rollout.response_ids(), rollout.truncated.tolist()

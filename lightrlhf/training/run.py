@@ -110,7 +110,11 @@ class Run(Generic[AnyArgs]):
         self.data = " + ".join(self.data_dirs)  # as the model card names it
         self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
         self._ends: list[int] = []  # of several sets among all rows
-        self._batch: tuple[Sequence[Any], str] = ((), "")  # names of the rows of the step on all ranks, and their kind
+        self._batch: tuple[Sequence[Any], str, Sequence[Any]] = (
+            (),
+            "",
+            (),
+        )  # names of a step's rows, kind, this rank's
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
@@ -328,15 +332,17 @@ class Run(Generic[AnyArgs]):
     def learning_rate(self, name: str) -> float:
         return self.learners[name].scheduler.get_last_lr()[0]
 
-    def name_batch(self, names: Sequence[Any], kind: str = "training rows") -> None:
-        """Name the rows of the current step on all ranks, for errors; `global_batch` does, by their numbers."""
-        self._batch = names, kind
+    def name_batch(self, names: Sequence[Any], kind: str = "training rows", own: Sequence[Any] | None = None) -> None:
+        """Name the rows of the current step on all ranks, for errors; `global_batch` does, by their numbers.
+
+        own: the names of this rank's rows, where they are not its shard of all.
+        """
+        self._batch = names, kind, self.shard(names) if own is None else own
 
     def _of_rows(self, places: Sequence[int] | Tensor | None = None) -> str:
         """The rows at these places of this rank's part of the batch, or all of the batch, as part of an error."""
-        names, kind = self._batch
+        names, kind, mine = self._batch
         if places is not None and names:
-            mine = self.shard(names)
             names = [mine[int(place)] for place in places if int(place) < len(mine)]
         return describe_rows(names, kind, self._ends, self.data_dirs)
 

@@ -1,0 +1,514 @@
+"""GRPO and its relatives: policy gradients without a critic (Shao et al. 2024, 2402.03300).
+
+K responses to a prompt are each other's baseline. With r_i the score of response i, m and s the mean and deviation of
+the scores of its group, and rho_t = pi(y_t) / pi_old(y_t), a step minimises
+
+    L = sum_i sum_t w_it max(-rho_t A_i, -clip(rho_t, 1 - e_low, 1 + e_high) A_i)         A_i = (r_i - m) / s
+
+Switches make the relatives of it; examples/configs/grpo has them by name:
+
+    --advantage      std (above), mean (Dr. GRPO), batch_std, rloo, maxrl; none with --normalize_advantages: REINFORCE++
+    --loss_type      clip (above), cispo, sapo, reinforce, or a function package.module:name
+    --importance_sampling_level   token, or sequence (GSPO)
+    --aggregation    w_it: of N tokens token 1/N, of B responses of T_i tokens sequence 1/(B T_i), sum 1/B,
+                     constant 1/(B max_new_tokens), of P prompts of N_p tokens prompt 1/(P N_p)
+    --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
+
+All counts are over micro-batches and ranks, and a baseline is that of the whole group wherever its rows are. Responses
+without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
+`--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
+once, in sampling and in training. Dropout is off wherever log-probabilities are stored.
+
+Left out: an entropy bonus, a replay of earlier groups, sampling by another engine, and several turns, for which masks,
+weights and returns are ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.cli.args import (
+    RARE,
+    DataSetsArgs,
+    EvalArgs,
+    RewardArgs,
+    SamplingArgs,
+    StartArgs,
+    TrainArgs,
+    check_args,
+    check_at_least,
+    check_data_dir,
+    check_positive,
+)
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, Rollout, joined
+from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.rows import Given, load_sets
+from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.generation.engine import check_room
+from lightrlhf.generation.rollout import (
+    check_start,
+    evaluation_metrics,
+    response_kl,
+    rollout_metrics,
+    sample_rollout,
+    score_logprobs,
+    store_sampling,
+)
+from lightrlhf.maths.groups import (
+    ADVANTAGES,
+    Estimator,
+    centred,
+    group_advantages,
+    group_moments,
+    leave_one_out,
+    standardised,
+)
+from lightrlhf.maths.ops import SumOverRanks, gae, whiten
+from lightrlhf.maths.policy_losses import (
+    LOSSES,
+    TokenLoss,
+    kl_loss,
+    make_loss,
+    sequence_log_ratio,
+    token_weights,
+)
+from lightrlhf.models.given import load_start
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.roles import count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import RewardFunction, Rewards, Scores
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import Metrics, OnStep, Run
+
+LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses"
+FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times that of full tuning is usual
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
+    """Group relative policy optimisation against reward functions or a reward model."""
+
+    experiment_name: str = "rlhf-grpo"
+    """Folder below `log_dir` for the runs of one algorithm."""
+    num_generations: int = 8
+    """Responses per prompt (K)."""
+    rollout_size: int = 16
+    """Prompts per rollout and device."""
+    rollout_mini_batch_size: int = 32
+    """Slots of the generation engine, and at most so many rows per scoring pass."""
+    ppo_epochs: int = 1
+    """Passes over each rollout."""
+    mini_batch_size: int = 128
+    """Responses per optimiser step and device."""
+    learning_rate: float = 1e-6
+    """Peak learning rate; with LoRA about ten times that of full tuning."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
+    disable_dropout: bool = field(default=True, metadata=RARE)
+    """Set the probability of every dropout module to 0."""
+    advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = "std"
+    """Baseline and scale: the group's mean and deviation, its mean, and the batch's deviation; see howto/algorithms."""
+    normalize_advantages: bool = False
+    """Whiten advantages over all tokens of the rollout of all ranks."""
+    normalize_rewards: bool = field(default=False, metadata=RARE)
+    """Shift and scale a reward model's scores by the mean and deviation stored with it."""
+    normalize_each_reward: bool = field(default=False, metadata=RARE)
+    """Of several rewards, give each mean 0 and deviation 1 in its group before they are summed (GDPO)."""
+    loss_type: str = "clip"
+    """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or its geometric mean over the response (GSPO)."""
+    aggregation: Literal["token", "sequence", "sum", "constant", "prompt"] = "token"
+    """Weight of a token in the loss: the same for all, or the same for all responses or prompts."""
+    clip_coeff: float = 0.2
+    """Lower clip range of the ratio, which is 1 - this; of 1 and more there is no lower bound."""
+    clip_coeff_high: float | None = None
+    """Upper clip range of the ratio, which is 1 + this; that of `clip_coeff` when not given."""
+    dual_clip: float | None = field(default=None, metadata=RARE)
+    """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
+    init_kl_coeff: float = 0.0
+    """Weight of the KL penalty; 0 needs no reference model and logs no KL."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """KL of a response in its reward, or KL of each token in the loss."""
+    missing_eos_penalty: float = 0.0
+    """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+    overlong_buffer: int = field(default=0, metadata=RARE)
+    """Last tokens below `max_new_tokens` over which a penalty of length grows from 0 to `overlong_penalty` (DAPO)."""
+    overlong_penalty: float = field(default=1.0, metadata=RARE)
+    """Penalty of a response of `max_new_tokens`, with `overlong_buffer`."""
+    overlong_filter: bool = field(default=False, metadata=RARE)
+    """Keep truncated responses out of the loss; they stay in their group's baseline."""
+    resample_rounds: int = 0
+    """Times that groups whose scores are equal are replaced by other prompts (DAPO's dynamic sampling)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_model()
+        self.check_generation()
+        self.check_eval()
+        self.check_data()
+        check_positive(self, "learning_rate", "clip_coeff")
+        for name in ("num_generations", "rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
+            check_at_least(self, name, 1)
+        for name in ("init_kl_coeff", "missing_eos_penalty", "overlong_buffer", "overlong_penalty", "resample_rounds"):
+            check_at_least(self, name, 0)
+        if self.clip_coeff_high is not None:
+            check_positive(self, "clip_coeff_high")
+        if self.dual_clip is not None and not (math.isfinite(self.dual_clip) and self.dual_clip > 1):
+            raise ValueError(f"--dual_clip {self.dual_clip} must be above 1; 3 is usual")
+        if self.dual_clip is not None and self.loss_type != "clip":
+            raise ValueError(f"--dual_clip {self.dual_clip} requires --loss_type clip, not {self.loss_type}")
+        if self.num_generations < 2 and self.advantage != "none":
+            raise ValueError(
+                f"--advantage {self.advantage} compares the responses to a prompt; give --num_generations above 1, "
+                "or --advantage none"
+            )
+        if self.num_generations < 2 and self.resample_rounds:
+            raise ValueError(f"--resample_rounds {self.resample_rounds} requires --num_generations above 1")
+        if self.overlong_buffer >= self.max_new_tokens:
+            raise ValueError(
+                f"--overlong_buffer {self.overlong_buffer} must be below --max_new_tokens {self.max_new_tokens}"
+            )
+        responses = self.rollout_size * self.num_generations
+        if self.mini_batch_size > responses:
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must not exceed the responses of a rollout, --rollout_size "
+                f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
+            )
+        if self.loss_type not in LOSSES and ":" not in self.loss_type:
+            raise ValueError(
+                f"--loss_type {self.loss_type} is none of {', '.join(LOSSES)}, and no function package.module:name"
+            )
+
+    def load_loss(self) -> TokenLoss:
+        """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported."""
+        if self.loss_type not in LOSSES:
+            return load_function(self.loss_type, "--loss_type", LOSS_SHAPE, takes_columns=False)
+        return make_loss(self.loss_type, self.clip_coeff, self.upper_range, self.dual_clip)
+
+    @property
+    def upper_range(self) -> float:
+        """Upper clip range of the ratio."""
+        return self.clip_coeff if self.clip_coeff_high is None else self.clip_coeff_high
+
+
+@dataclass(kw_only=True)
+class GRPOBatch(Batch):
+    """A rollout as the update needs it; all (B, T-1), 0 off actions."""
+
+    group: Tensor  # (B,) int64
+    logprobs: Tensor  # under the policy that sampled
+    ref_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor  # of each token in the loss of its mini-batch
+
+
+def train(
+    args: GRPOArgs,
+    *,
+    policy: Any = None,
+    tokenizer: Any = None,
+    prompts: Given | None = None,
+    reward: RewardFunction | list[RewardFunction] | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Train by GRPO or a relative of it; returns the experiment dir. Objects given here replace what flags would load.
+
+    policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
+    reward: f(prompts, completions, **columns) -> a number or None for each, or several such functions; on_step: called
+    with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    check_args(args, GRPOArgs)
+    if prompts is None:
+        check_data_dir(args)
+    args.check_start(policy)
+    args.check_reward(reward)
+    loss = args.load_loss()
+    given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
+    data_dir = args.data_dir if prompts is None else None
+    tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)
+    sets = load_sets("prompts", "train", args, prompts, tokenizer)
+    examples = [row for one in sets for row in one]
+    held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
+    run = Run(args, "grpo", on_step, given, data=None if prompts is None else "given/prompts")
+    actor = load_start(policy, args, tokenizer, args.strategy not in ("fsdp", "deepspeed"))
+    check_vocabulary(examples, vocabulary_size(actor), args.data_name)
+    check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
+    share_prefixes(actor, longest_text(examples) + args.max_new_tokens)
+    reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
+    rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor)
+    sizes = (*count_parameters(actor), len(examples), args.num_generations)
+    run.print0("policy: {:,} parameters, {:,} trainable; {:,} prompts, {} responses to each".format(*sizes))
+    if args.finetune_mode == "lora" and args.learning_rate <= FULL_TUNING_RATE:
+        run.print0(
+            f"warning: --learning_rate {args.learning_rate} is one for tuning all weights; adapters learn at about ten "
+            "times as much, such as 1e-5 to 1e-4"
+        )
+
+    run.mix([len(one) for one in sets])
+    num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
+    per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
+    model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
+
+    for step in run.steps(num_steps):
+        index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
+        with run.phase("rollout"):
+            rollout = sample_groups(run, model, reference, examples, index, range(len(index)), tokenizer, step)
+        if step == 0:
+            check_start(rollout if reference else rescored(run, model, rollout))
+        with run.phase("score"):
+            scores = rewards(rollout, tokenizer)
+        metrics = group_metrics(run, rollout, scores, len(index))
+        with run.phase("resample"):
+            for number in range(1, args.resample_rounds + 1):
+                missing = uninformative(run, rollout, scores.total, len(index))  # numbers of groups
+                if not missing:
+                    break
+                keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
+                metrics["sampling/prompts"] += len(missing)
+                metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
+                for group, other in zip(missing, other_prompts(run, len(examples), len(missing), step, number)):
+                    index[group] = other
+                chosen = [index[group] for group in missing]
+                fresh = sample_groups(run, model, reference, examples, chosen, missing, tokenizer, step, number)
+                scores = Scores.joined([scores.select(keep), rewards(fresh, tokenizer)])
+                rollout = joined([rollout.select(keep), fresh])
+                name_rows(run, index, rollout)
+        with run.phase("update"):
+            batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
+            metrics |= update(run, model, batch, loss, len(index), step)
+
+        run.step += 1
+        if run.due(args.log_interval, num_steps):
+            times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "resample", "update")}
+            tokens = run.total(int(rollout.attention_mask.sum()))
+            speed = {"time/tokens_per_second": tokens / sum(times.values())}
+            run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
+        if held_out and run.due(args.eval_interval, num_steps):
+            with run.phase("evaluation"):
+                results = evaluate(run, model, reference, rewards, held_out, tokenizer)
+            run.log(results)
+        if run.save_due(num_steps):
+            store_sampling(actor, args, tokenizer)
+            run.save(actor, tokenizer)
+    return run.finish(results)
+
+
+# ------------------------------------------------------------------------------------------------------ the rollout
+def sample_groups(
+    run: Run[GRPOArgs],
+    model: nn.Module,
+    reference: nn.Module | None,
+    examples: Sequence[Row],
+    index: Sequence[int],
+    groups: Sequence[int],
+    tokenizer: Any,
+    *key: int,
+) -> Rollout:
+    """This rank's part of K responses to each of the prompts examples[index], which are the groups of these numbers.
+
+    Those of a prompt are next to each other; where ranks share rows evenly, a group may lie on two.
+    """
+    k = run.args.num_generations
+    run.name_batch([i for i in index for _ in range(k)])
+    rows = run.shard([examples[i] for i in index for _ in range(k)])
+    noise = run.noise(len(index) * k, run.args.max_new_tokens, *key)  # (B, length)
+    rollout = sample_rollout(run, model, reference, rows, noise, tokenizer)
+    numbers = torch.tensor(run.shard([group for group in groups for _ in range(k)]), dtype=torch.int64)
+    return dataclasses.replace(rollout, group=numbers.to(run.device))
+
+
+def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
+    """The rollout with the policy as its own reference: what a forward pass gives for what was sampled."""
+    with run.autocast():
+        scored = score_logprobs(model, rollout, run.args.temperature, run.args.rollout_mini_batch_size)
+    return dataclasses.replace(rollout, ref_logprobs=scored)
+
+
+def uninformative(run: Run[GRPOArgs], rollout: Rollout, scores: Tensor, num_groups: int) -> list[int]:
+    """Numbers of the groups without two different scores, before penalties of length; the same on all ranks."""
+    moments = group_moments(scores, rollout.group, num_groups, run.sum_over_ranks)
+    differ = torch.zeros(num_groups, dtype=torch.float64, device=run.device)
+    differ.index_add_(0, rollout.group, moments.informative.double())
+    return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
+
+
+def other_prompts(run: Run[GRPOArgs], num_examples: int, number: int, *key: int) -> list[int]:
+    """Random prompts, the same on all ranks and in a resumed run."""
+    return torch.randint(num_examples, (number,), generator=run.generator(*key, -1)).tolist()
+
+
+def name_rows(run: Run[GRPOArgs], index: Sequence[int], rollout: Rollout) -> None:
+    """Name the rows of a rollout of which a part was replaced, for errors."""
+    run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
+
+
+def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
+    """Scores (B,) less the penalties of length; NaN stays NaN."""
+    scores = bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
+    if not args.overlong_buffer:
+        return scores
+    over = overlong(rollout.action_mask.sum(1), args.max_new_tokens, args.overlong_buffer)  # (B,)
+    return scores - args.overlong_penalty * over
+
+
+def estimate_advantages(
+    args: GRPOArgs,
+    rollout: Rollout,
+    scores: Scores,
+    reward_weights: Tensor,
+    num_groups: int,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> GRPOBatch:
+    """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
+
+    The KL of a response gets a baseline as its score does, and is never divided by the scores' deviation. Without a
+    baseline (REINFORCE++) each action gets the reward to go, through tokens that are no actions.
+    """
+
+    def advantages_of(values: Tensor, estimator: Estimator) -> Tensor:
+        """(B,), NaN where there is none -> (B,)."""
+        return group_advantages(values, group_moments(values, rollout.group, num_groups, sum_over_ranks), estimator)
+
+    total = scores.total
+    if args.normalize_each_reward:  # GDPO, 2601.05242; the sum keeps mean 0 in each group
+        parts = [weight * advantages_of(part, standardised) for part, weight in zip(scores.parts.T, reward_weights)]
+        total = torch.where(total.isnan(), total, torch.stack(parts).sum(0))
+    total = shaped(args, rollout, total)
+    scored = rollout.masked(~total.isnan())
+    kl_coeff = args.init_kl_coeff if args.kl_placement == "reward" else 0.0
+    if args.advantage == "none":
+        rewards = token_rewards(scored, total, kl_coeff)  # (B, T-1)
+        advantages = gae(rewards, torch.zeros_like(rewards), scored.action_mask, gamma=1.0, lambd=1.0)[0]
+    else:
+        advantages = advantages_of(total, ADVANTAGES[args.advantage])  # (B,)
+        if kl_coeff:
+            baseline = leave_one_out if args.advantage == "rloo" else centred
+            kl = torch.where(total.isnan(), total, response_kl(rollout))  # (B,)
+            advantages = advantages - kl_coeff * advantages_of(kl, baseline)
+        advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
+    if args.normalize_advantages:
+        advantages = whiten(advantages, scored.action_mask, sum_over_ranks=sum_over_ranks)
+    learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
+    advantages = torch.where(learned.action_mask, advantages, 0.0)
+    return learned.extend(GRPOBatch, advantages=advantages, weights=torch.zeros_like(advantages))
+
+
+# ------------------------------------------------------------------------------------------------------- the update
+def update(
+    run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: TokenLoss, num_groups: int, step: int
+) -> Metrics:
+    """All optimiser steps of one rollout; returns means over them."""
+    args = run.args
+    num_rows = math.ceil(run.total(len(batch)) / run.world_size)
+    parts = (
+        minibatch
+        for epoch in range(args.ppo_epochs)
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, num_groups, run.generator(step, epoch))
+    )
+    metrics = [update_minibatch(run, model, minibatch, loss, num_groups) for minibatch in parts]
+    return {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
+
+
+def minibatches(
+    batch: GRPOBatch, size: int, num_rows: int, num_groups: int, generator: torch.Generator
+) -> Iterator[GRPOBatch]:
+    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, sets their number."""
+    place = torch.randperm(num_groups, generator=generator).to(batch.group.device)  # (G,)
+    order = place[batch.group].argsort(stable=True)  # (B,)
+    for rows in order.tensor_split(math.ceil(num_rows / size)):
+        yield batch.select(rows)
+
+
+def update_minibatch(
+    run: Run[GRPOArgs], model: nn.Module, minibatch: GRPOBatch, loss: TokenLoss, num_groups: int
+) -> Metrics:
+    """One optimiser step; the gradient does not depend on how micro-batches are cut."""
+    args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
+    counted = (minibatch.action_mask, minibatch.group, num_groups)
+    minibatch.weights = token_weights(*counted, args.aggregation, args.max_new_tokens, run.sum_over_ranks)  # (b, T-1)
+    if args.loss_type in LOSSES and not kl_coeff:  # a response without an advantage has no gradient
+        minibatch = minibatch.select((minibatch.advantages != 0).any(1).nonzero()[:, 0])
+    sums = torch.zeros(5, device=run.device)
+    micros = run.pad_passes(minibatch.by_group(args.micro_batch_size))
+    for i, rows in enumerate(micros):
+        micro = minibatch.select(rows)
+        mask = micro.action_mask
+        with run.accumulate(model, enabled=i + 1 < len(micros)):
+            logprobs = model(**policy_inputs(micro), temperature=args.temperature).logprobs  # (b, T-1)
+            difference = torch.where(mask, logprobs - micro.logprobs, 0.0)  # (b, T-1)
+            is_sequence = args.importance_sampling_level == "sequence"
+            log_ratio = sequence_log_ratio(difference, mask) if is_sequence else difference
+            losses = loss(logprobs, log_ratio, micro.advantages, mask)
+            if kl_coeff:
+                losses = losses + kl_coeff * kl_loss(logprobs, micro.ref_logprobs, difference)
+            total = (micro.weights * losses)[mask].sum()
+            run.backward(total, micro.places)
+        with torch.no_grad():
+            ratio, used = difference[mask].exp(), log_ratio[mask].exp()
+            outside = ((used < 1 - args.clip_coeff) | (used > 1 + args.upper_range)).float()
+            terms = [outside.sum(), (ratio - 1 - difference[mask]).sum(), ratio.sum(), mask.sum()]
+            sums += torch.stack([total.detach(), *terms])
+    total, clipped, approxkl, ratios, count = run.sum_over_ranks(sums).tolist()
+    return {
+        "policy/loss": total,
+        "policy/clipfrac": clipped / max(count, 1),
+        "policy/approxkl": approxkl / max(count, 1),
+        "policy/ratio": ratios / max(count, 1),
+        "policy/grad_norm": run.optimize("policy"),
+    }
+
+
+# ------------------------------------------------------------------------------------------ metrics and evaluation
+def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int) -> Metrics:
+    """Metrics of what was sampled first, before groups are replaced, over all ranks."""
+    args = run.args
+    rewards = shaped(args, rollout, scores.total)  # (B,)
+    if args.init_kl_coeff and args.kl_placement == "reward":
+        rewards = rewards - args.init_kl_coeff * response_kl(rollout)
+    metrics = rollout_metrics(run, rollout, scores.total, rewards[:, None])
+    equal = len(uninformative(run, rollout, scores.total, num_groups))
+    counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
+    return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run[GRPOArgs],
+    model: nn.Module,
+    reference: nn.Module | None,
+    rewards: Rewards,
+    rows: list[Row],
+    tokenizer: Any,
+) -> Metrics:
+    """Score, KL and length of one response to each held-out prompt, with the same noise each time."""
+    args = run.args
+    rows = run.eval_rows(rows, args.rollout_mini_batch_size)
+    noise = run.noise(len(rows), args.max_new_tokens, -1)
+    rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer)
+    return evaluation_metrics(run, rollout, shaped(args, rollout, rewards(rollout, tokenizer).total), tokenizer)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(GRPOArgs, argv)))
+
+
+if __name__ == "__main__":
+    main()

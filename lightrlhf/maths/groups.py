@@ -1,0 +1,114 @@
+"""Advantages of groups: the responses to one prompt are each other's baseline.
+
+A group's rows may lie in several micro-batches and on several ranks: its statistics are those of all its scored rows.
+Group numbers count from 0 and are the same on all ranks. Scores that are NaN are in no statistic and have no advantage.
+
+Left out: baselines weighted by length (OPO), and those of a greedy response (ReMax).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrlhf.maths.ops import SumOverRanks
+
+EPS = 1e-6  # added to what divides
+
+
+class Moments(NamedTuple):
+    """Statistics of the scored rows, float64: `batch_std` of all of them, a scalar, the others of each row's group."""
+
+    size: Tensor  # (B,) scored rows
+    mean: Tensor  # (B,)
+    std: Tensor  # (B,) with n - 1, 0 of one row
+    batch_std: Tensor  # () with n - 1
+
+    @property
+    def informative(self) -> Tensor:
+        """Whether the scores of each row's group differ: (B,) bool."""
+        return self.std > 0
+
+
+def group_moments(
+    scores: Tensor, group: Tensor, num_groups: int, sum_over_ranks: SumOverRanks | None = None
+) -> Moments:
+    """Statistics of each row's whole group, over all ranks; scores: (B,), NaN where there is none, group: (B,) int64.
+
+    In float64 the mean of equal float32 scores is exact, so that their deviation is exactly 0.
+    """
+    reduce = sum_over_ranks or (lambda tensor: tensor)
+    scored = ~scores.isnan()
+    values = torch.where(scored, scores, torch.zeros_like(scores)).double()  # (B,)
+
+    def sums(*columns: Tensor) -> Tensor:
+        """Sum of each column (B,) over each group: (G, C)."""
+        zeros = torch.zeros(num_groups, len(columns), dtype=torch.float64, device=scores.device)
+        return reduce(zeros.index_add(0, group, torch.stack(columns, 1)))
+
+    def std(squares: Tensor, count: Tensor) -> Tensor:
+        return (squares / (count - 1).clamp(min=1)).sqrt()
+
+    count, total = sums(scored.double(), values).unbind(1)  # (G,) each
+    mean = total / count.clamp(min=1)
+    batch_mean = total.sum() / count.sum().clamp(min=1)
+    centred = [torch.where(scored, values - middle, 0.0).pow(2) for middle in (mean[group], batch_mean)]  # (B,) each
+    squares, batch_squares = sums(*centred).unbind(1)  # (G,) each
+    within = std(squares, count)
+    return Moments(count[group], mean[group], within[group], std(batch_squares.sum(), count.sum()))
+
+
+Estimator = Callable[[Tensor, Moments], Tensor]
+
+
+def raw(scores: Tensor, moments: Moments) -> Tensor:
+    """The scores: no baseline (REINFORCE; REINFORCE++, Hu 2025, 2501.03262, whitens what comes of them)."""
+    return scores.double()
+
+
+def centred(scores: Tensor, moments: Moments) -> Tensor:
+    """r - mean (Dr. GRPO, Liu et al. 2025, 2503.20783, section 3.2)."""
+    return scores - moments.mean
+
+
+def standardised(scores: Tensor, moments: Moments) -> Tensor:
+    """(r - mean) / std (GRPO, Shao et al. 2024, 2402.03300, section 4.1.2)."""
+    return (scores - moments.mean) / (moments.std + EPS)
+
+
+def batch_standardised(scores: Tensor, moments: Moments) -> Tensor:
+    """(r - mean) / std of all scores of the batch (Lite PPO, Liu et al. 2025, 2508.08221, section 4.1)."""
+    return (scores - moments.mean) / (moments.batch_std + EPS)
+
+
+def leave_one_out(scores: Tensor, moments: Moments) -> Tensor:
+    """r - mean of the others of its group = n / (n - 1) (r - mean) (RLOO, Ahmadian et al. 2024, 2402.14740, eq. 3)."""
+    return (scores - moments.mean) * moments.size / (moments.size - 1).clamp(min=1)
+
+
+def max_likelihood(scores: Tensor, moments: Moments) -> Tensor:
+    """(r - mean) / mean, for scores of at least 0 (MaxRL, 2602.02710). Raises: ValueError for a score below 0."""
+    if bool((scores < 0).any()):
+        least = float(scores.nan_to_num().min())
+        raise ValueError(f"maxrl divides by the mean score of a prompt, but a score is {least}")
+    return (scores - moments.mean) / (moments.mean + EPS)
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "std": standardised,
+    "mean": centred,
+    "batch_std": batch_standardised,
+    "rloo": leave_one_out,
+    "maxrl": max_likelihood,
+    "none": raw,
+}
+
+
+def group_advantages(scores: Tensor, moments: Moments, estimator: Estimator) -> Tensor:
+    """Advantages (B,) of scores (B,), in their type; 0 without a score, and without a baseline in a group of one."""
+    advantages = estimator(scores, moments)
+    known = ~scores.isnan() & ((moments.size > 1) | (estimator is raw))
+    return torch.where(known, advantages, torch.zeros_like(advantages)).to(scores.dtype)

@@ -1,0 +1,142 @@
+"""Policy losses per token, and the weight that each token has in their sum.
+
+All tensors are (B, T-1), aligned as in `data/batch.py`. A loss is a function f(logprobs, log_ratio, advantages,
+action_mask) -> (B, T-1) of the log-probabilities, of log rho = log pi - log pi_old, which carries gradients too, and of
+the advantages; what it returns off actions has no weight. The sum of weights times losses is what is minimised: the
+weights hold every count, over all micro-batches and ranks, so that no cut of a batch changes a gradient.
+
+Left out: the geometric mean of clipped ratios (GMPO), masks by total variation (DPPO), weights of sequences (VESPO).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrlhf.maths.ops import SumOverRanks, clipped_surrogate, kl_k2
+
+TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SAPO_TEMPERATURES = 1.0, 1.05  # for positive and for other advantages: 2511.20347, section 4
+
+
+# ------------------------------------------------------------------------------------------------------------ losses
+def clip_loss(
+    logprobs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+) -> Tensor:
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7; two ranges: DAPO, 2503.14476, eq. 10).
+
+    dual: where A < 0 the loss is at most -dual A, however large the ratio (Ye et al. 2020, 1912.09729, eq. 5).
+    """
+    surrogate = clipped_surrogate(log_ratio, advantages, low, high)
+    if dual is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+    return -surrogate
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> Tensor:
+    """-clip(rho, 1 - low, 1 + high) A log pi, the ratio a constant (CISPO, MiniMax 2025, 2506.13585, eq. 4-5)."""
+    return -log_ratio.detach().exp().clamp(1 - low, 1 + high) * advantages * logprobs
+
+
+def sapo_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
+    """-4/tau sigmoid(tau (rho - 1)) A: a soft gate in place of the clip (SAPO, 2511.20347)."""
+    positive, other = SAPO_TEMPERATURES
+    tau = other + (positive - other) * (advantages > 0).to(advantages)
+    return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
+
+
+def reinforce_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
+    """-A log pi (Williams 1992): right for one update on samples of the policy itself."""
+    return -advantages * logprobs
+
+
+LOSSES: dict[str, TokenLoss] = {
+    "clip": clip_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "reinforce": reinforce_loss,
+}
+
+
+def make_loss(name: str, low: float, high: float, dual: float | None) -> TokenLoss:
+    """The loss of this name with its ranges."""
+    if name == "clip":
+        return functools.partial(clip_loss, low=low, high=high, dual=dual)
+    return functools.partial(cispo_loss, low=low, high=high) if name == "cispo" else LOSSES[name]
+
+
+def sequence_log_ratio(log_ratio: Tensor, action_mask: Tensor) -> Tensor:
+    """Mean log-ratio of each row's actions at each of them (GSPO, Zheng et al. 2025, 2507.18071, eq. 7): (B, T-1)."""
+    counted = torch.where(action_mask, log_ratio, torch.zeros_like(log_ratio))
+    mean = counted.sum(1, keepdim=True) / action_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    return torch.where(action_mask, mean, torch.zeros_like(log_ratio))
+
+
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor:
+    """rho (log pi - log pi_ref)^2 / 2, the ratio a constant: its gradient is that of KL(pi || pi_ref) at each token.
+
+    So on samples of pi (rho = 1) and of pi_old. That of k3, which many use, is the gradient of another divergence,
+    KL(pi_ref || pi); howto/algorithms/grpo.md has the table.
+    """
+    return log_ratio.detach().exp() * kl_k2(logprobs, ref_logprobs)
+
+
+# ------------------------------------------------------------------------------------------------------- aggregation
+class Counts(NamedTuple):
+    """What a batch of all micro-batches and ranks holds; rows without an action do not count."""
+
+    tokens: Tensor  # () actions
+    sequences: Tensor  # () rows
+    groups: Tensor  # () groups
+    row_tokens: Tensor  # (B, 1) actions of each row
+    group_tokens: Tensor  # (B, 1) actions of each row's group
+    length: int  # the longest response that may be sampled
+
+
+AGGREGATIONS: dict[str, Callable[[Counts], Tensor]] = {
+    "token": lambda n: 1 / n.tokens,  # DAPO, 2503.14476, eq. 8
+    "sequence": lambda n: 1 / (n.sequences * n.row_tokens),  # GRPO, 2402.03300, eq. 3
+    "sum": lambda n: 1 / n.sequences,  # RLOO, 2402.14740
+    "constant": lambda n: 1 / (n.sequences * n.length),  # Dr. GRPO, 2503.20783
+    "prompt": lambda n: 1 / (n.groups * n.group_tokens),  # ScaleRL, 2510.13786
+}
+
+
+def token_weights(
+    action_mask: Tensor,
+    group: Tensor,
+    num_groups: int,
+    aggregation: str,
+    length: int,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Tensor:
+    """Weight of each action in the loss, (B, T-1), 0 elsewhere; `aggregation` is a name of `AGGREGATIONS`.
+
+    Counts are over the rows of all ranks. group: (B,) int64 below num_groups; length: the constant of `constant`.
+    """
+    reduce = sum_over_ranks or (lambda tensor: tensor)
+    row_tokens = action_mask.sum(1).double()  # (B,)
+    rows = torch.stack([row_tokens, (row_tokens > 0).double()], 1)  # (B, 2)
+    zeros = torch.zeros(num_groups, 2, dtype=torch.float64, device=action_mask.device)
+    by_group = reduce(zeros.index_add(0, group, rows))  # (G, 2)
+    tokens, sequences = by_group.sum(0)
+    counts = Counts(tokens, sequences, (by_group[:, 0] > 0).sum(), row_tokens[:, None], by_group[group, :1], length)
+    weights = AGGREGATIONS[aggregation](counts).expand(action_mask.shape)  # infinite where there is nothing to weigh
+    return torch.where(action_mask, weights, 0.0).float()
