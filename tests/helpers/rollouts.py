@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightrlhf.data.batch import Rollout, response_batch
+from lightrlhf.maths.groups import group_advantages, group_moments, standardised
 
 EOS = 1
 
@@ -16,9 +17,16 @@ def rollout_of(prompts, responses, pad_id=EOS, truncated=None, columns=None) -> 
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         action_mask=batch.action_mask,
+        group=torch.arange(len(prompts)),
         prompt_len=torch.tensor([len(prompt) for prompt in prompts]),
         truncated=torch.tensor(truncated or [False] * len(prompts)),
         logprobs=noise[0] * batch.action_mask,
         ref_logprobs=noise[1] * batch.action_mask,
         columns=columns or [{} for _ in prompts],
     )
+
+
+def advantages_of(returns: torch.Tensor, size: int) -> torch.Tensor:
+    """Standardised advantages (N,) in groups of adjacent returns."""
+    group = torch.arange(len(returns)) // size
+    return group_advantages(returns, group_moments(returns, group, len(returns) // size), standardised)

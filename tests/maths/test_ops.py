@@ -241,3 +241,18 @@ def test_wilson_interval_of_known_numbers():
     assert ops.wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
     assert ops.wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert ops.wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_episode_gae_equals_the_recursion_along_each_episode():
+    lengths, gamma, lambd = [3, 1, 2], 0.9, 0.8
+    episode = torch.tensor([index for index, length in enumerate(lengths) for _ in range(length)])
+    rewards, values = torch.randn(2, 6)
+    advantages, returns = ops.episode_gae(rewards, values, episode, gamma, lambd)
+    for index in range(3):
+        rows = (episode == index).nonzero()[:, 0].tolist()
+        following, carried = 0.0, 0.0
+        for row in reversed(rows):
+            carried = float(rewards[row]) + gamma * following - float(values[row]) + gamma * lambd * carried
+            following = float(values[row])
+            assert float(advantages[row]) == pytest.approx(carried, abs=1e-6)
+            assert float(returns[row]) == pytest.approx(carried + following, abs=1e-6)

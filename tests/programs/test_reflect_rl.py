@@ -168,7 +168,8 @@ def test_group_advantages_compare_the_discounted_returns_of_one_start():
     """The first decision's return is that of the whole episode; discounts apply, whitening does not."""
     group = {"rollout_size": 4, "num_generations": 2}
     advantages = estimated([1.0, 1.0], [0.0], [7.0], [7.0, 0.0], **group).advantages
-    assert advantages.tolist() == pytest.approx([1, 1, -1, 0, 0, 0], abs=1e-5)
+    half = 0.5**0.5  # of two returns, the deviation with n - 1 is the root of 2 times the distance from the mean
+    assert advantages.tolist() == pytest.approx([half, half, -half, 0, 0, 0], abs=1e-5)
     discounted = estimated([1.0, 1.0], [1.5], [0.0, 2.0], [1.0], gae_gamma=0.5, **group).advantages
     assert discounted.tolist() == pytest.approx([0] * 6, abs=1e-5)
 
