@@ -1,13 +1,14 @@
 """Score sampled responses and choose preference pairs among them.
 
 Reads the JSONL of `lightrlhf.generate` and adds `rewards`, by a reward model with its own tokenizer and chat template,
-a model that compares two responses (a tournament of all against all), or a Python function. A response without a valid
-score has null there, is counted, and is never chosen. With `--choose_type` one pair per prompt is chosen and written to
-`preference_*.pt`, in the format of any prepared dataset, with the margin of the two scores.
+a model that compares two responses (a tournament of all against all), Python functions, or the weighted sum of several.
+A response without a valid score has null there, is counted, and is never chosen. With `--choose_type` one pair per
+prompt is chosen and written to `preference_*.pt`, in the format of any prepared dataset, with the margin of the two
+scores.
 
 The choices are those of Online-RLHF (Dong et al. 2024, 2405.07863), with two of its faults corrected: `max_random`
 draws the rejected response at random, and pairs of `max_min_p` keep the order of the penalised rewards. Left out:
-several pairs per prompt, and merging annotations of several scorers.
+several pairs per prompt, and keeping the rewards of several scorers apart.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, SealArgs, check_args, check_at_least, check_output, check_types
+from lightrlhf.cli.args import RARE, RewardArgs, SealArgs, check_args, check_at_least, check_output, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.lists import WAS_TEXT
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
-from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample, score_rows
+from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import Encoding, Sample, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.locks import lock_folder
@@ -44,7 +47,7 @@ READ = ("prompt", "responses")  # of each row
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateArgs(SealArgs):
+class AnnotateArgs(RewardArgs, SealArgs):
     """Score sampled responses, and choose preference pairs among them."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -57,12 +60,12 @@ class AnnotateArgs(SealArgs):
     """JSONL file with a prompt and its responses per line, as `lightrlhf.generate` writes it."""
     output_file: str | None = None
     """JSONL file with `rewards` added; `{responses_file}.rewards.jsonl` when not given."""
-    rm_experiment_dir: str | None = None
+    rm_experiment_dir: str | None = None  # not required, as in training: rows may have their rewards
     """Reward model or pair-preference model: experiment dir, checkpoint, or folder of a classifier."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    reward_function: str | None = None
-    """Python function by `package.module:function` instead: f(prompts, completions, **columns) -> list of floats."""
+    reward_function: list[str] = field(default_factory=list, metadata=WAS_TEXT)
+    """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
     """Let a reward model run the code of its own folder."""
     rollout_mini_batch_size: int = 64
@@ -91,8 +94,6 @@ class AnnotateArgs(SealArgs):
         find_device(self.accelerator)
         if not Path(self.responses_file).is_file():
             raise ValueError(f"--responses_file {self.responses_file} does not exist; write it by lightrlhf.generate")
-        if self.rm_experiment_dir and self.reward_function:
-            raise ValueError("--rm_experiment_dir and --reward_function exclude each other; give one of them")
         if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
             raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
         if not 0 <= self.validation_percentage < 1:
@@ -116,12 +117,13 @@ class AnnotateArgs(SealArgs):
         return Path(self.output_file or Path(self.responses_file).with_suffix(".rewards.jsonl"))
 
 
-def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
+def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
     """Score responses and choose pairs; returns the file with rewards. `reward` replaces what the flags would load."""
     check_args(args, AnnotateArgs)
     rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
     output = args.responses_file
     if args.rm_experiment_dir or args.reward_function or reward:
+        args.check_reward(reward)
         output = str(args.rewards_file)
         rows = write_rewards(args, rows, Path(output), reward)
     elif any("rewards" not in row for row in rows):
@@ -136,13 +138,15 @@ def run(args: AnnotateArgs, *, reward: RewardFunction | None = None) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- rewards
 def write_rewards(
-    args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunction | None = None
+    args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
     with JsonlWriter(output, settings_of(args) | given_objects(reward=reward), args.RENAMED) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
-            scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+            scorer = make_rewards(
+                args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
+            ).of_groups
 
             def work(chunk: Sequence[Row]) -> list[Row]:
                 return [{**row, "rewards": rewards} for row, rewards in zip(chunk, score_rows(scorer, chunk))]
@@ -153,10 +157,13 @@ def write_rewards(
 
 def settings_of(args: AnnotateArgs) -> Row:
     """Settings that determine the rewards; stored to detect files of other ones."""
-    names = ("reward_function", "rm_chat_template", "rollout_mini_batch_size")
+    names = ("rm_chat_template", "rollout_mini_batch_size")
     model = args.rm_experiment_dir and resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     content = hashlib.sha256(Path(args.responses_file).read_bytes()).hexdigest()
-    return {"rm": model, "responses_sha256": content, **{name: getattr(args, name) for name in names}}
+    functions = " ".join(args.reward_function) or None  # one function as older releases wrote it
+    settings = {"rm": model, "responses_sha256": content, "reward_function": functions}
+    new = {name: value for name in ("reward_weights", "reward_timeout") if (value := getattr(args, name))}
+    return settings | {name: getattr(args, name) for name in names} | new
 
 
 def describe(rows: Sequence[Row]) -> str:

@@ -46,8 +46,9 @@ from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
-from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
+from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.storage.locks import lock_folder
@@ -124,7 +125,7 @@ def train(
     *,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
-    reward: RewardFunction | None = None,
+    reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by REFUEL in iterations; returns the experiment dir. Objects given here replace what the flags would load.
@@ -247,13 +248,15 @@ def generate_dialogues(
             writer.extend(openings, CHUNK, work, f"generate {number}", " dialogues")
 
 
-def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunction | None) -> None:
+def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunctions | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
     rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
     content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
     with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
-            scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+            scorer = make_rewards(
+                args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
+            ).of_groups
             writer.extend(rows, CHUNK, functools.partial(score_pairs, scorer))
 
 
@@ -328,7 +331,7 @@ def evaluate_iteration(
     tokenizer: PreTrainedTokenizerBase,
     rows_of: Callable[[str], Sequence[Dialogue]],
     user: User | None,
-    reward: RewardFunction | None,
+    reward: RewardFunctions | None,
 ) -> None:
     """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it exists.
 
@@ -343,7 +346,7 @@ def evaluate_iteration(
     model = load_frozen(args, policy, tokenizer, rows)
     user = user or load_user(args, device, slots)
     dialogues = roll_out(model, tokenizer, rows, args.num_turns, user, args, args.seed, slots)
-    scores = score_turns(make_scorer(args, device, slots, reward), dialogues)
+    scores = score_turns(make_rewards(args, device, slots, reward, grouped=True).of_groups, dialogues)
     lengths = [end - start for row in dialogues for start, end in row.turn_spans]
     by_turn = [[turns[h] for turns in scores if len(turns) > h] for h in range(args.num_turns)]
     results = {

@@ -310,13 +310,9 @@ def function_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[floa
     """Scores of a Python function `f(prompts, completions, **columns)`: numbers, or dicts with a `score`."""
     function = load_function(args.judge, "--judge")
 
-    def numbers(prompts: list[str], responses: list[str], **columns: Any) -> list[Any]:
-        verdicts = function(prompts, responses, **columns)
-        return [verdict["score"] if isinstance(verdict, dict) else verdict for verdict in verdicts]
-
     def scores_of(pairs: Sequence[Row]) -> list[list[float | None]]:
         columns = [{k: v for k, v in pair["columns"].items() if k not in ("prompt", "response")} for pair in pairs]
-        scorer = FunctionScorer(numbers, f"--judge {args.judge}")
+        scorer = FunctionScorer(function, f"--judge {args.judge}")
         sides = [
             scorer([[Sample(pair["prompt"], pair[side], columns=own)] for pair, own in zip(pairs, columns)])
             for side in "ab"

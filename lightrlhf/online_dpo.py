@@ -51,8 +51,9 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import Encoding, RewardFunction, Sample, finite
+from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import Encoding, Sample, finite
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.storage.locks import lock_folder
@@ -147,7 +148,7 @@ def train(
     args: OnlineDPOArgs,
     *,
     prompts: Given | None = None,
-    reward: RewardFunction | None = None,
+    reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by online preference learning; returns the experiment dir.
@@ -238,7 +239,7 @@ def respond(
 
 
 def score_and_choose(
-    args: OnlineDPOArgs, folder: Path, initial: str, data_dir: str | None, reward: RewardFunction | None
+    args: OnlineDPOArgs, folder: Path, initial: str, data_dir: str | None, reward: RewardFunctions | None
 ) -> None:
     """Write `rewards.jsonl`, and the pairs into `pairs/`."""
     stage = annotate.AnnotateArgs(
@@ -307,7 +308,7 @@ def evaluate_iteration(
     initial: str,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[Row],
-    reward: RewardFunction | None,
+    reward: RewardFunctions | None,
 ) -> None:
     """Write `evaluation.json` and a record per prompt to `evaluation.jsonl`, unless they exist.
 
@@ -345,10 +346,12 @@ def evaluate_iteration(
 
 
 def add_scores(
-    args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunction | None, data_dir: str | None
+    args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunctions | None, data_dir: str | None
 ) -> None:
     """Add `reward` to the records, and `gold` where the data has a judge."""
-    scorer = make_scorer(args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+    scorer = make_rewards(
+        args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
+    ).of_groups
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]

@@ -45,8 +45,9 @@ from lightrlhf.models.roles import Policy, count_parameters, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.refuel import Pairs, log_samples, score_shard, train_step
-from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import GroupScorer, RewardFunction
+from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 
@@ -116,7 +117,7 @@ def train(
     tokenizer: Any = None,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
-    reward: RewardFunction | None = None,
+    reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by online REFUEL; returns the experiment dir. Objects given here replace what the flags would load.
@@ -144,7 +145,7 @@ def train(
     rows = with_room(run, policy, dialogues["train"])
     held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]
     reference = run.freeze(policy.reference())
-    scorer = make_scorer(args, run.device, args.rollout_mini_batch_size, reward)
+    scorer = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
     user = user or recorded_user
     num_steps = run.num_steps(len(rows), args.rollout_size)
     results: Metrics = {}

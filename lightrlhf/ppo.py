@@ -54,6 +54,7 @@ from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
+    reward_metrics,
     rollout_metrics,
     sample_rollout,
     store_sampling,
@@ -66,9 +67,10 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.roles import Policy, ScalarModel, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewards
-from lightrlhf.rewards.loading import make_scorer
-from lightrlhf.rewards.scorers import GroupScorer, RewardFunction, score_rollout
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import Rewards, Scores
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 
@@ -205,13 +207,13 @@ def train(
     policy: Any = None,
     tokenizer: Any = None,
     prompts: Given | None = None,
-    reward: RewardFunction | None = None,
+    reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by PPO; returns the experiment dir. Objects given here replace what the flags would load.
 
     policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
-    reward: f(prompts, completions, **columns) -> a number or None for each; on_step: called with (step, metrics) where
+    reward: a function as in howto/rewards.md, or several; on_step: called with (step, metrics) where
     metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
@@ -232,7 +234,7 @@ def train(
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     reference = run.freeze(actor.reference())
-    scorer = make_scorer(args, run.device, args.rollout_mini_batch_size, reward, single=True, backbone=actor)
+    rewards_of = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, actor, given=policy is not None)
     sizes = (*count_parameters(actor), len(examples))
@@ -254,16 +256,17 @@ def train(
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
-            scores = score(args, rollout, scorer, tokenizer)  # (B,), NaN where there is none
-            scored = rollout.masked(~scores.isnan())
+            scores = score(args, rollout, rewards_of, tokenizer)
+            scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
-            rewards = token_rewards(scored, scores, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+            rewards = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
             noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
-        metrics |= rollout_metrics(run, rollout, scores, rewards) | macro_metrics(run, batch, parse_failures)
+        metrics |= rollout_metrics(run, rollout, scores.total, rewards) | reward_metrics(run, scores)
+        metrics |= macro_metrics(run, batch, parse_failures)
         metrics["objective/kl_coeff"] = kl_coeff.value
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
             kl_coeff.update(metrics["objective/kl"], len(rows))
@@ -276,7 +279,7 @@ def train(
             run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if held_out and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
-                results = evaluate(run, model, reference, scorer, held_out, tokenizer)
+                results = evaluate(run, model, reference, rewards_of, held_out, tokenizer)
             run.log(results)
         if run.save_due(num_steps):
             store_sampling(actor, args, tokenizer)
@@ -295,11 +298,11 @@ def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool = Fal
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
-def score(args: PPOArgs, rollout: Rollout, scorer: GroupScorer, tokenizer: Any) -> Tensor:
-    """Scores (B,), clipped, less the penalty for a missing end; NaN where a response could not be scored."""
-    scores = score_rollout(scorer, rollout, tokenizer)
+def score(args: PPOArgs, rollout: Rollout, rewards_of: Rewards, tokenizer: Any) -> Scores:
+    """Scores, their totals (B,) clipped, less the penalty for a missing end; NaN where a response is not scored."""
+    scores = rewards_of(rollout, tokenizer)
     limit = args.reward_clip_value if args.clip_rewards else None
-    return bounded_scores(scores, rollout.truncated, limit, args.missing_eos_penalty)
+    return scores._replace(total=bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty))
 
 
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
@@ -434,14 +437,14 @@ def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Me
 
 @torch.no_grad()
 def evaluate(
-    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, scorer: GroupScorer, rows: list[Row], tokenizer: Any
+    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, rewards_of: Rewards, rows: list[Row], tokenizer: Any
 ) -> Metrics:
     """Score, KL and length on held-out prompts, with the same noise each time."""
     args = run.args
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
     rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer)
-    return evaluation_metrics(run, rollout, score(args, rollout, scorer, tokenizer), tokenizer)
+    return evaluation_metrics(run, rollout, score(args, rollout, rewards_of, tokenizer).total, tokenizer)
 
 
 @one_line_errors

@@ -7,7 +7,7 @@ bad combinations with one line that names the flag, the value and the remedy, be
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from numbers import Integral, Real
 from os import W_OK, PathLike, access, fspath
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
-from lightrlhf.cli.lists import PATHS, TEXTS, items_of, names
+from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
 
 TYPES: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
@@ -325,22 +325,41 @@ class RewardArgs:
 
     rm_experiment_dir: str | None = field(default=None, metadata=SCORES)
     """Experiment dir or checkpoint of the reward model."""
-    reward_function: str | None = field(default=None, metadata=SCORES)
-    """Python function `package.module:name` that scores instead."""
+    reward_function: list[str] = field(default_factory=list, metadata=SCORES | WAS_TEXT)
+    """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
+    reward_weights: list[float] = field(default_factory=list)
+    """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
+    reward_timeout: float = field(default=0.0, metadata=RARE)
+    """Seconds a function has for one response, each in a process that can be killed; 0 calls it here, without limit."""
 
     def check_reward(self, reward: object = None) -> None:
-        """Raises: UsageError unless exactly one of the flags and `reward` says what scores responses."""
-        if [self.rm_experiment_dir, self.reward_function, reward].count(None) != 2:
+        """Raises: UsageError unless flags or `reward` say what scores responses, each by something that can."""
+        functions: Any = self.reward_function if reward is None else reward
+        given = list(functions) if isinstance(functions, list | tuple) else [functions]
+        if not (given or self.rm_experiment_dir) or (reward is not None and (not given or self.reward_function)):
             raise UsageError(
-                "--rm_experiment_dir or --reward_function (from Python: reward) is needed, and only one of them: "
+                "--rm_experiment_dir or --reward_function (from Python: reward) is needed, of the last two only one: "
                 "what scores responses"
             )
         if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
             raise UsageError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
-        if self.reward_function:
-            load_function(self.reward_function, "--reward_function")
-        if reward is not None:
-            check_columns(reward, "reward")
+        twice = next((path for path in self.reward_function if self.reward_function.count(path) > 1), None)
+        if twice is not None:
+            raise UsageError(f"--reward_function {twice} is given twice; give it once, with a larger --reward_weights")
+        num_rewards = len(given) + (self.rm_experiment_dir is not None)
+        if self.reward_weights and len(self.reward_weights) != num_rewards:
+            weights = " ".join(map(str, self.reward_weights))
+            first = ", that of the reward model first" if self.rm_experiment_dir else ""
+            raise UsageError(f"--reward_weights {weights}: give {num_rewards}, one for each reward{first}")
+        if self.reward_weights and not any(self.reward_weights):
+            raise UsageError("--reward_weights are all 0; give at least one reward a weight")
+        if self.reward_timeout < 0:
+            raise UsageError(f"--reward_timeout {self.reward_timeout} must be at least 0")
+        for function in given:
+            if reward is None:
+                load_function(function, "--reward_function")
+            else:
+                check_columns(function, "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,8 +430,12 @@ def check_types(args: Any) -> None:
     That is one of another type than its field, as calls from Python can give; a number that is not finite, or too large
     to be exact; a seed below 0 or of more than 32 bits; a text that no file system or file takes.
     """
+    was_text = {field.name for field in fields(args) if field.metadata.get("was_text")}
     for name, hint in get_type_hints(type(args)).items():
         value = getattr(args, name, None)
+        if name in was_text:
+            value = as_list(value)
+            object.__setattr__(args, name, value)
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [option for option in options if option is not NoneType]
         if get_origin(hint) is ClassVar or (value is None and NoneType in options):

@@ -10,6 +10,7 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError, first_line
 
 REWARD_SHAPE = "f(prompts, completions, **columns) -> list[float]"
+VERL = ("data_source", "solution_str", "ground_truth")  # parameters of a function of one response, as verl calls it
 
 
 def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns: bool = True) -> Callable[..., Any]:
@@ -33,12 +34,24 @@ def check_columns(function: Any, name: str, shape: str = REWARD_SHAPE) -> None:
     """Raises: UsageError naming the function when it cannot be called with columns of the data."""
     if not callable(function):
         raise UsageError(f"{name} is not a function {shape}, but a {type(function).__name__}")
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # some functions written in C have no signature
+    parameters = parameters_of(function)
+    if parameters is None or (shape == REWARD_SHAPE and scores_one(function)):
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise UsageError(f"{name} must accept two arguments and **columns: {shape}")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise UsageError(f"{name} must accept **columns: {shape}")
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter] | None:
+    """Parameters of a function; None where they are not known."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):  # some functions written in C have no signature
+        return None
+
+
+def scores_one(function: Any) -> bool:
+    """Whether it has the parameters of verl's `compute_score`, which is called for each response."""
+    return set(VERL) <= {parameter.name for parameter in parameters_of(function) or []}

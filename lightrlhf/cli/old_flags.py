@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.lists import as_list
 
 LARGEST_CONFIG = 2**20  # bytes
 # numbers as flags and files of flags spell them, in lower case; what is not finite is refused later, by its flag
@@ -48,7 +49,7 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
     Raises: UsageError naming `source` and a flag that is unknown, or removed with a value not meant any more.
     """
     renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
-    known = {field.name for field in dataclasses.fields(args_class)}
+    known = {field.name: field for field in dataclasses.fields(args_class)}
     renewed = {}
     for name, value in values.items():
         if name in removed and name not in known:
@@ -62,7 +63,7 @@ def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[s
         if name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             raise UsageError(f"{source}: unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        renewed[name] = value
+        renewed[name] = as_list(value) if known[name].metadata.get("was_text") else value
     return renewed
 
 

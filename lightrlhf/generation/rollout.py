@@ -20,6 +20,7 @@ from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, inference, policy_inputs
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, store_ends
+from lightrlhf.rewards.scorers import Scores
 from lightrlhf.training.run import Metrics, Run
 
 
@@ -117,6 +118,14 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Te
     }
     score, reward = row_means(run, [scores, rewards.sum(1)], ~scores.isnan())
     return {"objective/score": score, "objective/reward": reward} | metrics
+
+
+def reward_metrics(run: Run[Any], scores: Scores) -> Metrics:
+    """`reward/{name}`: means over the responses of all ranks to which a reward gave a number; and how many failed."""
+    means = {}
+    for name, part in zip(scores.names, scores.parts.unbind(1)):
+        (means[f"reward/{name}"],) = row_means(run, [part], ~part.isnan())
+    return means | {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
 
 
 def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenizer: Any) -> Metrics:

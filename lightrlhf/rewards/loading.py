@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.functions import RewardFunction, RewardFunctions
 from lightrlhf.rewards.scorers import (
+    FAILURES,
     Encoding,
     FunctionScorer,
     GroupScorer,
     ModelScorer,
     PairScorer,
-    RewardFunction,
     Rewards,
 )
 
@@ -57,42 +59,57 @@ def number(value: Any) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
-def make_scorer(
+def make_rewards(
     args: Any,
     device: torch.device,
     batch_size: int,
-    reward: RewardFunction | None = None,
-    single: bool = False,
+    reward: RewardFunctions | None = None,
     backbone: Policy | None = None,
-) -> GroupScorer:
-    """The scorer of a program: `reward`, `--reward_function` or `--rm_experiment_dir`.
-
-    batch_size: rows of a forward pass, at most; the others as in `load_scorer`.
-    Raises: UsageError naming the flag when it cannot be loaded.
-    """
-    if reward is not None:
-        return FunctionScorer(reward, keeps_infinite=single)
-    if args.reward_function:
-        function = load_function(args.reward_function, "--reward_function")
-        return FunctionScorer(function, args.reward_function, keeps_infinite=single)
-    return load_scorer(
-        args.rm_experiment_dir,
-        device,
-        batch_size,
-        "--rm_experiment_dir",
-        args.trust_remote_code,
-        wrap_prompts=getattr(args, "rm_chat_template", False),
-        single=single,
-        backbone=backbone,
-        standardise=getattr(args, "normalize_rewards", True),
-    )
-
-
-def make_rewards(
-    args: Any, device: torch.device, batch_size: int, reward: Any = None, backbone: Policy | None = None
+    grouped: bool = False,
 ) -> Rewards:
-    """The rewards of a program."""
-    return Rewards(make_scorer(args, device, batch_size, reward, single=True, backbone=backbone), torch.ones(1))
+    """The rewards of a program: `--rm_experiment_dir`, then `reward`, one or several, or `--reward_function`.
+
+    batch_size: rows of a forward pass, at most. grouped: responses come in groups, which a model that compares two may
+    judge, and have no bounds that an infinite score could be clipped to; the others as in `load_scorer`.
+    Raises: UsageError naming the flag when one cannot be loaded.
+    """
+    scorers: list[GroupScorer] = []
+    names: list[str] = []
+    if args.rm_experiment_dir:
+        names.append("reward_model")
+        scorers.append(
+            load_scorer(
+                args.rm_experiment_dir,
+                device,
+                batch_size,
+                "--rm_experiment_dir",
+                args.trust_remote_code,
+                wrap_prompts=getattr(args, "rm_chat_template", False),
+                single=not grouped,
+                backbone=backbone,
+                standardise=getattr(args, "normalize_rewards", True),
+            )
+        )
+    for function, name in reward_functions(args.reward_function, reward):
+        names.append(unique_name(getattr(function, "__name__", "reward"), names))
+        timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
+        scorers.append(FunctionScorer(function, name, keeps_infinite=not grouped, timeout=timeout))
+    weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
+    return Rewards(scorers, tuple(names), weights)
+
+
+def reward_functions(paths: Sequence[str], reward: RewardFunctions | None) -> list[tuple[RewardFunction, str]]:
+    """The functions given from Python, else those of `--reward_function`, each with its name in messages."""
+    if reward is None:
+        return [(load_function(path, "--reward_function"), path) for path in paths]
+    given: Any = reward if isinstance(reward, list | tuple) else [reward]
+    return [(function, "the reward function") for function in given]
+
+
+def unique_name(name: str, taken: Sequence[str]) -> str:
+    """A name for a metric `reward/{name}` that no other reward has, nor a count of failures."""
+    used = {*taken, *FAILURES}
+    return next(one for one in (name, *(f"{name}_{n}" for n in range(2, len(used) + 3))) if one not in used)
 
 
 def load_scorer(

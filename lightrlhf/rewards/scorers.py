@@ -9,7 +9,8 @@ are scored as they are, never tokenised again.
 from __future__ import annotations
 
 import math
-import traceback
+import sys
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from lightrlhf.data.batch import Rollout, inference_batches, response_batch
 from lightrlhf.data.responses import ROW
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt, turn_end
 from lightrlhf.models.roles import ScalarModel, last_token
+from lightrlhf.rewards.functions import Failure, Response, RewardFunction, call_function, failure_of
+from lightrlhf.rewards.workers import Workers
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
@@ -48,9 +51,6 @@ Groups = Sequence[Sequence[Sample]]
 
 
 GroupScorer = Callable[[Groups], list[list[float | None]]]
-
-
-RewardFunction = Callable[..., Sequence[float | None]]
 
 
 @dataclass
@@ -213,75 +213,149 @@ def read_together(chances: Container[tuple[int, int]], lengths: Sequence[int]) -
 
 @dataclass
 class FunctionScorer:
-    """A Python function `f(prompts, completions, **columns) -> list[float | None]`."""
+    """A Python function, called as in `rewards.functions`; with `timeout`, in processes that can be killed."""
 
     function: RewardFunction
     name: str = "the reward function"
     keeps_infinite: bool = False  # for a caller that clips scores
+    timeout: float = 0.0  # seconds for one response; 0: one call for all, in this process, without limit
+    failures: Counter[str] = field(default_factory=Counter)  # of the last call, by kind
+    told: set[str] = field(default_factory=set, repr=False)  # kinds of failures that were printed
+    works: bool = False  # whether any response got through
+    workers: Workers | None = field(default=None, repr=False)
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
-        """Its numbers, None for missing or not finite ones. Raises: RunFailure when it fails or returns too few."""
-        samples = [sample for group in groups for sample in group]
-        names = {name for sample in samples for name in sample.columns}
-        columns = {name: [sample.columns.get(name) for sample in samples] for name in names}
-        try:
-            scores = self.function([as_text(s.prompt) for s in samples], [s.response for s in samples], **columns)
-            values = [None if score is None else self._checked(float(score)) for score in scores]
-        except Exception as problem:  # whatever a user's function raises
-            where = traceback.extract_tb(problem.__traceback__)[-1]
-            raise RunFailure(
-                f"{self.name} failed with {type(problem).__name__}: {problem} ({where.filename}:{where.lineno})"
-            ) from problem
-        if len(values) != len(samples):
-            raise RunFailure(f"{self.name} returned {len(values)} scores for {len(samples)} completions")
-        rest = iter(values)
-        return [[next(rest) for _ in group] for group in groups]
+        """Its numbers, None for missing or not finite ones. Raises: as `score`."""
+        values = iter(self.score([sample for group in groups for sample in group]))
+        return [[self._known(next(values)) for _ in group] for group in groups]
 
-    def _checked(self, score: float) -> float | None:
-        return score if self.keeps_infinite and math.isinf(score) else finite(score)
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """A number for each response, None where the function returned that, NaN where it failed, and is counted.
+
+        Raises: RunFailure when one call for all fails, or its first call of each does: it works for none.
+        """
+        responses = [as_seen(sample) for sample in samples]
+        self.failures = Counter()
+        if self.timeout:
+            self.workers = self.workers or Workers(self.function, self.timeout, self.name)
+            results = self.workers.run(responses)
+        else:
+            try:
+                results = call_function(self.function, responses)
+            except Exception as problem:  # whatever a user's function raises
+                raise RunFailure(f"{self.name} failed with {failure_of(problem)}") from problem
+        raised = [result for result in results if isinstance(result, Failure) and result.kind == "errors"]
+        self.works = self.works or len(raised) < len(results)
+        if raised and not self.works:
+            raise RunFailure(f"{self.name} failed with {raised[0]}, and so for each of {len(results)} responses")
+        return [self._checked(result) for result in results]
+
+    def _checked(self, result: float | None | Failure) -> float | None:
+        if isinstance(result, Failure):
+            return self._failed(result)
+        if result is None or math.isfinite(result) or (self.keeps_infinite and math.isinf(result)):
+            return result
+        return self._failed(Failure("errors", f"it returned {result}"))
+
+    def _failed(self, failure: Failure) -> float:
+        """Count a response that is not scored; the first of a kind is printed, too."""
+        self.failures[failure.kind] += 1
+        if failure.kind not in self.told:
+            self.told.add(failure.kind)
+            print(f"{self.name}: no score for a response, {failure}; others are counted", file=sys.stderr)
+        return math.nan
+
+    def _known(self, score: float | None) -> float | None:
+        return None if score is None or math.isnan(score) else score
+
+
+def as_seen(sample: Sample) -> Response:
+    """A sample as a reward function sees it: messages where its prompt is messages, but texts of a dialogue.
+
+    A dialogue, which has all of its messages as the column `messages`, is seen as the text of the earlier ones and of
+    its last.
+    """
+    if isinstance(sample.prompt, str) or "messages" in sample.columns:
+        return Response(as_text(sample.prompt), sample.response, sample.response_ids, sample.columns)
+    message = {"role": "assistant", "content": sample.response}
+    return Response(sample.prompt, [message], sample.response_ids, sample.columns)
+
+
+FAILURES = ("timeouts", "crashes", "errors")  # why a function gave no score though it was meant to
 
 
 class Scores(NamedTuple):
-    """Scores of responses."""
+    """Scores of B responses by R rewards."""
 
     total: Tensor  # (B,) weighted sum, NaN where a response is not scored
-    parts: Tensor  # (B, R) of each reward, NaN where it gave none
-    names: list[str]  # R
-
-    def select(self, index: Tensor) -> Scores:
-        """Scores of these rows."""
-        return Scores(self.total[index], self.parts[index], self.names)
-
-    @staticmethod
-    def joined(scores: Sequence[Scores]) -> Scores:
-        """Scores of all rows."""
-        return Scores(torch.cat([s.total for s in scores]), torch.cat([s.parts for s in scores]), scores[0].names)
-
-    def by_name(self) -> dict[str, Tensor]:
-        """Scores (B,) of each reward."""
-        return dict(zip(self.names, self.parts.T))
+    parts: Tensor  # (B, R), NaN where a reward gave none
+    names: tuple[str, ...]  # of the R rewards
+    failures: dict[str, int] = {}  # responses that a function failed for, by kind
 
 
 @dataclass
 class Rewards:
-    """Rewards of a program."""
+    """One or several scorers, weighted.
 
-    scorer: GroupScorer
-    weights: Tensor
+    None of a function says that its reward does not apply: the others count (as in TRL). A response is not scored where
+    no reward applies, or where one failed: killed, crashed, raised, returned no finite number, or a reward model that
+    could not read it. A reward of weight 0 is only logged and its failures cost nothing.
+    """
+
+    scorers: list[GroupScorer]
+    names: tuple[str, ...]
+    weights: Tensor  # (R,) float64
 
     def __call__(self, rollout: Rollout, tokenizer: Any) -> Scores:
-        total = score_rollout(self.scorer, rollout, tokenizer)
-        return Scores(total, total[:, None], ["reward"])
+        """Scores of a rollout's responses, each by itself; tokenizer: the policy's."""
+        parts = self._parts([[sample] for sample in samples_of(rollout, tokenizer)])
+        device = rollout.input_ids.device
+        known = [[math.nan if value is None else value for value in row] for row in parts]
+        total = [math.nan if (value := self._total(row)) is None else value for row in parts]
+        failures: Counter[str] = Counter()
+        for scorer in self.scorers:
+            failures.update(scorer.failures if isinstance(scorer, FunctionScorer) else {})
+        table = torch.tensor(known, device=device).reshape(len(parts), len(self.names))  # (B, R)
+        return Scores(
+            torch.tensor(total, device=device), table, self.names, {kind: failures[kind] for kind in FAILURES}
+        )
+
+    def of_groups(self, groups: Groups) -> list[list[float | None]]:
+        """Weighted sums for the responses of each group, None where a response is not scored."""
+        totals = iter([self._total(row) for row in self._parts(groups)])
+        return [[next(totals) for _ in group] for group in groups]
+
+    def _parts(self, groups: Groups) -> list[list[float | None]]:
+        """A row of R values for each response: a number, None where a reward does not apply, NaN where it failed."""
+        columns = []
+        for scorer in self.scorers:
+            if isinstance(scorer, FunctionScorer):
+                columns.append(scorer.score([sample for group in groups for sample in group]))
+            else:
+                values = [value for group in scorer(groups) for value in group]
+                columns.append([math.nan if value is None else value for value in values])
+        return [list(row) for row in zip(*columns)]
+
+    def _total(self, row: Sequence[float | None]) -> float | None:
+        weights = self.weights.tolist()
+        terms = [weight * value for weight, value in zip(weights, row) if weight and value is not None]
+        total = sum(terms) if terms else math.nan
+        return None if math.isnan(total) else total
 
 
-def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:
-    """Scores (B,) of a rollout's responses, NaN where there is none; tokenizer: the policy's."""
+def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
+    """A rollout's responses as samples; tokenizer: the policy's."""
     prompts, responses, truncated = rollout.prompt_ids(), rollout.response_ids(), rollout.truncated.tolist()
-    samples = [
+    return [
         Sample(decode(tokenizer, prompt), decode(tokenizer, response), cut, prompt, response, columns, tokenizer)
         for prompt, response, cut, columns in zip(prompts, responses, truncated, rollout.columns)
     ]
-    scores = [math.nan if score is None else score for (score,) in scorer([[sample] for sample in samples])]
+
+
+def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:
+    """Scores (B,) of a rollout's responses by one scorer, NaN where there is none; tokenizer: the policy's."""
+    groups = [[sample] for sample in samples_of(rollout, tokenizer)]
+    scores = [math.nan if score is None else score for (score,) in scorer(groups)]
     return torch.tensor(scores, device=rollout.input_ids.device)
 
 

@@ -71,6 +71,8 @@ def _describe(one: Any) -> str:
         kind, digest = type(one).__name__, _hash(sorted(one.get_vocab().items()))
     elif callable(one):
         return f"{getattr(one, '__module__', '?')}:{getattr(one, '__qualname__', type(one).__qualname__)}"
+    elif isinstance(one, list | tuple) and one and all(map(callable, one)):
+        return " ".join(map(_describe, one))
     elif isinstance(one, Mapping) or _is_sequence(one):
         kind, digest = f"{len(one)} rows", _hash(one)
         if isinstance(one, Mapping):

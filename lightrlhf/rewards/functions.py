@@ -1,0 +1,149 @@
+"""Calling reward functions: TRL's and verl's signatures, plain or `async`, for texts or messages.
+
+    f(prompts, completions, **columns) -> one number or None for each        as TRL calls its reward functions
+    f(data_source, solution_str, ground_truth, extra_info) -> a number       as verl calls `compute_score`, one response
+
+The second is known by its parameters' names. Either may return `{"score": number, …}` for a number, and may be `async`:
+all calls of a batch are then awaited together. None says that a reward does not apply to a response.
+
+This module loads no torch: a process that only scores starts in a tenth of a second.
+
+Left out: TRL's `trainer_state` and `log_extra`, and what verl's functions return beside their score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from lightrlhf.cli.errors import first_line
+from lightrlhf.cli.functions import parameters_of, scores_one
+
+RewardFunction = Callable[..., Any]
+RewardFunctions = RewardFunction | Sequence[RewardFunction]
+ANSWERS = ("ground_truth", "answer", "solution")  # columns that hold the right answer, the first found is taken
+
+
+class Response(NamedTuple):
+    """What a reward function sees of one response; plain values, which go to other processes as they are."""
+
+    prompt: Any  # text, or messages
+    completion: Any  # text, or a list of one assistant message where the prompt is messages
+    ids: list[int] | None  # of the completion
+    columns: dict[str, Any]
+
+
+class Failure(Exception):
+    """Why there is no score for a response; kind: timeouts, crashes or errors."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def call_function(function: RewardFunction, responses: Sequence[Response]) -> list[float | None | Failure]:
+    """A function's number for each response, None where it returned that, or why there is none.
+
+    Raises: whatever a function of many responses raises; ValueError for another number of scores than responses.
+    """
+    if scores_one(function):
+        return [number_of(value) for value in finished([call_one(function, response) for response in responses])]
+    (scores,) = finished([call_all(function, responses)])
+    if isinstance(scores, Exception):
+        raise scores
+    values = list(scores)
+    if len(values) != len(responses):
+        raise ValueError(f"returned {len(values)} scores for {len(responses)} completions")
+    return [number_of(value) for value in values]
+
+
+def call_all(function: RewardFunction, responses: Sequence[Response]) -> Any:
+    """One call for all responses; by the names `prompts` and `completions` where the function has the second."""
+    names = {name for response in responses for name in response.columns} - {"prompts", "completions"}
+    given = {name: [response.columns.get(name) for response in responses] for name in names}
+    own = {parameter.name for parameter in parameters_of(function) or []}
+    if "completion_ids" in own:
+        given["completion_ids"] = [response.ids for response in responses]
+    texts = [response.prompt for response in responses], [response.completion for response in responses]
+    if "completions" in own:  # as TRL does; it may have no `prompts`, or another order
+        return function(prompts=texts[0], completions=texts[1], **given)
+    return function(*texts, **given)
+
+
+def call_one(function: RewardFunction, response: Response) -> Any:
+    """verl's call for one response, or the exception it raised.
+
+    `ground_truth` is the column of that name, else that of `reward_model` (verl's own data), `answer` or `solution`;
+    `data_source` the column of that name, else `task` or an empty text; `extra_info` that column, else all of them.
+    """
+    columns = response.columns
+    nested = columns.get("reward_model")
+    truth = nested.get("ground_truth") if isinstance(nested, dict) else None
+    if truth is None:
+        truth = next((columns[name] for name in ANSWERS if columns.get(name) is not None), None)
+    given = {
+        "data_source": columns.get("data_source") or columns.get("task") or "",
+        "solution_str": text_of(response.completion),
+        "ground_truth": truth,
+    }
+    parameters = parameters_of(function) or []
+    if any(p.name == "extra_info" or p.kind is p.VAR_KEYWORD for p in parameters):
+        given["extra_info"] = columns.get("extra_info") or columns
+    try:
+        return function(**given)
+    except Exception as problem:  # whatever a user's function raises
+        return problem
+
+
+def text_of(completion: Any) -> str:
+    """A completion as text; of messages the contents."""
+    return completion if isinstance(completion, str) else "\n\n".join(message["content"] for message in completion)
+
+
+def finished(results: list[Any]) -> list[Any]:
+    """Results with the coroutines among them awaited together; one that raises leaves its exception."""
+    waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+    if not waiting:
+        return results
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(results[i] for i in waiting), return_exceptions=True)
+
+    for i, result in zip(waiting, run_coroutine(together())):
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+        results[i] = result
+    return results
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """The result of a coroutine, also inside a running event loop, such as a notebook's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def number_of(value: Any) -> float | None | Failure:
+    """What was returned for a response as a number, or why it is none."""
+    try:
+        if isinstance(value, Exception):
+            raise value
+        if isinstance(value, dict):
+            value = value["score"]
+        return None if value is None else float(value)
+    except Exception as problem:  # whatever a user's function or value raises
+        return failure_of(problem)
+
+
+def failure_of(problem: Exception) -> Failure:
+    """An exception with where it was raised, in one line."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return Failure("errors", f"{type(problem).__name__}: {first_line(problem)}{where}")

@@ -1,0 +1,182 @@
+"""Processes that call a reward function and can be killed: a hung or crashing call costs the response it was for.
+
+Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
+limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
+
+`concurrent.futures` cannot kill a hung worker. `pebble` can, but starts its workers as `multiprocessing` does: as a copy
+of this process after torch has started threads, or as one that runs the main module again, which for a training script
+without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is killed.
+
+Left out: limits of memory, and isolation of what a function runs (`datasets_prep.apps.sandbox` has both for programs).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.rewards.functions import Failure, Response, call_function, failure_of
+
+START_LIMIT = 300.0  # seconds to import a function
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def path_of(function: Callable[..., Any], name: str) -> str:
+    """The `package.module:name` another process can import a function by. Raises: UsageError when there is none."""
+    module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found = getattr(sys.modules.get(module or ""), attribute or "", None)
+    if found is not function or module == "__main__":
+        raise UsageError(
+            f"{name} cannot be imported by the processes of --reward_timeout; define it at the top of a module, "
+            "or leave --reward_timeout at 0"
+        )
+    return f"{module}:{attribute}"
+
+
+class Worker:
+    """A process that calls the function of a path; `deadline` is that of its present call or of its start."""
+
+    def __init__(self, path: str) -> None:
+        self.connection, theirs = Pipe()
+        entries = [os.getcwd() if entry == "" else entry for entry in sys.path]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entries)}
+        command = [sys.executable, "-m", "lightrlhf.rewards.workers", path, str(theirs.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        self.deadline = time.monotonic() + START_LIMIT
+        self.index: int | None = None  # of the response it works on
+        self.is_ready = False
+
+    def ask(self, index: int, response: Response, seconds: float) -> None:
+        self.index, self.deadline = index, time.monotonic() + seconds
+        self.connection.send_bytes(pickle.dumps(response))
+
+    def kill(self) -> int:
+        """End it and what it started; its exit status."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.connection.close()
+        return self.process.wait()
+
+
+class Workers:
+    """As many processes as there are processors for this rank, started when they are first needed."""
+
+    def __init__(self, function: Callable[..., Any], seconds: float, name: str) -> None:
+        self.path, self.seconds, self.name = path_of(function, name), seconds, name
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.size = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.workers: list[Worker] = []
+        self.close = weakref.finalize(self, kill_all, self.workers)  # when it is not used any more, or at exit
+
+    def run(self, responses: Sequence[Response]) -> list[Any]:
+        """What the function returned for each response, or a `Failure`. Raises: RunFailure when it cannot be loaded."""
+        results: list[Any] = [None] * len(responses)
+        waiting = deque(range(len(responses)))
+        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
+            self.workers.remove(worker)  # it died between two calls, which no response is to blame for
+            worker.kill()
+        try:
+            while waiting or any(worker.index is not None for worker in self.workers):
+                busy = sum(worker.index is not None for worker in self.workers)
+                while len(self.workers) < min(self.size, busy + len(waiting)):
+                    self.workers.append(Worker(self.path))
+                for worker in self.workers:
+                    if worker.is_ready and worker.index is None and waiting:
+                        index = waiting.popleft()
+                        with suppress(OSError):  # it has died, and is found so below
+                            worker.ask(index, responses[index], self.seconds)
+                active = [worker for worker in self.workers if worker.index is not None or not worker.is_ready]
+                pause = min(worker.deadline for worker in active) - time.monotonic()
+                heard = wait([worker.connection for worker in active], max(pause, 0.0))
+                for worker in active:
+                    if worker.connection in heard:
+                        self._hear(worker, results)
+                    elif time.monotonic() >= worker.deadline:
+                        self._give_up(worker, results)
+        except BaseException:  # an interrupt, too: calls are under way that nobody will read
+            kill_all(self.workers)
+            raise
+        return results
+
+    def _hear(self, worker: Worker, results: list[Any]) -> None:
+        """Take what a worker says: that it is ready, that it could not start, or a result."""
+        try:
+            kind, value = json.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.workers.remove(worker)
+            status = worker.kill()
+            if worker.index is None:
+                raise RunFailure(f"{self.name}: a process to call it in ended with status {status}") from None
+            results[worker.index] = Failure("crashes", f"its process ended with status {status}")
+            return
+        if kind == "broken":
+            raise RunFailure(f"{self.name}: {value}")
+        if kind == "ready":
+            worker.is_ready = True
+            return
+        assert worker.index is not None
+        results[worker.index] = Failure("errors", value) if kind == "error" else value
+        worker.index = None
+
+    def _give_up(self, worker: Worker, results: list[Any]) -> None:
+        self.workers.remove(worker)
+        worker.kill()
+        if worker.index is None:
+            raise RunFailure(f"{self.name}: importing it took more than {START_LIMIT:g} seconds")
+        results[worker.index] = Failure("timeouts", f"killed after {self.seconds:g} seconds")
+
+
+def kill_all(workers: list[Worker]) -> None:
+    """End workers, and forget them."""
+    while workers:
+        workers.pop().kill()
+
+
+# ----------------------------------------------------------------------------------------------- in the other process
+def serve(path: str, descriptor: int, parent: int) -> None:
+    """Call the function of a path for each response that arrives, until the other end is closed."""
+    with suppress(OSError, AttributeError):  # Linux; elsewhere a hung worker of a killed run stays
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.dup2(2, 1)  # what a function prints
+    connection = Connection(descriptor)
+
+    def say(kind: str, value: Any = None) -> None:
+        connection.send_bytes(json.dumps([kind, value]).encode())
+
+    try:
+        module, _, name = path.partition(":")
+        function = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as problem:
+        return say("broken", f"{type(problem).__name__}: {first_line(problem)}")
+    say("ready")
+    with suppress(EOFError, OSError):
+        while True:
+            response = pickle.loads(connection.recv_bytes())
+            try:
+                (result,) = call_function(function, [response])
+            except Exception as problem:  # whatever a user's function raises
+                result = failure_of(problem)
+            say(*(("error", str(result)) if isinstance(result, Failure) else ("value", result)))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
