@@ -59,7 +59,9 @@ from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
+    failure_metrics,
     response_kl,
+    reward_metrics,
     rollout_metrics,
     sample_rollout,
     score_logprobs,
@@ -88,9 +90,10 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import RewardFunction, Rewards, Scores
+from lightrlhf.rewards.scorers import Rewards, Scores
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 
@@ -223,14 +226,14 @@ def train(
     policy: Any = None,
     tokenizer: Any = None,
     prompts: Given | None = None,
-    reward: RewardFunction | list[RewardFunction] | None = None,
+    reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by GRPO or a relative of it; returns the experiment dir. Objects given here replace what flags would load.
 
     policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
-    reward: f(prompts, completions, **columns) -> a number or None for each, or several such functions; on_step: called
-    with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    reward: a function as in howto/rewards.md, or several; on_step: called with (step, metrics) where metrics are
+    logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, GRPOArgs)
@@ -286,9 +289,10 @@ def train(
                     index[group] = other
                 chosen = [index[group] for group in missing]
                 fresh = sample_groups(run, model, reference, examples, chosen, missing, tokenizer, step, number)
-                scores = Scores.joined([scores.select(keep), rewards(fresh, tokenizer)])
+                scores = scores.replaced(keep, rewards(fresh, tokenizer))
                 rollout = joined([rollout.select(keep), fresh])
                 name_rows(run, index, rollout)
+                metrics |= failure_metrics(run, scores)
         with run.phase("update"):
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
             metrics |= update(run, model, batch, loss, len(index), step)
@@ -484,7 +488,7 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_grou
     metrics = rollout_metrics(run, rollout, scores.total, rewards[:, None])
     equal = len(uninformative(run, rollout, scores.total, num_groups))
     counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
-    return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts
+    return metrics | reward_metrics(run, scores) | {"objective/zero_std_ratio": equal / num_groups} | counts
 
 
 @torch.no_grad()

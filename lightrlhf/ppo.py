@@ -234,7 +234,8 @@ def train(
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     reference = run.freeze(actor.reference())
-    rewards_of = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor)
+    settings = (args, run.device, args.rollout_mini_batch_size, reward, actor)
+    rewards_of = make_rewards(*settings, keeps_infinite=args.clip_rewards)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, actor, given=policy is not None)
     sizes = (*count_parameters(actor), len(examples))

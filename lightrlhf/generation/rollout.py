@@ -125,7 +125,12 @@ def reward_metrics(run: Run[Any], scores: Scores) -> Metrics:
     means = {}
     for name, part in zip(scores.names, scores.parts.unbind(1)):
         (means[f"reward/{name}"],) = row_means(run, [part], ~part.isnan())
-    return means | {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
+    return means | failure_metrics(run, scores)
+
+
+def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
+    """`reward/timeouts` and the like: responses of all ranks that have no score because a function failed."""
+    return {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
 
 
 def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenizer: Any) -> Metrics:

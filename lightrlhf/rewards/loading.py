@@ -66,11 +66,12 @@ def make_rewards(
     reward: RewardFunctions | None = None,
     backbone: Policy | None = None,
     grouped: bool = False,
+    keeps_infinite: bool = False,
 ) -> Rewards:
     """The rewards of a program: `--rm_experiment_dir`, then `reward`, one or several, or `--reward_function`.
 
     batch_size: rows of a forward pass, at most. grouped: responses come in groups, which a model that compares two may
-    judge, and have no bounds that an infinite score could be clipped to; the others as in `load_scorer`.
+    judge. keeps_infinite: the caller clips scores, so an infinite one is a score; the others as in `load_scorer`.
     Raises: UsageError naming the flag when one cannot be loaded.
     """
     scorers: list[GroupScorer] = []
@@ -93,7 +94,7 @@ def make_rewards(
     for function, name in reward_functions(args.reward_function, reward):
         names.append(unique_name(getattr(function, "__name__", "reward"), names))
         timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
-        scorers.append(FunctionScorer(function, name, keeps_infinite=not grouped, timeout=timeout))
+        scorers.append(FunctionScorer(function, name, keeps_infinite=keeps_infinite, timeout=timeout))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)
 

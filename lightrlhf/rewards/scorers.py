@@ -292,6 +292,13 @@ class Scores(NamedTuple):
     names: tuple[str, ...]  # of the R rewards
     failures: dict[str, int] = {}  # responses that a function failed for, by kind
 
+    def replaced(self, keep: Tensor, fresh: Scores) -> Scores:
+        """Scores of the rows `keep` and of fresh ones after them; the failures are those of both."""
+        total, parts = (
+            torch.cat([old[keep], new]) for old, new in ((self.total, fresh.total), (self.parts, fresh.parts))
+        )
+        return Scores(total, parts, self.names, dict(Counter(self.failures) + Counter(fresh.failures)))
+
 
 @dataclass
 class Rewards:
