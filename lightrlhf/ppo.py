@@ -35,6 +35,7 @@ from lightrlhf.cli.args import (
     DataSetsArgs,
     EvalArgs,
     RewardArgs,
+    RolloutLogArgs,
     SamplingArgs,
     StartArgs,
     TrainArgs,
@@ -72,6 +73,7 @@ from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewa
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Rewards, Scores
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 
 PARSING_CUTOFF = 5  # tokens of the largest constituent that is one macro action
@@ -79,7 +81,7 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
+class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
@@ -162,6 +164,7 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, Sampling
         self.check_model()
         self.check_generation()
         self.check_eval()
+        self.check_rollout_log()
         self.check_data()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
@@ -264,6 +267,7 @@ def train(
             noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
+        log_rollouts(run, rollout, tokenizer, scores, advantages=batch.advantages, values=values)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores.total, rewards) | reward_metrics(run, scores)

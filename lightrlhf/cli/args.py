@@ -150,6 +150,18 @@ class EvalArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutLogArgs:
+    """Kept rollouts."""
+
+    log_rollouts: int = field(default=8, metadata=RARE)
+    """Samples of each logged step kept in `rollouts.jsonl`, about 30 bytes a token; 0: none."""
+
+    def check_rollout_log(self) -> None:
+        """Raises: ValueError, one line, when the number is below 0."""
+        check_at_least(self, "log_rollouts", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerArgs:
     """Optimiser and schedule."""
 

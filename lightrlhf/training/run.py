@@ -663,8 +663,8 @@ class Run(Generic[AnyArgs]):
                 for leftover in self.directory.glob("*.partial"):  # of a text whose writing was cut
                     if leftover.is_file():
                         leftover.unlink()
-                forget_rows_after(self.directory / "metrics.jsonl", self.step)
-                forget_rows_after(self.directory / "samples.jsonl", self.step)
+                for name in ("metrics", "samples", "rollouts"):
+                    forget_rows_after(self.directory / f"{name}.jsonl", self.step)
                 link_best(self.directory, self.best.step)  # a kill may have come before it
         elif self.is_first:
             self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")

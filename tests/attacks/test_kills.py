@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import kill_seed, last_checkpoint, metrics, weights
 from helpers.killed import forked, main_of, pair, wait_for_pair, with_events
-from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
+from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
 
 ROW = "kills"
 RANKS = ["--devices", "2", "--mini_batch_size", "2", "--micro_batch_size", "1"]
@@ -71,6 +71,8 @@ def state_of(run: Path, program: str) -> dict:
             f"{number} {name}": state[name] for name in ("optimizers", "schedulers", "extra", "rng", "python_rng")
         }
         found |= {f"{number} weights": weights(last_checkpoint(one)), f"{number} metrics": metrics(one)}
+    if program in SAMPLING:
+        found["rollouts"] = (run / "rollouts.jsonl").read_bytes()
     if program in ITERATED:
         found["evaluations"] = [path.read_text() for path in sorted(run.glob("iteration-*/evaluation.json"))]
     return found

@@ -1,0 +1,181 @@
+"""`rollouts.jsonl`: rows of every RL program that agree with the rollout, the same ones when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import last_checkpoint, metrics, rows_of
+from helpers.killed import main_of
+from helpers.rollouts import rollout_of
+from helpers.tiny_runs import TinyRuns
+
+from lightrlhf.data.tokens import decode
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training.rollout_log import log_rollouts, rollout_row, rounded, write_iteration
+
+PROGRAMS = ("ppo",)
+ROW = {
+    "step",
+    "version",
+    "prompt",
+    "group",
+    "response",
+    "prompt_ids",
+    "response_ids",
+    "mask",
+    "log_ratio",
+    "advantages",
+    "values",
+    "score",
+    "rewards",
+    "audit",
+    "truncated",
+    "columns",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
+    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def finished(runs):
+    """The experiment dir of a run of each program, made once."""
+    made: dict[str, Path] = {}
+
+    def make(program: str) -> Path:
+        if program not in made:
+            flags = runs.flags(program, runs.folder / program, "--keep_last", 0, steps=4)
+            made[program] = Path(main_of(program)(flags))
+        return made[program]
+
+    return make
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rows_of_every_step_whose_arrays_fit_the_response(program, finished):
+    rows = read_jsonl(finished(program) / "rollouts.jsonl")
+    tokenizer = load_tokenizer(None, str(last_checkpoint(finished(program))))
+    steps = sorted({row["step"] for row in rows})
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 2
+    for row in rows:
+        assert row.keys() == ROW
+        assert row["version"] == row["step"] - 1
+        assert decode(tokenizer, row["prompt_ids"]) == row["prompt"]
+        assert decode(tokenizer, row["response_ids"]) == row["response"] and row["response_ids"]
+        assert len(row["mask"]) == len(row["response_ids"]) and set(row["mask"]) <= {0, 1} and any(row["mask"])
+        for name in ("log_ratio", "advantages", "values"):
+            assert row[name] is None or len(row[name]) == len(row["mask"])
+        assert isinstance(row["score"], int | float)
+    groups = [row["group"] for row in rows if row["step"] == 1]
+    assert groups == sorted(groups) and groups[0] == 0
+
+
+def test_ppo_logs_what_it_learned_from(finished):
+    rows = read_jsonl(finished("ppo") / "rollouts.jsonl")
+    assert [(row["step"], row["group"]) for row in rows] == [(step, i) for step in range(1, 5) for i in range(4)]
+    for number, logged in enumerate(metrics(finished("ppo")), start=1):
+        kept = [row for row in rows if row["step"] == number]  # all four of the step
+        assert logged["objective/score"] == pytest.approx(sum(row["score"] for row in kept) / 4, rel=1e-4)
+        assert logged["objective/kl"] == pytest.approx(sum(sum(row["log_ratio"]) for row in kept) / 4, abs=1e-4)
+        assert logged["completions/truncated_ratio"] == sum(row["truncated"] for row in kept) / 4
+        advantages = [value for row in kept for value in row["advantages"]]
+        assert sum(advantages) == pytest.approx(0, abs=1e-2) and max(advantages) > 0.1  # whitened
+        assert all(value != 0 for row in kept for value in row["values"])
+    assert any(value for row in rows if row["step"] > 1 for value in row["log_ratio"])
+
+
+def test_a_resumed_run_has_the_same_rows(finished, runs, tmp_path):
+    folder = shutil.copytree(finished("ppo"), tmp_path / "run")
+    expected = (folder / "rollouts.jsonl").read_bytes()
+    shutil.rmtree(folder / "checkpoint-000004")
+    with (folder / "rollouts.jsonl").open("ab") as file:
+        file.write('{"step": 2, "response": "☕'.encode()[:-1])
+    main_of("ppo")(["--resume_from", str(folder)])
+    assert (folder / "rollouts.jsonl").read_bytes() == expected
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_0_writes_none(program, runs, tmp_path):
+    folder = main_of(program)(runs.flags(program, tmp_path, "--log_rollouts", 0, steps=1))
+    assert not (Path(folder) / "rollouts.jsonl").exists() and (Path(folder) / "metrics.jsonl").exists()
+
+
+def test_the_first_step_and_every_log_interval_th_are_logged(runs, tmp_path):
+    flags = runs.flags("ppo", tmp_path, "--log_interval", 3, "--log_rollouts", 3, "--save_interval", 9)
+    rows = read_jsonl(Path(main_of("ppo")(flags)) / "rollouts.jsonl")
+    assert [(row["step"], row["group"]) for row in rows] == [(step, i) for step in (1, 3, 6) for i in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the writer
+def run_of(folder: Path, **changes) -> SimpleNamespace:
+    """What the writer needs of a run at its first step."""
+    args = SimpleNamespace(**({"log_rollouts": 8, "log_interval": 1} | changes))
+    services = {"phase": lambda name: nullcontext(), "writing": nullcontext}
+    return SimpleNamespace(args=args, step=0, is_first=True, directory=folder, **services)
+
+
+def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
+    prompts, responses = rows_of(3, 9), rows_of(6, 2)  # as wide rows, so that padding differs
+    rollout = rollout_of(prompts, responses, truncated=[True, False], columns=[{"answer": 7}, {}])
+    rollout.action_mask[0, 4] = False  # the third token of the first response was an environment's
+    width = rollout.action_mask.shape
+    advantages, values = torch.arange(width.numel()).reshape(width).float(), torch.randn(width)
+    scores, reward = torch.tensor([0.123456789, math.nan]), torch.tensor([math.nan, 2.0])
+    more = {"rewards": {"exact": reward}, "audit": reward + 1}
+    log_rollouts(run_of(tmp_path), rollout, tokenizer, scores, advantages=advantages, values=values, **more)
+    one, two = read_jsonl(tmp_path / "rollouts.jsonl")
+    assert (one["prompt_ids"], one["response_ids"]) == (prompts[0], responses[0])
+    assert (two["prompt_ids"], two["response_ids"]) == (prompts[1], responses[1])
+    assert one["mask"] == [1, 1, 0, 1, 1, 1] and two["mask"] == [1, 1]
+    assert one["advantages"] == [2, 3, 4, 5, 6, 7]  # position t predicts token t+1
+    assert two["advantages"] == [width[1] + 8, width[1] + 9]
+    ratio = (rollout.logprobs - rollout.ref_logprobs)[1, 8:10]
+    assert two["log_ratio"] == pytest.approx(ratio.tolist(), rel=1e-4)
+    assert one["values"] == pytest.approx(values[0, 2:8].tolist(), rel=1e-4)
+    assert (one["score"], two["score"]) == (0.12346, None)
+    assert (one["rewards"], two["rewards"]) == ({"exact": None}, {"exact": 2})
+    assert (one["audit"], two["audit"]) == (None, 3)
+    assert (one["truncated"], two["truncated"]) == (True, False)
+    assert (one["columns"], two["columns"]) == ({"answer": 7}, {})
+
+
+def test_the_first_samples_of_the_first_rank_alone_are_kept(tokenizer, tmp_path):
+    rollout = rollout_of(rows_of(*[3] * 6), rows_of(*[2] * 6))
+    for run in (run_of(tmp_path, log_rollouts=4), run_of(tmp_path)):
+        run.is_first = run.args.log_rollouts == 4
+        log_rollouts(run, rollout, tokenizer, torch.zeros(6))
+    assert [row["response_ids"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == rows_of(*[2] * 6)[:4]
+
+
+def test_columns_that_are_long_or_no_json_are_left_out(tokenizer):
+    columns = {"answer": "42", "tests": [1, 2], "long": "x" * 501, "ids": torch.zeros(2), "nan": math.nan}
+    columns |= {"half": "\ud800", "none": None}
+    row = rollout_row(tokenizer, [3], [4], group=0, score=1.0, columns=columns)
+    assert row["columns"] == {"answer": "42", "tests": [1, 2], "none": None}
+
+
+@pytest.mark.parametrize(
+    "value, kept",
+    [(1.0, "1"), (-0.0, "0"), (1 / 3, "0.33333"), (-123456.7, "-123460"), (1.234567e-9, "1.2346e-09")]
+    + [(value, "null") for value in (None, math.nan, math.inf, -math.inf)],
+)
+def test_numbers_have_five_digits_and_are_json(value, kept):
+    assert json.dumps(rounded(value)) == kept
+
+
+def test_an_iteration_that_is_written_again_replaces_its_rows(tokenizer, tmp_path):
+    row = rollout_row(tokenizer, [3], [4], group=0, score=1.0)
+    for number in (1, 2, 2):
+        write_iteration(tmp_path, number, number - 1, [row, row])
+    rows = read_jsonl(tmp_path / "rollouts.jsonl")
+    assert [(one["step"], one["version"]) for one in rows] == [(1, 0), (1, 0), (2, 1), (2, 1)]
