@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_data_dir
+from lightrlhf.cli.args import ModelArgs, RolloutLogArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -40,6 +40,7 @@ from lightrlhf.generation.dialogue_pairs import (
     nth_opening,
     side_of,
     split_of,
+    turn_rollout,
 )
 from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import load_user
@@ -68,6 +69,7 @@ from lightrlhf.training.iterate import (
 )
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ FILES = ("dialogues.jsonl", "rewards.jsonl", "pairs/report.json", "policy")  # o
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
+class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, RolloutLogArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
@@ -110,6 +112,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs):
         self.check_user()
         self.check_dialogues()
         self.check_pairs()
+        self.check_rollout_log()
         check_one_machine(self)
         check_at_least(self, "iterations", 1)
         check_at_least(self, "num_data", 0)
@@ -163,6 +166,7 @@ def train(
                         generate_dialogues(args, folder, number, policy, tokenizer, rows_of("train"), user)
                     elif stage == "rank":
                         rank(args, folder, reward)
+                        log_iteration(args, folder, number, tokenizer)
                     elif stage == "tokenize":
                         tokenize(args, folder, number, tokenizer)
                     else:
@@ -268,6 +272,21 @@ def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
         {"index": row["index"], "first": first, "second": second}
         for row, first, second in zip(rows, values[::2], values[1::2])
     ]
+
+
+def log_iteration(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write both sides of the first dialogues to `rollouts.jsonl` of the experiment dir."""
+    if not args.log_rollouts:
+        return
+    rows, rewards = (read_jsonl(folder / name, may_be_cut=True) for name in ("dialogues.jsonl", "rewards.jsonl"))
+    logged = []
+    for group, (row, scores) in enumerate(zip(rows[: args.log_rollouts], rewards)):
+        for side in SIDES:
+            last = min(row["horizon"], len(scores[side]) - 1)
+            score = scores[side][last] if scores[side] else INVALID_REWARD
+            score = None if score == INVALID_REWARD else score
+            logged.append(turn_rollout(tokenizer, side_of(row, side), row["turn"], group, score))
+    write_iteration(folder.parent, number, number - 1, logged[: args.log_rollouts])
 
 
 def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:

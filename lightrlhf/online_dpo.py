@@ -31,6 +31,7 @@ from lightrlhf.cli.args import (
     DataArgs,
     ModelArgs,
     RewardArgs,
+    RolloutLogArgs,
     SamplingArgs,
     check_args,
     check_at_least,
@@ -40,6 +41,7 @@ from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
+from lightrlhf.data.responses import ROW
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.splits import IGNORE_INDEX, Row, check_vocabulary, save_split
 from lightrlhf.data.tokens import decode
@@ -72,6 +74,7 @@ from lightrlhf.training.iterate import (
     shared_flags,
 )
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import rollout_row, write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     RENAMED: ClassVar[dict[str, str]] = {"num_responses": "num_generations"}
@@ -124,6 +127,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_generation()
+        self.check_rollout_log()
         find_device(self.accelerator)
         check_one_machine(self)
         if self.loss_type in UNPAIRED_LOSSES:
@@ -181,6 +185,7 @@ def train(
                 responder = {"last": policy, "initial": initial}.get(args.responder)
                 respond(args, folder, shard, number, responder or resolve(args.responder, "--responder"), data_dir)
                 score_and_choose(args, folder, initial, data_dir, reward)
+                log_iteration(args, folder, number, tokenizer)
                 learn(args, folder, number, policy, initial, tokenizer)
             policy = str(checkpoints(folder / "policy")[-1])
             link_checkpoint(directory, number, policy)
@@ -259,6 +264,20 @@ def score_and_choose(
         accelerator=args.accelerator,
     )
     annotate.run(stage, reward=reward)
+
+
+def log_iteration(args: OnlineDPOArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the responses to the first prompts to `rollouts.jsonl` of the experiment dir."""
+    if not args.log_rollouts:
+        return
+    logged = []
+    for group, row in enumerate(read_jsonl(folder / "rewards.jsonl", may_be_cut=True)[: args.log_rollouts]):
+        columns = {name: value for name, value in row.items() if name not in ROW}
+        for ids, score, truncated in zip(row["response_ids"], row["rewards"], row["truncated"]):
+            given = {"score": score, "truncated": truncated, "columns": columns}
+            logged.append(rollout_row(tokenizer, row["prompt_ids"], ids, group=group, **given))
+    version = {"last": number - 1, "initial": 0}.get(args.responder)
+    write_iteration(folder.parent, number, version, logged[: args.log_rollouts])
 
 
 def learn(

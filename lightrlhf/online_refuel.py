@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import check_args, check_at_least, check_data_dir
+from lightrlhf.cli.args import RolloutLogArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import check_vocabulary
-from lightrlhf.generation.dialogue_pairs import turn_row
+from lightrlhf.generation.dialogue_pairs import turn_rollout, turn_row
 from lightrlhf.generation.dialogues import (
     Dialogue,
     DialogueArgs,
@@ -49,6 +49,7 @@ from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import append_rollouts, num_logged
 from lightrlhf.training.run import Metrics, OnStep, Run
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs):
+class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, RolloutLogArgs):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     RENAMED: ClassVar[dict[str, str]] = {"noptepochs": "ppo_epochs", "kl_coef": "init_kl_coeff"}
@@ -103,6 +104,7 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_dialogues()
+        self.check_rollout_log()
         for name in ("rollout_size", "ppo_epochs"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "eval_interval"):
@@ -227,8 +229,11 @@ def make_pairs(
     truncated = [dialogue.truncated[h] for side in sides for dialogue, h in zip(side, turns)]
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
     pair_rows = [turn_row(one, two, h) for one, two, h in zip(*sides, turns)]
-    old = score_shard(run, model, pair_rows, tokenizer.pad_token_id)  # (2, B)
-    kl = old - score_shard(run, reference, pair_rows, tokenizer.pad_token_id)  # (2, B)
+    width = max((len(row[f"{side}_action_mask"]) for row in pair_rows for side in refuel.SIDES), default=0)
+    by_token, ref_by_token = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
+    old = score_shard(run, model, pair_rows, tokenizer.pad_token_id, by_token)  # (2, B)
+    kl = old - score_shard(run, reference, pair_rows, tokenizer.pad_token_id, ref_by_token)  # (2, B)
+    log_sides(run, tokenizer, turns, sides, scores, by_token - ref_by_token)
     given = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
     valid = given.isfinite().all(0).expand_as(given)  # (2, B)
     rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
@@ -264,6 +269,29 @@ def continue_dialogues(
     with unsharded(policy):
         seed, slots = mix_seed(run.args.seed, key), run.args.rollout_mini_batch_size
         return roll_out(policy, tokenizer, starts, ends, user, run.args, seed, slots)
+
+
+def log_sides(
+    run: Run[OnlineRefuelArgs],
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[int],
+    sides: Sequence[Sequence[Dialogue]],
+    scores: Sequence[float | None],
+    log_ratios: Tensor,
+) -> None:
+    """Log both sides of the first dialogues; scores: of all first sides, then the second ones; log_ratios: (2, B, T-1)
+    of the trained turns."""
+    number = num_logged(run, len(scores))
+    if not number:
+        return
+    with run.phase("writing of rollouts"):
+        rows = []
+        for place in range(number):
+            i, side = divmod(place, 2)
+            start, end = sides[side][i].turn_spans[turns[i]]
+            score, log_ratio = scores[side * len(turns) + i], log_ratios[side, i, start - 1 : end - 1]
+            rows.append(turn_rollout(tokenizer, sides[side][i], turns[i], i, score, log_ratio))
+        append_rollouts(run, rows)
 
 
 def score_dialogues(scorer: GroupScorer, dialogues: Sequence[Dialogue]) -> list[float | None]:

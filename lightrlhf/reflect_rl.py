@@ -29,7 +29,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import RARE, EvalArgs, StartArgs, TrainArgs, check_args, check_at_least, check_positive
+from lightrlhf.cli.args import (
+    RARE,
+    EvalArgs,
+    RolloutLogArgs,
+    StartArgs,
+    TrainArgs,
+    check_args,
+    check_at_least,
+    check_positive,
+)
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS
 from lightrlhf.cli.parser import parse
@@ -48,6 +57,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row
 from lightrlhf.training.run import Metrics, OnStep, Run
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs):
+class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutLogArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
     RENAMED: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
@@ -146,6 +156,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs):
         self.check_model()
         self.check_acting()
         self.check_eval()
+        self.check_rollout_log()
         read_options(self.env_options)
         check_positive(self, "learning_rate", "critic_learning_rate", "clip_coeff")
         for name in ("rollout_size", "num_envs", "rollout_mini_batch_size", "num_generations", "ppo_epochs"):
@@ -250,9 +261,11 @@ def train(
             played = agent.batch(episodes).to(run.device)
             if step == 0:
                 check_start(run, actor, played, agent)
-            rewards = penalized_rewards(run, played, reference, agent)  # (B,)
+            log_ratio = reference_ratio(run, played, reference, agent)  # (B, T-1)
+            rewards = penalized_rewards(args, played, log_ratio)  # (B,)
             values = predict_values(run, value_model, played)  # (B,)
             batch = estimate_advantages(args, played, rewards, values, run.sum_over_ranks)
+            log_episodes(run, episodes, batch, log_ratio, agent.tokenizer)
             metrics = update(run, actor, value_model, batch, agent, step)
             metrics |= replay_step(run, actor, replay, episodes, agent, stage)
         run.step += 1
@@ -323,14 +336,16 @@ def check_start(run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, a
         raise RunFailure(f"log-probabilities differ by {gap} between sampling and scoring of the same weights")
 
 
-def penalized_rewards(
+def reference_ratio(
     run: Run[ReflectRLArgs], batch: PlayedBatch, reference: nn.Module | None, agent: ModelAgent
-) -> Tensor:
+) -> Tensor | None:
+    """Log-ratio of the policy that played to the starting policy: (B, T-1), 0 off actions."""
+    return None if reference is None else (batch.logprobs - score(run, reference, batch, agent)) * batch.action_mask
+
+
+def penalized_rewards(args: ReflectRLArgs, batch: PlayedBatch, log_ratio: Tensor | None) -> Tensor:
     """Rewards minus the weighted log-ratio to the starting policy: (B,)."""
-    if reference is None:
-        return batch.rewards
-    log_ratio = (batch.logprobs - score(run, reference, batch, agent)) * batch.action_mask  # (B, T-1)
-    return batch.rewards - run.args.init_kl_coeff * log_ratio.sum(1)
+    return batch.rewards if log_ratio is None else batch.rewards - args.init_kl_coeff * log_ratio.sum(1)
 
 
 # --------------------------------------------------------------------------------------------------------- advantages
@@ -369,6 +384,50 @@ def state_values(critic: nn.Module, batch: Batch) -> Tensor:
     """Values (B,) at the last tokens of the prompts, which do not depend on the actions."""
     values = critic(batch.input_ids, batch.attention_mask)  # (B, T)
     return values.gather(1, batch.action_mask.long().argmax(1, keepdim=True))[:, 0].float()
+
+
+# ------------------------------------------------------------------------------------------------------------ the log
+def log_episodes(
+    run: Run[ReflectRLArgs], episodes: Sequence[Episode], batch: DecisionBatch, log_ratio: Tensor | None, tokenizer: Any
+) -> None:
+    """Log whole episodes, a row each; log_ratio: (B, T-1) of the decisions.
+
+    The first prompt is the row's prompt; its response has each action and, between them, the next whole prompt.
+    """
+    kept = episodes[: num_logged(run, len(episodes))]
+    if not kept:
+        return
+    with run.phase("writing of rollouts"):
+        rows = []
+        for number, episode in enumerate(kept):
+            at = (batch.episode == number).nonzero()[:, 0]
+            shown = [[], *(one.prompt_ids for one in episode.decisions[1:])]
+            acted = [one.response_ids for one in episode.decisions]
+            numbers = [batch.advantages[at].tolist(), batch.values[at].tolist()]
+            advantages, values = (spread(shown, [[x] * len(a) for x, a in zip(column, acted)]) for column in numbers)
+            ratios = None if log_ratio is None else [log_ratio[i][batch.action_mask[i]].tolist() for i in at]
+            score = sum(one.reward for one in episode.decisions)
+            rows.append(
+                rollout_row(
+                    tokenizer,
+                    episode.decisions[0].prompt_ids,
+                    [token for prompt, action in zip(shown, acted) for token in (*prompt, *action)],
+                    group=number // run.args.num_generations,
+                    mask=spread(shown, [[1] * len(action) for action in acted]),
+                    log_ratio=None if ratios is None else spread(shown, ratios),
+                    advantages=advantages,
+                    values=values if run.args.use_critic else None,
+                    score=score,
+                    rewards={"environment": score},
+                    columns={name: getattr(episode, name) for name in ("task", "level", "success", "cost")},
+                )
+            )
+        append_rollouts(run, rows)
+
+
+def spread(shown: Sequence[Sequence[int]], acted: Sequence[Sequence[Any]]) -> list[Any]:
+    """What belongs to the tokens of each action, with 0 for each token that was shown before it."""
+    return [value for before, values in zip(shown, acted) for value in (*[0] * len(before), *values)]
 
 
 # --------------------------------------------------------------------------------------------------------- the losses

@@ -291,14 +291,22 @@ def score(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> 
     return run.sum_over_ranks(logps)
 
 
-def score_shard(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
-    """S of both sides of this rank's B rows, dropout off: (2, B)."""
+def score_shard(
+    run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int, by_token: Tensor | None = None
+) -> Tensor:
+    """S of both sides of this rank's B rows, dropout off: (2, B).
+
+    by_token: (2, B, T-1) of zeros, which gets the log-probability of each action.
+    """
     logps = torch.zeros(2, len(rows), device=run.device)
     with inference(model):
         for index in run.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
             batch = dialogue_pair_batch([rows[i] for i in index], pad_id).to(run.device)
             with run.autocast():
-                logps[:, index] = turn_logps(model, batch, run.args.temperature).float().reshape(2, -1)
+                logprobs: Tensor = model(**policy_inputs(batch), temperature=run.args.temperature).logprobs
+                logps[:, index] = logprobs.sum(1).float().reshape(2, -1)
+            if by_token is not None:
+                by_token[:, index, : logprobs.shape[1]] = logprobs.float().unflatten(0, (2, -1))
     return logps
 
 

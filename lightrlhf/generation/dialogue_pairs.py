@@ -23,6 +23,7 @@ from lightrlhf.data.splits import Row, split_by_hash
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row, from_row, roll_out
 from lightrlhf.generation.users import UserArgs
 from lightrlhf.models.roles import Policy
+from lightrlhf.training.rollout_log import rollout_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,6 +138,34 @@ def turn_row(chosen: Dialogue, rejected: Dialogue, turn: int) -> Row:
         row[f"{name}_input_ids"] = side.input_ids[:end]
         row[f"{name}_action_mask"] = torch.arange(1, end) >= start  # (T-1,)
     return row
+
+
+def turn_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    side: Dialogue,
+    turn: int,
+    group: int,
+    score: float | None,
+    log_ratio: torch.Tensor | None = None,
+) -> Row:
+    """A side as a row of `rollouts.jsonl`, whose response is all from the trained turn on; log_ratio: (N,) of its ids.
+
+    A dialogue without that turn has an empty response.
+    """
+    length = len(side.input_ids)
+    start, end = side.turn_spans[turn] if turn < side.num_turns else (length, length)
+    sampled = {place for span in side.turn_spans[turn:] for place in range(*span)}
+    return rollout_row(
+        tokenizer,
+        side.input_ids[:start],
+        side.input_ids[start:],
+        group=group,
+        mask=[int(place in sampled) for place in range(start, length)],
+        log_ratio=None if log_ratio is None else [*log_ratio.tolist(), *[0.0] * (length - end)],
+        score=score,
+        truncated=turn < side.num_turns and side.truncated[turn],
+        columns={name: value for name, value in side.columns.items() if name != "user_turns"},
+    )
 
 
 def split_of(args: PairArgs, row: Row) -> str:

@@ -79,8 +79,8 @@ def log_rollouts(
 
 def num_logged(run: Run[Any], num_samples: int) -> int:
     """How many of this rank's samples of the step that follows `run.step` are logged."""
-    is_due = run.step == 0 or (run.step + 1) % run.args.log_interval == 0
-    return min(run.args.log_rollouts, num_samples) if run.is_first and is_due else 0
+    is_due = run.is_first and (run.step == 0 or (run.step + 1) % run.args.log_interval == 0)
+    return min(run.args.log_rollouts, num_samples) if is_due else 0
 
 
 def append_rollouts(run: Run[Any], rows: Iterable[Row]) -> None:

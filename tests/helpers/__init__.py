@@ -150,6 +150,7 @@ class RunOfOneStep:
     """A stand-in for `Run` within one step on one rank; keeps the gradients instead of stepping."""
 
     world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
+    is_first = False  # it writes nothing
 
     def __init__(self, args, **modules) -> None:
         self.args, self.modules, self.gradients = args, modules, {}

@@ -21,7 +21,7 @@ from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
 from helpers.votes import STARTS, cast
 
-from lightrlhf.cli.args import DataArgs, DataSetsArgs, EvalArgs, GenerationArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.args import DataArgs, DataSetsArgs, EvalArgs, GenerationArgs, ModelArgs, RolloutLogArgs, TrainArgs
 from lightrlhf.plot import read_metrics
 
 ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
@@ -230,7 +230,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 
 @pytest.mark.parametrize("algorithm", TRAINERS)
 def test_every_flag_of_its_own_is_explained(algorithm):
-    mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, ModelArgs, GenerationArgs)
+    mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, GenerationArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     if algorithm == "online_dpo":
         shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}

@@ -14,14 +14,13 @@ import torch
 from helpers import last_checkpoint, metrics, rows_of
 from helpers.killed import main_of
 from helpers.rollouts import rollout_of
-from helpers.tiny_runs import TinyRuns
+from helpers.tiny_runs import SAMPLING, TinyRuns
 
 from lightrlhf.data.tokens import decode
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.rollout_log import log_rollouts, rollout_row, rounded, write_iteration
 
-PROGRAMS = ("ppo",)
 ROW = {
     "step",
     "version",
@@ -61,7 +60,7 @@ def finished(runs):
     return make
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", SAMPLING)
 def test_rows_of_every_step_whose_arrays_fit_the_response(program, finished):
     rows = read_jsonl(finished(program) / "rollouts.jsonl")
     tokenizer = load_tokenizer(None, str(last_checkpoint(finished(program))))
@@ -94,6 +93,64 @@ def test_ppo_logs_what_it_learned_from(finished):
     assert any(value for row in rows if row["step"] > 1 for value in row["log_ratio"])
 
 
+def test_reflect_rl_logs_whole_episodes_with_what_was_observed_as_mask_0(finished):
+    rows = read_jsonl(finished("reflect_rl") / "rollouts.jsonl")
+    assert [(row["step"], row["group"]) for row in rows] == [(n, i) for n in range(1, 5) for i in (0, 0, 1, 1)]
+    tokenizer = load_tokenizer(None, str(last_checkpoint(finished("reflect_rl"))))
+    for row in rows:
+        seen = [row["prompt_ids"]]  # the prompts of the episode's decisions
+        for token, sampled in zip(row["response_ids"], row["mask"]):
+            seen += [[]] if sampled else []
+            seen[-1] += [] if sampled else [token]
+        assert seen.pop() == [] and len(seen) == sum(row["mask"])  # an action of one token after each prompt
+        assert all(decode(tokenizer, prompt).endswith("# Action : \n") for prompt in seen)
+        advantages = {value for value, sampled in zip(row["advantages"], row["mask"]) if sampled}
+        assert len(advantages) == 1  # of the episode, within its group
+        assert not any(value for value, sampled in zip(row["advantages"], row["mask"]) if not sampled)
+    for one, two in zip(rows[::2], rows[1::2]):
+        assert one["prompt_ids"] == two["prompt_ids"]
+        gap = (one["advantages"][0] - two["advantages"][0]) * (one["score"] - two["score"])
+        assert gap > 0 or (one["score"] == two["score"] and one["advantages"][0] == two["advantages"][0] == 0)
+    assert any(row["advantages"][0] for row in rows) and any(sum(row["mask"]) > 1 for row in rows)
+
+
+@pytest.mark.parametrize("program", ["online_refuel", "iterative_refuel"])
+def test_dialogues_are_logged_from_the_trained_turn_on_with_the_users_words_as_mask_0(program, finished):
+    rows = read_jsonl(finished(program) / "rollouts.jsonl")
+    tokenizer = load_tokenizer(None, str(last_checkpoint(finished(program))))
+    assert [row["group"] for row in rows if row["step"] == 1] == [0, 0, 1, 1, 2, 2, 3, 3]
+    longer = 0
+    for row in rows:
+        ids = [token if sampled else -1 for token, sampled in zip(row["response_ids"], row["mask"])]
+        shown = decode(tokenizer, [token for token, one in zip(row["response_ids"], ids) if one < 0])
+        assert row["mask"][0] == row["mask"][-1] == 1 and shown.count("Guest:") == shown.count("Barista:")
+        longer += "Guest:" in shown
+    assert longer
+    for one, two in zip(rows[::2], rows[1::2]):
+        assert one["prompt_ids"] == two["prompt_ids"] and one["response_ids"] != two["response_ids"]
+    if program == "online_refuel":
+        for number, logged in enumerate(metrics(finished(program)), start=1):  # all four pairs of a step
+            kl = sum(sum(row["log_ratio"]) for row in rows if row["step"] == number) / 8
+            assert logged["objective/kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
+        assert any(any(row["log_ratio"]) for row in rows if row["step"] == 4)
+    else:
+        files = [read_jsonl(finished(program) / "iteration-01" / f"{name}.jsonl") for name in ("dialogues", "rewards")]
+        for i, dialogue, rewards in zip(range(4), *files):
+            for row, side in zip(rows[2 * i : 2 * i + 2], ("first", "second")):
+                assert row["score"] == pytest.approx(rewards[side][dialogue["horizon"]], rel=1e-4)
+                assert row["prompt_ids"] + row["response_ids"] == dialogue[side]["input_ids"]
+
+
+def test_online_dpo_logs_the_responses_to_the_first_prompts(finished):
+    rows = read_jsonl(finished("online_dpo") / "rollouts.jsonl")
+    for step in (1, 2):
+        kept = [row for row in rows if row["step"] == step]
+        scored = read_jsonl(finished("online_dpo") / f"iteration-0{step}" / "rewards.jsonl")
+        assert [row["response"] for row in kept] == [text for row in scored[:4] for text in row["responses"]]
+        assert [row["score"] for row in kept] == pytest.approx([r for row in scored[:4] for r in row["rewards"]])
+        assert [row["group"] for row in kept] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_a_resumed_run_has_the_same_rows(finished, runs, tmp_path):
     folder = shutil.copytree(finished("ppo"), tmp_path / "run")
     expected = (folder / "rollouts.jsonl").read_bytes()
@@ -104,7 +161,7 @@ def test_a_resumed_run_has_the_same_rows(finished, runs, tmp_path):
     assert (folder / "rollouts.jsonl").read_bytes() == expected
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", SAMPLING)
 def test_0_writes_none(program, runs, tmp_path):
     folder = main_of(program)(runs.flags(program, tmp_path, "--log_rollouts", 0, steps=1))
     assert not (Path(folder) / "rollouts.jsonl").exists() and (Path(folder) / "metrics.jsonl").exists()
