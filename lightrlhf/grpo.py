@@ -40,6 +40,7 @@ from lightrlhf.cli.args import (
     DataSetsArgs,
     EvalArgs,
     RewardArgs,
+    RolloutLogArgs,
     SamplingArgs,
     StartArgs,
     TrainArgs,
@@ -95,6 +96,7 @@ from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Rewards, Scores
 from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 
 LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses"
@@ -102,7 +104,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs):
+class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"
@@ -163,6 +165,7 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, Samplin
         self.check_model()
         self.check_generation()
         self.check_eval()
+        self.check_rollout_log()
         self.check_data()
         check_positive(self, "learning_rate", "clip_coeff")
         for name in ("num_generations", "rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
@@ -295,6 +298,7 @@ def train(
                 metrics |= failure_metrics(run, scores)
         with run.phase("update"):
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
+            log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages)
             metrics |= update(run, model, batch, loss, len(index), step)
 
         run.step += 1

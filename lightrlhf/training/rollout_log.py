@@ -48,33 +48,39 @@ def log_rollouts(
     if not number:
         return
     with run.phase("writing of rollouts"):
-        part = rollout.select(slice(number)).to("cpu")
+        first = rollout.group.argsort(stable=True)[:number]  # of the first prompts, also where groups were replaced
+        part = rollout.select(first).to("cpu")
         starts, ends = (part.prompt_len - 1).tolist(), (part.attention_mask.sum(1) - 1).tolist()
         prompts, responses, truncated = part.prompt_ids(), part.response_ids(), part.truncated.tolist()
-        groups = getattr(part, "group", None)
-        groups = range(number) if groups is None else groups.tolist()
-        log_ratios = part.logprobs - part.ref_logprobs
-        append_rollouts(
-            run,
-            [
-                rollout_row(
-                    tokenizer,
-                    prompts[i],
-                    responses[i],
-                    group=groups[i],
-                    mask=part.action_mask[i, starts[i] : ends[i]].long().tolist(),
-                    log_ratio=log_ratios[i, starts[i] : ends[i]].tolist(),
-                    advantages=None if advantages is None else advantages[i, starts[i] : ends[i]].tolist(),
-                    values=None if values is None else values[i, starts[i] : ends[i]].tolist(),
-                    score=float(scores[i]),
-                    rewards={name: float(reward[i]) for name, reward in (rewards or {}).items()},
-                    audit=None if audit is None else float(audit[i]),
-                    truncated=truncated[i],
-                    columns=part.columns[i] if part.columns else {},
-                )
-                for i in range(number)
-            ],
-        )
+        groups, log_ratios = part.group.tolist(), part.logprobs - part.ref_logprobs
+        has_reference = not part.ref_logprobs.isnan().any()
+
+        def by_token(values: Tensor | None, i: int) -> list[float] | None:
+            return None if values is None else values[i, starts[i] : ends[i]].tolist()
+
+        parts = {name: reward[first].tolist() for name, reward in (rewards or {}).items()}
+        totals = scores[first].tolist()
+        audits = [None] * number if audit is None else audit[first].tolist()
+        advantages, values = (None if column is None else column[first].cpu() for column in (advantages, values))
+        rows = [
+            rollout_row(
+                tokenizer,
+                prompts[i],
+                responses[i],
+                group=groups[i],
+                mask=part.action_mask[i, starts[i] : ends[i]].long().tolist(),
+                log_ratio=by_token(log_ratios if has_reference else None, i),
+                advantages=by_token(advantages, i),
+                values=by_token(values, i),
+                score=totals[i],
+                rewards={name: reward[i] for name, reward in parts.items()},
+                audit=audits[i],
+                truncated=truncated[i],
+                columns=part.columns[i] if part.columns else {},
+            )
+            for i in range(number)
+        ]
+        append_rollouts(run, rows)
 
 
 def num_logged(run: Run[Any], num_samples: int) -> int:

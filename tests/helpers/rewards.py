@@ -24,6 +24,11 @@ def vowels(prompts, completions, **columns):
     return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
 
 
+def whole_vowels(prompts, completions, **columns):
+    """Often gives the same reward twice."""
+    return [sum(letter in "aeiou" for letter in text) for text in completions]
+
+
 def worth(prompts, completions, worth, **columns):
     """Multiplies the length by the column `worth`."""
     return [value * len(text) for value, text in zip(worth, completions)]

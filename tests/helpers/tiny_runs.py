@@ -12,7 +12,7 @@ from lightrlhf.data.splits import save_split
 from lightrlhf.models.tokenizer import store_tokenizer
 
 WIDTH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SAMPLING = ("ppo", "online_dpo", "online_refuel", "iterative_refuel", "reflect_rl")
+SAMPLING = ("ppo", "grpo", "online_dpo", "online_refuel", "iterative_refuel", "reflect_rl")
 PROGRAMS = ("sft", "rm", "dpo", "refuel", *SAMPLING)
 ITERATED = ("online_dpo", "iterative_refuel")
 TRAINED = tuple(program for program in PROGRAMS if program not in ITERATED)  # with one loop of steps
@@ -42,6 +42,11 @@ class TinyRuns:
             rates = ["--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--adaptive_kl_coeff", "True"]
             rates += ["--rollout_size", 4, "--mini_batch_size", 4, "--micro_batch_size", 2, "--max_new_tokens", 3]
             rates += ["--reward_function", "helpers.rewards:vowels", "--eval_interval", 0]
+        elif program == "grpo":
+            rates = ["--learning_rate", "1e-2", "--num_generations", 2, "--rollout_size", 3, "--ppo_epochs", 2]
+            rates += ["--mini_batch_size", 4, "--micro_batch_size", 2, "--max_new_tokens", 3, "--resample_rounds", 2]
+            rates += ["--init_kl_coeff", "0.1", "--reward_function", "helpers.rewards:whole_vowels"]
+            rates += ["--eval_interval", 0]
         elif program == "reflect_rl":
             start, data = ["--model_name", self.corridor], ["--env", "helpers.corridor:Corridor", "--horizon", 4]
             rates = ["--learning_rate", "1e-2", "--rollout_size", 4, "--num_envs", 4, "--num_generations", 2]

@@ -93,6 +93,26 @@ def test_ppo_logs_what_it_learned_from(finished):
     assert any(value for row in rows if row["step"] > 1 for value in row["log_ratio"])
 
 
+def test_grpo_logs_whole_groups_with_their_rewards_by_name(finished):
+    rows = read_jsonl(finished("grpo") / "rollouts.jsonl")
+    for step in range(1, 5):
+        kept = [row for row in rows if row["step"] == step]  # all six of the step, after groups were replaced
+        assert sorted(row["group"] for row in kept) == [0, 0, 1, 1, 2, 2]
+        for one, two in zip(kept[::2], kept[1::2]):
+            assert one["prompt_ids"] == two["prompt_ids"] and one["group"] == two["group"]
+            assert (one["advantages"][0] - two["advantages"][0]) * (one["score"] - two["score"]) >= 0
+        assert all(row["rewards"] == {"reward": row["score"]} and row["values"] is None for row in kept)
+    assert any(any(row["log_ratio"]) for row in rows if row["step"] > 1)
+    wasted = [row["sampling/wasted_tokens"] for row in metrics(finished("grpo"))]
+    assert any(wasted)
+
+
+def test_without_a_reference_there_is_no_log_ratio(runs, tmp_path):
+    flags = runs.flags("grpo", tmp_path, "--init_kl_coeff", 0, steps=1)
+    rows = read_jsonl(Path(main_of("grpo")(flags)) / "rollouts.jsonl")
+    assert rows and all(row["log_ratio"] is None and row["advantages"] for row in rows)
+
+
 def test_reflect_rl_logs_whole_episodes_with_what_was_observed_as_mask_0(finished):
     rows = read_jsonl(finished("reflect_rl") / "rollouts.jsonl")
     assert [(row["step"], row["group"]) for row in rows] == [(n, i) for n in range(1, 5) for i in (0, 0, 1, 1)]
