@@ -285,17 +285,18 @@ def train(
                 missing = uninformative(run, rollout, scores.total, len(index))  # numbers of groups
                 if not missing:
                     break
+                others = torch.randint(
+                    len(examples), (len(missing),), generator=run.generator(step, number, -1)
+                ).tolist()
+                fresh = sample_groups(run, model, reference, examples, others, missing, tokenizer, step, number)
                 keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
                 metrics["sampling/prompts"] += len(missing)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
-                for group, other in zip(missing, other_prompts(run, len(examples), len(missing), step, number)):
-                    index[group] = other
-                chosen = [index[group] for group in missing]
-                fresh = sample_groups(run, model, reference, examples, chosen, missing, tokenizer, step, number)
                 scores = scores.replaced(keep, rewards(fresh, tokenizer))
                 rollout = joined([rollout.select(keep), fresh])
-                name_rows(run, index, rollout)
-                metrics |= failure_metrics(run, scores)
+                index = [dict(zip(missing, others)).get(group, old) for group, old in enumerate(index)]
+            metrics |= failure_metrics(run, scores)
+            run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
         with run.phase("update"):
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
             log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages)
@@ -354,16 +355,6 @@ def uninformative(run: Run[GRPOArgs], rollout: Rollout, scores: Tensor, num_grou
     differ = torch.zeros(num_groups, dtype=torch.float64, device=run.device)
     differ.index_add_(0, rollout.group, moments.informative.double())
     return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
-
-
-def other_prompts(run: Run[GRPOArgs], num_examples: int, number: int, *key: int) -> list[int]:
-    """Random prompts, the same on all ranks and in a resumed run."""
-    return torch.randint(num_examples, (number,), generator=run.generator(*key, -1)).tolist()
-
-
-def name_rows(run: Run[GRPOArgs], index: Sequence[int], rollout: Rollout) -> None:
-    """Name the rows of a rollout of which a part was replaced, for errors."""
-    run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
 
 
 def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:

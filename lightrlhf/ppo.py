@@ -267,7 +267,7 @@ def train(
             noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
-        log_rollouts(run, rollout, tokenizer, scores, advantages=batch.advantages, values=values)
+        log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, values)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores.total, rewards) | reward_metrics(run, scores)

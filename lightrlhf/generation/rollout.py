@@ -123,7 +123,7 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Te
 def reward_metrics(run: Run[Any], scores: Scores) -> Metrics:
     """`reward/{name}`: means over the responses of all ranks to which a reward gave a number; and how many failed."""
     means = {}
-    for name, part in zip(scores.names, scores.parts.unbind(1)):
+    for name, part in scores.by_name().items():
         (means[f"reward/{name}"],) = row_means(run, [part], ~part.isnan())
     return means | failure_metrics(run, scores)
 

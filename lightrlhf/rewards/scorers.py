@@ -292,12 +292,15 @@ class Scores(NamedTuple):
     names: tuple[str, ...]  # of the R rewards
     failures: dict[str, int] = {}  # responses that a function failed for, by kind
 
+    def by_name(self) -> dict[str, Tensor]:
+        """Scores (B,) of each reward."""
+        return dict(zip(self.names, self.parts.unbind(1)))
+
     def replaced(self, keep: Tensor, fresh: Scores) -> Scores:
         """Scores of the rows `keep` and of fresh ones after them; the failures are those of both."""
-        total, parts = (
-            torch.cat([old[keep], new]) for old, new in ((self.total, fresh.total), (self.parts, fresh.parts))
-        )
-        return Scores(total, parts, self.names, dict(Counter(self.failures) + Counter(fresh.failures)))
+        total, parts = torch.cat([self.total[keep], fresh.total]), torch.cat([self.parts[keep], fresh.parts])
+        failures = {kind: count + fresh.failures[kind] for kind, count in self.failures.items()}
+        return Scores(total, parts, self.names, failures)
 
 
 @dataclass

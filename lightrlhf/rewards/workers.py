@@ -3,7 +3,7 @@
 Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
 
-`concurrent.futures` cannot kill a hung worker. `pebble` can, but starts its workers as `multiprocessing` does: as a copy
+`concurrent.futures` cannot kill a hung worker. `pebble` can, but starts workers as `multiprocessing` does: as copies
 of this process after torch has started threads, or as one that runs the main module again, which for a training script
 without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is killed.
 

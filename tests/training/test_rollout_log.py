@@ -101,7 +101,7 @@ def test_grpo_logs_whole_groups_with_their_rewards_by_name(finished):
         for one, two in zip(kept[::2], kept[1::2]):
             assert one["prompt_ids"] == two["prompt_ids"] and one["group"] == two["group"]
             assert (one["advantages"][0] - two["advantages"][0]) * (one["score"] - two["score"]) >= 0
-        assert all(row["rewards"] == {"reward": row["score"]} and row["values"] is None for row in kept)
+        assert all(row["rewards"] == {"whole_vowels": row["score"]} and row["values"] is None for row in kept)
     assert any(any(row["log_ratio"]) for row in rows if row["step"] > 1)
     wasted = [row["sampling/wasted_tokens"] for row in metrics(finished("grpo"))]
     assert any(wasted)
