@@ -255,7 +255,7 @@ def train(
     actor = load_start(policy, args, tokenizer, args.strategy not in ("fsdp", "deepspeed"))
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
-    share_prefixes(actor, longest_text(examples) + args.max_new_tokens)
+    share_prefixes(actor, longest_text(examples) + args.max_new_tokens, args.num_generations)
     reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
     rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor)
     sizes = (*count_parameters(actor), len(examples), args.num_generations)

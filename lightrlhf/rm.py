@@ -232,7 +232,7 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
         micro = [rows[j] for j in places]
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
+            scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             run.backward(loss / count, places)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
@@ -248,7 +248,7 @@ def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -
     with inference(model):
         for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
             batch = preference_batch(micro, pad_id).to(run.device)
-            scores = model(batch.input_ids, batch.attention_mask, batch.paired)  # (2B, T)
+            scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
             parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]

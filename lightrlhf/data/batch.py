@@ -35,7 +35,7 @@ class Batch:
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
     sequence_ids: Tensor | None = None  # (B, T) int64, packed rows only: 1, 2, … per example, 0 on padding
     places: Tensor | None = None  # (B,) int64, of each row in its rank's part of a step's batch, for error messages
-    paired: bool = False  # the rows are pairs: all chosen texts, then the rejected ones in the same order
+    group: Tensor | None = None  # (B,) int64, equal in rows that share a prompt, which need not be adjacent
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -56,7 +56,25 @@ class Batch:
         return self.attention_mask.sum(1).argsort(stable=True).split(size)
 
     def by_group(self, size: int) -> tuple[Tensor, ...]:
-        return self.by_length(size)
+        """Row indices in micro-batches of at most `size` rows that keep each group together where it fits.
+
+        A larger group is cut into parts of about equally many rows, of similar length. Groups of similar length share
+        a micro-batch, shortest first; one empty micro-batch without rows, and `by_length` without groups.
+        """
+        if self.group is None or not len(self):
+            return self.by_length(size)
+        lengths = self.attention_mask.sum(1).tolist()
+        parts: list[list[int]] = []
+        micros: list[list[int]] = [[]]
+        for rows in group_members(self.group):
+            count = -(-len(rows) // size)
+            rows = sorted(rows, key=lengths.__getitem__)
+            parts += [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
+        for part in sorted(parts, key=lambda rows: sum(lengths[i] for i in rows)):
+            if len(micros[-1]) + len(part) > size:
+                micros.append([])
+            micros[-1] += part
+        return tuple(torch.tensor(rows, device=self.input_ids.device) for rows in micros)
 
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
         return self.map(lambda tensor: tensor.to(device))
@@ -64,7 +82,6 @@ class Batch:
     def select(self: AnyBatch, index: Tensor | slice) -> AnyBatch:
         """Select rows, without the padding columns that none of them needs (rows must be right-padded)."""
         rows = self.map(lambda tensor: tensor[index])
-        rows.paired = False
         width = max([2, *rows.attention_mask.sum(1).tolist()])
         full = rows.input_ids.shape[1]
         return rows.map(lambda t: t[:, : width - (full - t.shape[1])] if t.dim() == 2 else t)
@@ -129,6 +146,14 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
     return whole
 
 
+def group_members(group: Tensor) -> list[list[int]]:
+    """The rows of each group, groups in the order of their first rows; group: (B,)."""
+    members: dict[int, list[int]] = {}
+    for row, number in enumerate(group.tolist()):
+        members.setdefault(number, []).append(row)
+    return list(members.values())
+
+
 # ------------------------------------------------------------------------------------------------------- collating
 def finetune_batch(rows: Sequence[Row], pad_id: int, use_targets: bool) -> Batch:
     """Right-padded rows for cross-entropy; actions are the tokens with a target, or all without `use_targets`."""
@@ -140,11 +165,11 @@ def finetune_batch(rows: Sequence[Row], pad_id: int, use_targets: bool) -> Batch
 
 
 def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
-    """2B right-padded rows, the B chosen ones first; actions are the response tokens."""
+    """2B right-padded rows, the B chosen ones first; actions are the response tokens, a pair is a group."""
     ids = [row["chosen_input_ids"] for row in rows] + [row["rejected_input_ids"] for row in rows]
     prompt_lens = [row["prompt_len"] for row in rows] * 2
     actions = [_response_actions(n, len(row)) for row, n in zip(ids, prompt_lens)]
-    return _collate(ids, actions, pad_id, paired=True)
+    return _collate(ids, actions, pad_id, torch.arange(len(rows)).repeat(2))
 
 
 def unpaired_batch(rows: Sequence[Row], pad_id: int) -> Batch:
@@ -175,10 +200,10 @@ def mismatched_rows(rows: Sequence[Row], others: Sequence[Row], width: int) -> l
 
 
 def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
-    """2B right-padded rows of dialogues, the B chosen ones first; actions are those of the rows' own masks."""
+    """2B right-padded rows of dialogues, the B chosen ones first, by pairs; actions are those of the rows' masks."""
     sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
     ids, actions = ([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask"))
-    return _collate(ids, actions, pad_id, paired=True)
+    return _collate(ids, actions, pad_id, torch.arange(len(rows)).repeat(2))
 
 
 def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
@@ -223,7 +248,7 @@ def _response_actions(prompt_len: int, length: int) -> Tensor:
 
 
 def _collate(
-    ids: Sequence[Sequence[int]], actions: Sequence[Tensor | Sequence[bool]], pad_id: int, paired: bool = False
+    ids: Sequence[Sequence[int]], actions: Sequence[Tensor | Sequence[bool]], pad_id: int, group: Tensor | None = None
 ) -> Batch:
     """Right-pad rows of ids and their action masks to one width, at least 2."""
     width = max([2, *map(len, ids)])
@@ -234,7 +259,7 @@ def _collate(
         input_ids[i, : len(row)] = torch.as_tensor(row)
         attention_mask[i, : len(row)] = True
         action_mask[i, : len(action)] = torch.as_tensor(action, dtype=torch.bool)
-    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask, paired=paired)
+    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask, group=group)
 
 
 # -------------------------------------------------------------------------------------------------------- batching

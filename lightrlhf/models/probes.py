@@ -23,35 +23,36 @@ from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, inferenc
 Outputs = dict[str, list[Tensor]]  # of modules, by name
 
 
-def share_prefixes(role: Policy | ScalarModel, longest: int) -> None:
-    """Enables prefix sharing for pairs if trial forward passes show that the architecture supports it.
+def share_prefixes(role: Policy | ScalarModel, longest: int, group_size: int = 2) -> None:
+    """Enables prefix sharing in groups if trial forward passes show that the architecture supports it.
 
-    longest: tokens of the longest text. The mask of packed pairs ignores sliding windows, so no text may exceed one;
-    GPT-Neo's window counts columns, of which a packed pair has up to twice as many.
+    longest: tokens of the longest text. The mask of packed groups ignores sliding windows, so no text may exceed one;
+    GPT-Neo's window counts columns, of which a packed group has up to `group_size` times as many.
     """
-    config = role.model.config
-    windows = [(getattr(config, "sliding_window", None), longest), (getattr(config, "window_size", None), 2 * longest)]
+    config, columns = role.model.config, group_size * longest
+    windows = [(getattr(config, "sliding_window", None), longest), (getattr(config, "window_size", None), columns)]
     if any(window and needed > window for window, needed in windows):
         return
-    ids = _trial_row(role, 11).repeat(2, 1)  # (2, 11); packed: 8 common tokens, 2 chosen and 3 rejected ones
-    ids[1, 8:] = ids[0, :3]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[0, 10:] = False
-    texts = [(ids[:1, :10], [*range(10)]), (ids[1:], [*range(8), 10, 11, 12])]  # and their columns when packed
+    ids = _trial_row(role, 11).repeat(3, 1)  # (3, 11); packed: 8 common tokens, then 2, 3 and 1 of the texts
+    ids[1, 8:], ids[2, 8:] = ids[0, :3], ids[0, 3:6]
+    mask = torch.arange(11, device=ids.device) < torch.tensor([[10], [11], [9]], device=ids.device)
+    places = [*range(10)], [*range(8), 10, 11, 12], [*range(8), 13]  # columns of each text when packed
+    texts = [(ids[i : i + 1, : len(columns)], columns) for i, columns in enumerate(places)]
+    group = torch.zeros(3, dtype=torch.int64, device=ids.device)
 
-    def outputs(ids: Tensor, mask: Tensor, paired: bool = False) -> Tensor:
+    def outputs(ids: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
         if isinstance(role, Policy):
-            return role(ids, mask, mask[:, 1:], paired=paired).logprobs
-        return torch.where(mask, role(ids, mask, paired=paired), 0.0)
+            return role(ids, mask, mask[:, 1:], group=group).logprobs
+        return torch.where(mask, role(ids, mask, group=group), 0.0)
 
     with inference(role):
         separate = outputs(ids, mask)
         alone = [(_modules(role, partial(outputs, text, text >= 0)), columns) for text, columns in texts]
         role.shares_prefixes = True
         try:
-            packed = _modules(role, lambda: outputs(ids, mask, paired=True))
-            close = is_close(outputs(ids, mask, paired=True), separate, role.model)
-            role.shares_prefixes = close and not _difference(role, packed, 13, alone)
+            packed = _modules(role, lambda: outputs(ids, mask, group))
+            close = is_close(outputs(ids, mask, group), separate, role.model)
+            role.shares_prefixes = close and not _difference(role, packed, 14, alone)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # this architecture rejects custom masks, each in a way of its own

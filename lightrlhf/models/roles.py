@@ -20,7 +20,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import Batch
 from lightrlhf.maths.ops import head_logprobs, position_ids
 from lightrlhf.models import lora
-from lightrlhf.models.prefix_sharing import PackedPairs, pack_pairs
+from lightrlhf.models.prefix_sharing import PackedGroups, pack_groups
 from lightrlhf.models.quantisation import is_quantised
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Role(nn.Module):
     """
 
     model: PreTrainedModel
-    shares_prefixes = False  # within pairs; see `probes.share_prefixes`
+    shares_prefixes = False  # within groups; see `probes.share_prefixes`
 
     def __init__(
         self,
@@ -74,12 +74,18 @@ class Role(nn.Module):
         return lora.active(self.model, self.adapters, self.training)
 
     def _inputs(
-        self, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None, paired: bool = False
-    ) -> tuple[dict[str, Any], PackedPairs | None]:
-        """Arguments of a forward pass without a KV cache, and the packed pairs if prefixes are shared."""
-        pairs = pack_pairs(input_ids, attention_mask) if paired and self.shares_prefixes else None
-        if pairs:
-            return paired_inputs(self.model, pairs), pairs
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        sequence_ids: Tensor | None = None,
+        group: Tensor | None = None,
+    ) -> tuple[dict[str, Any], PackedGroups | None]:
+        """Arguments of a forward pass without a KV cache, and the packed groups if prefixes are shared."""
+        if group is not None and self.shares_prefixes:
+            hidden_size = getattr(self.model.config, "hidden_size", 1024)  # a rare architecture has no such name
+            packed = pack_groups(input_ids, attention_mask, group, hidden_size)
+            if packed is not None:
+                return group_inputs(self.model, packed), packed
         return model_inputs(self.model, input_ids, attention_mask, sequence_ids), None
 
     def train(self, mode: bool = True) -> Role:
@@ -132,12 +138,12 @@ class Policy(Role):
         with_mean: bool = False,
         label_ids: Tensor | None = None,
         allowed: Tensor | None = None,
-        paired: bool = False,
+        group: Tensor | None = None,
     ) -> TokenStats:
         """(B, T) ids and masks -> log-probabilities of the actions at `temperature`; entropies and means on request.
 
         label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
-        paired, sequence_ids: as in `Batch`.
+        group, sequence_ids: as in `Batch`.
         """
         if not len(input_ids):
             ids, mask, actions = _dummy_batch(input_ids)
@@ -145,7 +151,7 @@ class Policy(Role):
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if label_ids is None:
             with self.active():
-                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, paired=paired)
+                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, group=group)
                 stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
@@ -190,10 +196,10 @@ class Policy(Role):
         action_mask: Tensor,
         sequence_ids: Tensor | None = None,
         cache: Any = None,
-        paired: bool = False,
+        group: Tensor | None = None,
     ) -> tuple[Tensor, nn.Module]:
         """Hidden states (N, H) that predict the N actions, and the head that maps them to logits."""
-        inputs, pairs = self._inputs(input_ids, attention_mask, sequence_ids, paired)
+        inputs, packed = self._inputs(input_ids, attention_mask, sequence_ids, group)
         if cache is not None:
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
             inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
@@ -201,11 +207,10 @@ class Policy(Role):
             states, head = self.model.base_model(**inputs).last_hidden_state, self.model.get_output_embeddings()
         else:  # the architecture changes its logits after the head (soft caps, scales): states are logits (B, T, V)
             states, head = self.model(**inputs).logits, nn.Identity()
-        if pairs is None:
+        if packed is None:
             return states[:, :-1][action_mask], head
-        row = torch.arange(len(action_mask), device=states.device) % len(states)  # (2B,)
-        row, column = row[:, None].expand_as(action_mask)[action_mask], pairs.columns[:, :-1][action_mask]  # (N,) each
-        return states[row, column], head
+        rows = packed.rows[:, None].expand_as(action_mask)[action_mask]  # (N,)
+        return states[rows, packed.columns[:, :-1][action_mask]], head
 
 
 class ScalarModel(Role):
@@ -229,16 +234,16 @@ class ScalarModel(Role):
         elif not is_encoder:
             _check_scalar_model(model)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, paired: bool = False) -> Tensor:
-        """(B, T) ids and mask -> (B, T) float32 values of the head; paired: as in `Batch`."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None) -> Tensor:
+        """(B, T) ids and mask -> (B, T) float32 values of the head; group: as in `Batch`."""
         if not len(input_ids):
             return self.forward(*_dummy_batch(input_ids)[:2])[:0]
-        inputs, pairs = self._inputs(input_ids, attention_mask, paired=paired)
+        inputs, packed = self._inputs(input_ids, attention_mask, group=group)
         with self.active():
             hidden = self.model.base_model(**inputs).last_hidden_state
         head = self.score if self.shares else scalar_head(self.model)
         values = head(hidden)[..., 0].float()
-        return values.repeat(2, 1).gather(1, pairs.columns) if pairs else values
+        return values if packed is None else values[packed.rows].gather(1, packed.columns)
 
 
 @contextmanager
@@ -266,7 +271,7 @@ def policy_inputs(batch: Batch) -> dict[str, Any]:
         "attention_mask": batch.attention_mask,
         "action_mask": batch.action_mask,
         "sequence_ids": batch.sequence_ids,
-        "paired": batch.paired,
+        "group": batch.group,
     }
 
 
@@ -281,11 +286,11 @@ def model_inputs(
     return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
 
 
-def paired_inputs(model: PreTrainedModel, pairs: PackedPairs) -> dict[str, Any]:
-    """`model_inputs` for pairs that share their common prefix."""
-    mask = _additive_mask(pairs.visible, model.dtype)
-    positions = position_inputs(model, pairs.positions)
-    return {"input_ids": pairs.input_ids, "attention_mask": mask, "use_cache": False, **positions}
+def group_inputs(model: PreTrainedModel, packed: PackedGroups) -> dict[str, Any]:
+    """`model_inputs` for groups that share their common prefix."""
+    mask = _additive_mask(packed.visible, model.dtype)
+    positions = position_inputs(model, packed.positions)
+    return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
 
 
 def position_inputs(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:

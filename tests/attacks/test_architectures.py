@@ -90,7 +90,7 @@ def with_prefixes(role):
             values = role(**policy_inputs(batch)).logprobs
             (values * weights[:, 1:]).sum().backward()
         else:
-            values = role(batch.input_ids, batch.attention_mask, batch.paired) * batch.attention_mask
+            values = role(batch.input_ids, batch.attention_mask, batch.group) * batch.attention_mask
             (values * weights).sum().backward()
         found.append(values.detach())
         slopes.append(gradients(role))

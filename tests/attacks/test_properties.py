@@ -20,7 +20,7 @@ from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
 from lightrlhf.maths.preference import DIVERGENCES, LOSSES, REFERENCE_FREE, Pairs
 from lightrlhf.maths.unpaired import Responses, bco, kto
-from lightrlhf.models.prefix_sharing import pack_pairs
+from lightrlhf.models.prefix_sharing import pack_groups
 from lightrlhf.rewards.kl import AdaptiveKL
 from lightrlhf.rewards.scorers import read_together
 
@@ -472,18 +472,19 @@ def an_epoch_is_a_permutation(count, seed, epoch):
     assert sorted(epoch_order(count, seed, epoch)) == list(range(count))
 
 
-@holds(SEED, st.integers(1, 9), st.integers(0, 4), st.integers(1, 3))
-def a_shared_prefix_shows_each_text_itself_alone(seed, common, more, rest):
-    """Each token of both texts stands in the packed row, at its own position, and sees its own text up to itself."""
+@holds(SEED, st.integers(1, 9), st.integers(0, 4), st.integers(1, 6), st.sampled_from([1, 8, 4096]))
+def a_shared_prefix_shows_each_text_itself_alone(seed, common, more, count, hidden_size):
+    """Each token of each text stands in the packed row, at its own position, and sees its own text up to itself."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(1, 4, (common + i,), generator=g).tolist() for i in range(2)]
-    ends = [torch.randint(1, 4, (rest + more * (i == 1),), generator=g).tolist() for i in range(4)]
-    batch = response_batch(prompts * 2, ends, 0)
-    packed = pack_pairs(batch.input_ids, batch.attention_mask)
+    ends = [torch.randint(1, 4, (1 + more * (i % 3),), generator=g).tolist() for i in range(count + 2)]
+    group = torch.randint(0, 2, (count + 2,), generator=g)
+    batch = response_batch([prompts[i] for i in group], ends, 0)
+    packed = pack_groups(batch.input_ids, batch.attention_mask, group, hidden_size)
     if packed is None:
         return
     for i, (ids, kept) in enumerate(zip(batch.input_ids, batch.attention_mask)):
-        own, row = packed.columns[i][kept], i % 2
+        own, row = packed.columns[i][kept], packed.rows[i]
         assert torch.equal(packed.input_ids[row, own], ids[kept])
         assert packed.positions[row, own].tolist() == list(range(len(own)))
         for t, column in enumerate(own.tolist()):

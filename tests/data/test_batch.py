@@ -69,7 +69,7 @@ def test_a_pair_puts_the_chosen_rows_first_and_counts_responses_only(pad_id):
     batch = preference_batch(rows, pad_id)
     assert [trained(batch, i) for i in range(4)] == [[7, EOS], [7, EOS], [8, 9, 10, EOS], [EOS]]
     assert batch.attention_mask.sum(1).tolist() == [4, 3, 6, 2]
-    assert batch.paired  # without which prefixes are never shared
+    assert batch.group.tolist() == [0, 1, 0, 1]  # without which prefixes are never shared
 
 
 @pytest.mark.parametrize("pad_id", [0, EOS])
@@ -160,6 +160,35 @@ def test_select_keeps_what_belongs_to_each_row():
     assert part.prompt_len.tolist() == [1] and part.truncated.tolist() == [False]
     assert rollout.response_ids() == [[8, EOS], [9, 10, 11, EOS]]
     assert rollout.prompt_ids() == [[5], [6, 7]]
+
+
+def test_a_selection_keeps_the_groups_of_its_rows():
+    batch = response_batch([[5], [5], [6]], [[8], [9], [7]], 0)
+    batch.group = torch.tensor([3, 3, 7])
+    assert batch.select(torch.tensor([2, 0])).group.tolist() == [7, 3]
+    rollout = batch.extend(Rollout, prompt_len=None, truncated=None, logprobs=None, ref_logprobs=None)
+    assert rollout.select(slice(0, 2)).group.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("size, expected", [(4, [[0, 2, 4], [5, 1, 3], [6, 7, 8]]), (1, 9), (16, 1)])
+def test_micro_batches_keep_groups_together_and_cut_those_that_do_not_fit(size, expected):
+    lengths = [1, 3, 2, 4, 1, 2, 5, 6, 7]
+    batch = response_batch([[5]] * 9, [[8] * n for n in lengths], 0)
+    batch.group = torch.tensor([0, 1, 0, 1, 0, 1, 2, 2, 2])
+    micros = [rows.tolist() for rows in batch.by_group(size)]
+    assert sorted(i for rows in micros for i in rows) == [*range(9)] and max(map(len, micros)) <= size
+    if isinstance(expected, int):
+        assert len(micros) == expected
+    else:
+        assert [sorted(rows) for rows in micros] == [sorted(rows) for rows in expected]
+
+
+def test_a_group_is_cut_into_even_parts_of_similar_length_and_a_batch_without_rows_is_one_micro_batch():
+    batch = response_batch([[5]] * 5, [[8] * n for n in (9, 1, 8, 2, 3)], 0)
+    assert [rows.tolist() for rows in batch.by_group(3)] == [rows.tolist() for rows in batch.by_length(3)]
+    batch.group = torch.zeros(5, dtype=torch.int64)
+    assert [sorted(rows.tolist()) for rows in batch.by_group(4)] == [[1, 3], [0, 2, 4]]
+    assert [rows.tolist() for rows in batch.select(slice(0)).by_group(3)] == [[]]
 
 
 def test_extend_copies_shared_fields_and_adds_the_given_ones():
@@ -294,7 +323,7 @@ def labelled(prompt: list[int], response: list[int]) -> dict:
 def test_labelled_responses_train_on_their_response_tokens():
     batch = unpaired_batch([labelled([5, 6], [7, EOS]), labelled([5], [8, 9, 4, EOS])], EOS)
     assert [trained(batch, row) for row in (0, 1)] == [[7, EOS], [8, 9, 4, EOS]]
-    assert not batch.paired and len(unpaired_batch([], EOS)) == 0
+    assert batch.group is None and len(unpaired_batch([], EOS)) == 0
 
 
 def mismatched(rows: list[dict], others: tuple = (), width: int = 99) -> list[list[int]]:

@@ -89,7 +89,7 @@ def test_only_the_turns_own_tokens_have_gradient():
     policy = tiny_policy("llama")
     (row,) = pairs_of((4, 5, 3)).rows
     batch = dialogue_pair_batch([row], pad_id=0)
-    assert batch.paired  # else prefixes are never shared
+    assert batch.group.tolist() == [0, 0]  # else prefixes are never shared
     changed = {k: v.clone() if torch.is_tensor(v) else v for k, v in row.items()}
     changed["chosen_input_ids"][9:] = 7
     told = [refuel.turn_logps(policy, b, 1.0) for b in (batch, dialogue_pair_batch([changed], pad_id=0))]
