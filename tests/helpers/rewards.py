@@ -96,3 +96,8 @@ def shorter(prompts, completions, extra, **columns):
 def echo(dialogues, seeds, **columns):
     """A user who repeats the first letters of the last message, and draws a number."""
     return [f"You said {messages[-1]['content'][:5]} {seed % 7}?" for messages, seed in zip(dialogues, seeds)]
+
+
+def own_loss(logprobs, log_ratio, advantages, action_mask):
+    """A policy loss: plain REINFORCE."""
+    return -advantages * logprobs

@@ -1,0 +1,305 @@
+"""GRPO: one gradient however a rollout is cut, baselines of whole groups, and groups that are replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers import CPU, RunOfOneStep, assert_same_gradients, metrics, rows_of
+from helpers.rollouts import rollout_of
+
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.data.batch import joined
+from lightrlhf.grpo import (
+    GRPOArgs,
+    GRPOBatch,
+    estimate_advantages,
+    main,
+    minibatches,
+    shaped,
+    uninformative,
+    update_minibatch,
+)
+from lightrlhf.maths.groups import ADVANTAGES
+from lightrlhf.maths.policy_losses import AGGREGATIONS, LOSSES
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.probes import share_prefixes
+from lightrlhf.rewards.scorers import Scores
+
+EOS = 1
+PROMPT_ROWS = rows_of(6, 9, 3)
+PROMPTS = [PROMPT_ROWS[i] for i in (0, 0, 0, 1, 1, 1, 1, 2)]
+GROUP = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])  # of three, four and one response
+RESPONSES = [[*row, EOS] for row in rows_of(6, 2, 4, 1, 3, 5, 2, 4)]
+
+
+def grpo_args(**changes) -> GRPOArgs:
+    sizes = {"num_generations": 4, "rollout_size": 2, "mini_batch_size": 8, "micro_batch_size": 8}
+    given = {"data_dir": "x", "model_name": "tiny", "reward_function": ["x:y"], "max_new_tokens": 12, **sizes}
+    return GRPOArgs(**(given | changes))
+
+
+def rollout():
+    return dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP)
+
+
+def scores_of(*parts: list[float]) -> Scores:
+    table = torch.tensor(parts).T  # (B, R)
+    names = tuple(f"reward_{i}" for i in range(len(parts)))
+    return Scores(table.sum(1), table, names, {"timeouts": 0})
+
+
+def batch_of(args: GRPOArgs, seed: int = 0) -> GRPOBatch:
+    torch.manual_seed(seed)
+    scores = scores_of([1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0])
+    return estimate_advantages(args, rollout(), scores, torch.ones(1), 3)
+
+
+@pytest.fixture(scope="module")
+def policy(base_model, tokenizer):
+    args = ModelArgs(model_name=str(base_model), disable_dropout=True)
+    policy = load_policy(str(base_model), args, tokenizer, "--model_name")
+    share_prefixes(policy, 32, 4)
+    assert policy.shares_prefixes
+    return policy
+
+
+def gradients_of(policy, args: GRPOArgs, batch: GRPOBatch) -> dict[str, torch.Tensor]:
+    run = RunOfOneStep(args, policy=policy)
+    policy.zero_grad()
+    update_minibatch(run, policy, dataclasses.replace(batch), args.load_loss(), 3)
+    policy.zero_grad()
+    return run.gradients["policy"]
+
+
+SETTINGS = [{"aggregation": name} for name in AGGREGATIONS]
+SETTINGS += [{"loss_type": name} for name in LOSSES]
+SETTINGS += [{"advantage": name} for name in ADVANTAGES]
+SETTINGS += [
+    {"importance_sampling_level": "sequence", "aggregation": "sequence"},
+    {"init_kl_coeff": 0.1, "kl_placement": "loss"},
+    {"init_kl_coeff": 0.1},
+    {"init_kl_coeff": 0.1, "advantage": "none", "normalize_advantages": True},
+    {"overlong_filter": True},
+]
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_the_gradient_does_not_depend_on_micro_batches_padding_or_sharing(changes, policy):
+    whole = grpo_args(**changes)
+    batch = batch_of(whole)
+    expected = gradients_of(policy, whole, batch)
+    for size in (1, 3):
+        cut = dataclasses.replace(whole, micro_batch_size=size, mini_batch_size=size * 2)
+        assert_same_gradients(gradients_of(policy, cut, batch), expected, atol=2e-6)
+    alone = dataclasses.replace(batch, input_ids=batch.input_ids)
+    policy.shares_prefixes = False
+    try:
+        assert_same_gradients(gradients_of(policy, whole, alone), expected, atol=2e-6)
+    finally:
+        policy.shares_prefixes = True
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
+    assert_same_gradients(gradients_of(policy, whole, batch.select(order)), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_ranks_add_up_to_the_gradient_of_one(name, policy):
+    """Group 1 lies on both ranks; each rank's sums are completed by those of the other."""
+    args = grpo_args(aggregation=name)
+    batch = batch_of(args)
+    expected = gradients_of(policy, args, batch)
+    parts = [slice(0, 5), slice(5, 8)]
+    sums: list[list[torch.Tensor]] = [[], []]
+
+    class Rank(RunOfOneStep):
+        def __init__(self, index: int, whole: bool) -> None:
+            super().__init__(args, policy=policy)
+            self.index, self.whole, self.calls = index, whole, 0
+
+        def sum_over_ranks(self, value):
+            if not self.whole:
+                sums[self.index].append(value.clone())
+                return value
+            self.calls += 1
+            return sums[0][self.calls - 1] + sums[1][self.calls - 1]
+
+    found: dict[str, torch.Tensor] = {}
+    for whole in (False, True):
+        for index, part in enumerate(parts):
+            run = Rank(index, whole)
+            policy.zero_grad()
+            update_minibatch(run, policy, batch.select(part), args.load_loss(), 3)
+            policy.zero_grad()
+            if whole:
+                for key, value in run.gradients["policy"].items():
+                    found[key] = found.get(key, 0) + value
+    assert_same_gradients(found, expected, atol=2e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- advantages
+def test_the_advantage_of_an_unscored_response_is_zero_and_it_is_out_of_the_loss():
+    batch = batch_of(grpo_args())
+    assert not batch.action_mask[4].any() and batch.action_mask[3].any()
+    assert batch.advantages[4].abs().max() == 0
+    assert batch.advantages[7].abs().max() == 0 and batch.action_mask[7].any()  # alone in its group
+
+
+def test_every_token_has_the_advantage_of_its_response():
+    batch = batch_of(grpo_args(advantage="mean"))
+    first = batch.advantages[0][batch.action_mask[0]]
+    assert first.tolist() == pytest.approx([0.5] * len(RESPONSES[0]))
+    assert batch.advantages[~batch.action_mask].abs().max() == 0
+
+
+def test_a_kl_in_the_reward_is_not_divided_by_the_deviation():
+    args = grpo_args(init_kl_coeff=0.3)
+    torch.manual_seed(0)
+    made = rollout()
+    kl = ((made.logprobs - made.ref_logprobs) * made.action_mask).sum(1)[:3]
+    batch = batch_of(args)
+    plain = batch_of(grpo_args())
+    expected = plain.advantages[:3].amax(1) + plain.advantages[:3].amin(1) - 0.3 * (kl - kl.mean())
+    found = batch.advantages[:3].amax(1) + batch.advantages[:3].amin(1)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_rewards_to_go_and_whitening_make_reinforce_plus_plus():
+    args = grpo_args(advantage="none", normalize_advantages=True, init_kl_coeff=0.2)
+    torch.manual_seed(0)
+    made = rollout()
+    batch = batch_of(args)
+    scores = [1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0]
+    returns = []
+    for row, score in enumerate(scores):
+        if math.isnan(score):
+            continue
+        places = made.action_mask[row].nonzero()[:, 0].tolist()
+        penalties = [-0.2 * float(made.logprobs[row, t] - made.ref_logprobs[row, t]) for t in places]
+        returns += [sum(penalties[i:]) + score for i in range(len(places))]
+    values = torch.tensor(returns, dtype=torch.float64)
+    expected = (values - values.mean()) / values.std(correction=0)
+    assert batch.advantages[batch.action_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_each_reward_can_be_normalised_before_the_sum():
+    """GDPO: a reward of 1,000 and one of 1 weigh the same; one that does not apply adds nothing."""
+    args = grpo_args(normalize_each_reward=True, advantage="mean")
+    large, small = [1000.0, 0.0, 0.0, 0, 0, 0, 0, 0], [0.0, 1.0, math.nan, 0, 0, 0, 0, 0]
+    scores = scores_of(large, small)
+    total = torch.tensor([1000.0, 1.0, 0, 0, 0, 0, 0, 0])
+    batch = estimate_advantages(args, rollout(), scores._replace(total=total), torch.tensor([1.0, 2.0]), 3)
+    found = batch.advantages[:3, :].sum(1) / batch.action_mask[:3].sum(1)
+    root = 0.5**0.5
+    third = 3**0.5 / 3
+    expected = torch.tensor([2 * third - 2 * root, -third + 2 * root, -third])
+    assert torch.allclose(found, expected - expected.mean(), atol=1e-4)
+
+
+def test_length_is_penalised_softly_and_cut_responses_can_be_left_out():
+    args = grpo_args(max_new_tokens=6, overlong_buffer=4, overlong_penalty=2.0, missing_eos_penalty=1.0)
+    made = dataclasses.replace(rollout(), truncated=torch.tensor([False, True] + [False] * 6))
+    lengths = torch.tensor([len(row) for row in RESPONSES])
+    expected = -2.0 * ((lengths - 2) / 4).clamp(0, 1) - made.truncated.float()
+    assert torch.allclose(shaped(args, made, torch.zeros(8)), expected)
+    filtered = estimate_advantages(
+        grpo_args(overlong_filter=True), made, scores_of([1.0, 0.0, 0.5, 0, 0, 0, 0, 0]), torch.ones(1), 3
+    )
+    assert not filtered.action_mask[1].any() and filtered.advantages[0].max() > 0
+
+
+def test_groups_without_two_scores_are_found():
+    run = RunOfOneStep(grpo_args())
+    equal = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.0, 5.0])
+    assert uninformative(run, rollout(), equal, 3) == [0, 2]
+    unscored = torch.tensor([1.0, math.nan, math.nan, 0.0, 1.0, 0.0, 0.0, 5.0])
+    assert uninformative(run, rollout(), unscored, 3) == [0, 2]
+
+
+def test_rollouts_of_different_widths_are_joined():
+    wide, narrow = rollout(), dataclasses.replace(rollout_of([[5, 6]], [[7, EOS]]), group=torch.tensor([3]))
+    both = joined([narrow, wide])
+    assert both.input_ids.shape == (9, wide.input_ids.shape[1]) and both.places.tolist() == list(range(9))
+    assert both.response_ids() == [[7, EOS], *RESPONSES] and both.group.tolist() == [3, *GROUP.tolist()]
+    assert not both.attention_mask[0, 4:].any() and both.logprobs[0, 4:].abs().max() == 0
+
+
+def test_minibatches_keep_groups_together_and_hold_every_row_once():
+    batch = batch_of(grpo_args())
+    parts = list(minibatches(batch, 4, 8, 3, torch.Generator().manual_seed(1)))
+    assert len(parts) == 2
+    seen = torch.cat([part.logprobs[part.action_mask] for part in parts])
+    assert sorted(seen.tolist()) == sorted(batch.logprobs[batch.action_mask].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------- programs
+RUN = ["--num_generations", "4", "--rollout_size", "4", "--mini_batch_size", "8", "--micro_batch_size", "4"]
+RUN += ["--max_new_tokens", "6", "--max_steps", "2", "--log_interval", "1", "--learning_rate", "1e-2", *CPU]
+RUN += ["--eval_interval", "0"]
+
+
+def flags(cafe_data, base_model, tmp_path, *more) -> list[str]:
+    given = ["--data_dir", cafe_data, "--model_name", base_model, "--log_dir", tmp_path, *RUN, *more]
+    return [str(flag) for flag in given]
+
+
+def test_the_ratio_is_one_and_the_kl_zero_before_the_first_update(cafe_data, base_model, tmp_path):
+    more = ["--reward_function", "helpers.rewards:vowels", "--init_kl_coeff", "0.1", "--mini_batch_size", "16"]
+    first = metrics(main(flags(cafe_data, base_model, tmp_path, *more)))[0]
+    assert first["policy/ratio"] == pytest.approx(1, abs=1e-4) and first["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert first["policy/clipfrac"] == 0 and first["policy/loss"] == pytest.approx(0, abs=1e-2)
+
+
+def test_without_a_kl_there_is_no_reference_and_no_kl_is_logged(cafe_data, base_model, tmp_path):
+    logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:vowels")))
+    assert "objective/kl" not in logged[0]
+    assert logged[0]["reward/vowels"] == pytest.approx(logged[0]["objective/score"])
+
+
+def test_equal_scores_change_nothing(cafe_data, base_model, tmp_path):
+    logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:constant")))
+    assert [row["objective/zero_std_ratio"] for row in logged] == [1, 1]
+    assert [row["policy/grad_norm"] for row in logged] == [0, 0]
+
+
+def test_groups_without_a_signal_are_replaced_at_most_so_often(cafe_data, base_model, tmp_path):
+    more = ["--reward_function", "helpers.rewards:constant", "--resample_rounds", "3"]
+    row = metrics(main(flags(cafe_data, base_model, tmp_path, *more)))[0]
+    assert row["sampling/prompts"] == 4 * 4 and row["sampling/wasted_tokens"] > 0
+
+
+def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, capsys):
+    scorer = ["--reward_function", "helpers.rewards:vowels"]
+    own = metrics(
+        main(flags(cafe_data, base_model, tmp_path / "own", *scorer, "--loss_type", "helpers.rewards:own_loss"))
+    )
+    plain = metrics(main(flags(cafe_data, base_model, tmp_path / "plain", *scorer, "--loss_type", "reinforce")))
+    assert own[1]["objective/score"] == plain[1]["objective/score"]
+    assert own[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_generations": 1}, "--advantage std compares the responses to a prompt"),
+        ({"mini_batch_size": 16, "micro_batch_size": 8}, "--mini_batch_size 16 must not exceed the responses .* try 8"),
+        ({"loss_type": "cispoo"}, "--loss_type cispoo is none of clip, cispo, sapo, reinforce"),
+        ({"dual_clip": 3.0, "loss_type": "cispo"}, "--dual_clip 3.0 requires --loss_type clip"),
+        ({"dual_clip": 0.5}, "--dual_clip 0.5 must be above 1"),
+        ({"overlong_buffer": 12}, "--overlong_buffer 12 must be below --max_new_tokens 12"),
+        ({"clip_coeff": 0.0}, "--clip_coeff 0.0 must be a finite number above 0"),
+        ({"resample_rounds": -1}, "--resample_rounds -1 must be at least 0"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_one_line(given, message):
+    with pytest.raises(ValueError, match=message):
+        grpo_args(**given)
+
+
+def test_adapters_at_a_rate_for_full_tuning_are_warned_of(cafe_data, base_model, tmp_path, capsys):
+    scorer = ["--reward_function", "helpers.rewards:vowels", "--finetune_mode", "lora", "--max_steps", "1"]
+    main(flags(cafe_data, base_model, tmp_path / "low", *scorer, "--learning_rate", "1e-6"))
+    assert "warning: --learning_rate 1e-06 is one for tuning all weights" in capsys.readouterr().out
+    main(flags(cafe_data, base_model, tmp_path / "usual", *scorer, "--learning_rate", "1e-4"))
+    assert "is one for tuning all weights" not in capsys.readouterr().out
