@@ -18,7 +18,18 @@ from helpers import CPU
 from lightrlhf.cli.errors import UsageError
 
 ROW = "bad calls"
-TRAINING = ("dpo", "iterative_refuel", "online_dpo", "online_refuel", "ppo", "reflect_rl", "refuel", "rm", "sft")
+TRAINING = (
+    "dpo",
+    "grpo",
+    "iterative_refuel",
+    "online_dpo",
+    "online_refuel",
+    "ppo",
+    "reflect_rl",
+    "refuel",
+    "rm",
+    "sft",
+)
 TOOLS = ("annotate", "estimate", "evaluate", "evaluate_dialogues", "evaluate_env", "generate", "judge", "plot")
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
 SETS += ("text_envs", "ultrainteract", "webgpt")

@@ -66,6 +66,11 @@ def commands(tmp_path_factory, cafe_data, base_model, sft_dir, rm_dir, tokenizer
             [*trained, "--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir, *SMALL]
             + ["--max_new_tokens", "4", "--profile", "True"],
         ),
+        "grpo": (
+            "lightrlhf.grpo",
+            [*trained, "--sft_experiment_dir", sft_dir, "--reward_function", "helpers.rewards:length", *SMALL]
+            + ["--rollout_size", "2", "--num_generations", "2", "--resample_rounds", "1", "--max_new_tokens", "4"],
+        ),
         "online_dpo": (
             "lightrlhf.online_dpo",
             [*data, *logs, *CPU, "--sft_experiment_dir", sft_dir, "--reward_function", "helpers.rewards:length"]

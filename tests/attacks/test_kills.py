@@ -155,7 +155,7 @@ class Pair:
 
     def __init__(self, runs: TinyRuns, folder: Path, program: str, strategy: str) -> None:
         self.runs, self.folder, self.output, self.program = runs, folder, folder / "output", program
-        self.more = [*RANKS, "--strategy", strategy, *(["--rollout_size", "2"] if program == "ppo" else [])]
+        self.more = [*RANKS, "--strategy", strategy, *(["--rollout_size", "2"] if program in ("ppo", "grpo") else [])]
         tell = [folder / f"events-{rank}" for rank in range(2)]
         statuses = wait_for_pair(pair(self.calls(folder / "whole", [0, 0], tell), self.output))
         assert statuses == [0, 0], self.output.read_text()[-3000:]
@@ -189,7 +189,7 @@ def pairs(runs, tmp_path_factory):
 
     return {
         (program, strategy): Pair(runs, tmp_path_factory.mktemp(f"{program}-{strategy}"), program, strategy)
-        for program, strategy in (("sft", "ddp"), ("sft", "fsdp"), ("ppo", "ddp"))
+        for program, strategy in (("sft", "ddp"), ("sft", "fsdp"), ("ppo", "ddp"), ("grpo", "ddp"))
     }
 
 

@@ -158,7 +158,7 @@ def test_a_gradient(program, runs, case, tmp_path):
 def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], int]:
     """Flags of data in which one training row alone has the marker, and the row's number."""
     source = {"refuel": runs.pairs, "online_refuel": runs.talk}.get(program, runs.cafe)
-    stage = {"sft": "finetune", "rm": "preference", "dpo": "preference", "ppo": "prompts", "refuel": "refuel"}[program]
+    stage = {"sft": "finetune", "rm": "preference", "dpo": "preference", "refuel": "refuel"}.get(program, "prompts")
     shutil.copytree(source, folder)
     path = folder / f"{stage}_train.pt"
     rows = torch.load(path, weights_only=True)
@@ -177,7 +177,7 @@ def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], 
     return ["--data_dir", str(folder)], 5
 
 
-@pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo", "refuel"])
+@pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo", "grpo", "refuel"])
 def test_the_row_that_brings_it_is_named(program, runs, case, tmp_path):
     more, number = marked_data(runs, program, tmp_path / "data" / "marked")
     for shown, value in VALUES.items():
@@ -197,7 +197,7 @@ def test_the_row_that_brings_it_is_named(program, runs, case, tmp_path):
 
         end = ending(tmp_path, faulty)
         named = end[2][0].partition("training rows ")[2].partition(", counted")[0].split(", ") if end[2] else []
-        few = 1 if program == "ppo" else 2  # the rows of a micro-batch; a prompt is named alone
+        few = 1 if program in ("ppo", "grpo") else 2  # the rows of a micro-batch; a prompt is named alone
         held = is_one_line(*end) and str(number) in named and len(named) <= few
         case(f"{program} row with {shown}", held, str(end[2] or end[1][-300:]))
 
@@ -262,7 +262,7 @@ def test_single_tokens_may_be_impossible(runs, case, tokenizer):
 REWARDS = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf, "None": None}
 
 
-@pytest.mark.parametrize("program", ["ppo", "online_dpo", "online_refuel", "iterative_refuel"])
+@pytest.mark.parametrize("program", ["ppo", "grpo", "online_dpo", "online_refuel", "iterative_refuel"])
 def test_rewards(program, runs, case, tmp_path):
     import helpers.rewards
 
@@ -275,6 +275,7 @@ def test_rewards(program, runs, case, tmp_path):
 
             def faulty(reward=reward, shown=shown, some=some):
                 helpers.rewards.true_vowels, helpers.rewards.vowels = helpers.rewards.vowels, reward
+                helpers.rewards.whole_vowels = reward
                 main_of(program)(runs.flags(program, tmp_path / f"{shown} {some}"))
 
             status, text, errors = ending(tmp_path, faulty)

@@ -176,6 +176,7 @@ PROGRAMS = {
     "rm": ("preference", {"prompt_len": 99}),
     "dpo": ("preference", {"chosen_input_ids": None}),
     "ppo": ("prompts", {"columns": [1]}),
+    "grpo": ("prompts", {"input_ids": None}),
 }
 
 
@@ -189,7 +190,7 @@ def test_programs(program, cafe_data, base_model, tmp_path, case, capsys):
         torch.save(rows, data / f"{stage}_train.pt")
         flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path / "logs")]
         flags += ["--verify", str(verify), "--accelerator", "cpu", "--max_steps", "1"]
-        flags += ["--reward_function", "helpers.rewards:length"] if program == "ppo" else []
+        flags += ["--reward_function", "helpers.rewards:length"] if stage == "prompts" else []
         with pytest.raises(SystemExit) as stop:
             importlib.import_module(f"lightrlhf.{program}").main(flags)
         line = capsys.readouterr().err.strip()

@@ -125,6 +125,7 @@ def serve() -> None:
         "dpo",
         "rm",
         "ppo",
+        "grpo",
         "generate",
         "annotate",
         "judge",
