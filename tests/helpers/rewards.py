@@ -29,6 +29,11 @@ def whole_vowels(prompts, completions, **columns):
     return [sum(letter in "aeiou" for letter in text) for text in completions]
 
 
+def many_vowels(prompts, completions, **columns):
+    """1 or 0."""
+    return [float(sum(letter in "aeiou" for letter in text) > 4) for text in completions]
+
+
 def worth(prompts, completions, worth, **columns):
     """Multiplies the length by the column `worth`."""
     return [value * len(text) for value, text in zip(worth, completions)]

@@ -23,6 +23,7 @@ from helpers.processes import PATIENCE, started
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import newest_checkpoint
+from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.distributed import processes
 from lightrlhf.training.memory_advice import allocation, memory_flags
 
@@ -35,6 +36,7 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "ppo": ["ppo"],
     "several": ["sft", "--experiment_name", "several", "--data_weights", "1", "2"],  # of two sets
     "max_kl": ["ppo", "--experiment_name", "max_kl", "--max_kl", "1e-3", "--ppo_epochs", "4"],
+    "grpo": ["grpo"],
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
@@ -70,6 +72,7 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
     flags += ["--model_name", model, "--log_interval", 1, "--eval_interval", 2, "--logger", "csv"]
     flags += ["--accelerator", "cpu", "--optimizer_eps", "1e-2", "--micro_batch_size", 1, "--devices", ranks]
     flags += ["--mini_batch_size", global_batch // ranks, "--lr_warmup_steps", 0]
+    flags += ["--log_rollouts", 99] if PROGRAMS[program][0] in ("ppo", "grpo") else []
     flags += PROGRAMS[program][1:] or ["--experiment_name", program]
     if PROGRAMS[program][0] == "ppo":
         flags += ["--rollout_size", global_batch // ranks, "--reward_function", "helpers.rewards:length"]
@@ -77,6 +80,11 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
         flags += ["--rollout_mini_batch_size", 2, "--adaptive_kl_coeff", True]
     else:
         flags += ["--learning_rate", "1e-2"]
+    if program == "grpo":  # 39 rows in the second step, so that the seventh of 13 groups lies on both ranks
+        flags += ["--rollout_size", global_batch // ranks, "--num_generations", 3, "--max_new_tokens", 6]
+        flags += ["--mini_batch_size", 3 * global_batch // ranks, "--ppo_epochs", 2, "--rollout_mini_batch_size", 2]
+        flags += ["--reward_function", "helpers.rewards:many_vowels", "--resample_rounds", 2]
+        flags += ["--advantage", "batch_std", "--init_kl_coeff", "0.1"]
     return [str(flag) for flag in flags]
 
 
@@ -174,7 +182,7 @@ def said(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_learn_as_one_does(strategy, together, alone):
-    """SFT, reward model, DPO and PPO, with uneven batches, rollouts and evaluations: metrics, weights and moments."""
+    """Each program, with uneven batches, rollouts, groups and evaluations: metrics, weights and moments."""
     ending, logs = together
     assert ending[strategy]["status"] == [0, 0], ending[strategy]["text"]
     for program in PROGRAMS:
@@ -182,6 +190,16 @@ def test_two_ranks_learn_as_one_does(strategy, together, alone):
         for row, other in zip(metrics(one), metrics(two), strict=True):
             assert other == pytest.approx(row, abs=2e-5, rel=1e-4), (program, row["step"])
         assert gap(one, two) < TOLERANCE, program
+        if program == "grpo":
+            assert sum(row.get("sampling/wasted_tokens", 0) for row in metrics(two))  # groups were replaced
+        if (one / "rollouts.jsonl").is_file():  # of the first rank alone
+            rows, others = (read_jsonl(folder / "rollouts.jsonl") for folder in (one, two))
+            named = {(row["step"], row["group"], *row["response_ids"]): row for row in rows}
+            assert 0.3 * len(rows) < len(others) < 0.7 * len(rows), program
+            for row in others:
+                same = named[(row["step"], row["group"], *row["response_ids"])]
+                assert [row[name] for name in ("prompt", "score")] == [same[name] for name in ("prompt", "score")]
+                assert row["advantages"] == pytest.approx(same["advantages"], abs=1e-3)
         if program == "max_kl":
             assert min(row.get("policy/updates", 4) for row in metrics(two)) < 4  # of 4 passes
         assert max(row.get("policy/grad_norm", row.get("train/grad_norm", 0)) for row in metrics(one)) > 0.1, program
