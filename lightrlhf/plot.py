@@ -30,6 +30,7 @@ PREFERRED = (
     "rewards/accuracies",
     "val/rewards/accuracies",
     "objective/score",
+    "audit/score",
     "objective/kl",
     "objective/entropy",
     "completions/mean_length",

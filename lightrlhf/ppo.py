@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import (
     RARE,
+    AuditArgs,
     DataSetsArgs,
     EvalArgs,
     RewardArgs,
@@ -68,6 +69,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.roles import Policy, ScalarModel, count_parameters, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewards
 from lightrlhf.rewards.loading import make_rewards
@@ -81,7 +83,7 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
+class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
@@ -225,6 +227,7 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     args.check_reward(reward)
+    args.check_audit()
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)
@@ -249,8 +252,10 @@ def train(
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
-    init_kl = run.resumed["extra"]["kl_coeff"] if run.resumed else args.init_kl_coeff
+    stored = run.resumed["extra"] if run.resumed else {}
+    init_kl = stored.get("kl_coeff", args.init_kl_coeff)
     kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
+    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
 
     for step in run.steps(num_steps):
         rows = run.global_batch(examples, step, args.rollout_size)
@@ -261,17 +266,18 @@ def train(
             check_start(rollout)
         with run.phase("score"):
             scores = score(args, rollout, rewards_of, tokenizer)
+            audits = audit.score(rollout, tokenizer)  # (B,), never trained on
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
             rewards = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
             noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
-        log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, values)
+        log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, values, audits)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
         metrics |= rollout_metrics(run, rollout, scores.total, rewards) | reward_metrics(run, scores)
-        metrics |= macro_metrics(run, batch, parse_failures)
+        metrics |= macro_metrics(run, batch, parse_failures) | audit.compare(run.step + 1, scores.total, audits)
         metrics["objective/kl_coeff"] = kl_coeff.value
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
             kl_coeff.update(metrics["objective/kl"], len(rows))
@@ -288,7 +294,7 @@ def train(
             run.log(results)
         if run.save_due(num_steps):
             store_sampling(actor, args, tokenizer)
-            run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value})
+            run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value, "audit": audit.state()})
     return run.finish(results)
 
 

@@ -375,6 +375,23 @@ class RewardArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditArgs:
+    """Reward."""
+
+    audit_function: str | None = None
+    """Python function `package.module:name` that also scores the samples and is never trained on; see `audit/score`."""
+
+    def check_audit(self) -> None:
+        """Raises: UsageError when the function cannot be imported, or is the reward itself."""
+        if self.audit_function is None:
+            return
+        load_function(self.audit_function, "--audit_function")
+        rewards = getattr(self, "reward_function", None)
+        if self.audit_function in (rewards if isinstance(rewards, list) else [rewards]):
+            raise UsageError(f"--audit_function {self.audit_function} is the reward itself; give an independent one")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingArgs:
     """Sampling of responses."""
 

@@ -44,6 +44,21 @@ def thousands(prompts, completions, **columns):
     return [float(text) for text in completions]
 
 
+steps = 0  # calls of `growing` in this process
+
+
+def growing(prompts, completions, **columns):
+    """The same for all samples, more at each call."""
+    global steps
+    steps += 1
+    return [steps / 100] * len(completions)
+
+
+def shrinking(prompts, completions, **columns):
+    """Less the more `growing` gave."""
+    return [-steps / 100] * len(completions)
+
+
 # ---------------------------------------------------------------------------------------------- faulty reward functions
 def always_nan(prompts, completions, **columns):
     return [math.nan] * len(completions)

@@ -1,0 +1,166 @@
+"""The audit of a reward: a second score of the same samples, never trained on, and the warning when the two part.
+
+A policy that exploits its reward raises the reward while what the reward stands for gets worse. Each step the last
+`RECENT` steps are compared with `EARLIER` ones, directly before them and again `DISTANCES` steps back, which sees a
+slower change. A score rises (or falls) between two windows when the difference of their means exceeds both `Z` standard
+errors and `EFFECT` standard deviations of single scores. The warning needs a reward that rises and an audit that falls
+between the same two windows; flat scores, and a reward that rises alone, never cause it.
+
+The noise of a step's mean is the larger of two estimates, from the spread of its samples and from the differences of
+successive steps (von Neumann 1941), because samples of one prompt are not independent and policies wander. The test is
+made at every step, so the constants were set by simulation (`tests/rewards/test_audit.py`): of 1,000 honest runs of 200
+steps none warned, and 1% where the policy wanders, with a memory of 0.9, by as much as the sampling error of a step.
+
+Left out: a stop of the run (`on_step` reads `audit/warning` and may raise `StopTraining`), and audits of evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrlhf.cli.args import AuditArgs
+from lightrlhf.cli.functions import load_function
+from lightrlhf.data.batch import Rollout
+from lightrlhf.maths.ops import SumOverRanks
+from lightrlhf.rewards.scorers import FunctionScorer, score_rollout
+
+RECENT, EARLIER = 4, 12  # steps of the two windows
+DISTANCES = (0, 20)  # steps between them
+KEPT = RECENT + EARLIER + max(DISTANCES)
+Z = 4.0  # standard errors
+EFFECT = 0.5  # standard deviations of single scores
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+class Moments(NamedTuple):
+    """The scores of one step."""
+
+    mean: float
+    variance: float  # of single scores
+    size: int
+
+
+class Step(NamedTuple):
+    """Reward and audit of one step."""
+
+    reward: Moments
+    audit: Moments
+
+
+def change(earlier: Sequence[Moments], recent: Sequence[Moments]) -> float:
+    """Difference of the two windows' means, recent - earlier; 0 where it may be noise or is small."""
+    both = [*earlier, *recent]
+    means = [[step.mean for step in window] for window in (earlier, recent)]
+    squares = [(b - a) ** 2 for window in means for a, b in zip(window, window[1:])]
+    noise = max(_mean([step.variance / step.size for step in both]), _mean(squares) / 2)
+    error = math.sqrt(noise * (1 / len(earlier) + 1 / len(recent)))
+    spread = math.sqrt(_mean([step.variance for step in both]))
+    before, now = map(_mean, means)
+    rounding = 1e-6 * max(abs(before), abs(now))
+    return now - before if abs(now - before) > max(Z * error, EFFECT * spread, rounding) else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def parting(history: Sequence[Step]) -> bool:
+    """Whether the reward rises and the audit falls from an earlier window of steps to the last one."""
+    recent = history[-RECENT:]
+    for distance in DISTANCES:
+        end = len(history) - RECENT - distance
+        earlier = history[end - EARLIER : end]
+        if end < EARLIER:
+            break
+        (rewards, audits), (new_rewards, new_audits) = zip(*earlier), zip(*recent)
+        if change(audits, new_audits) < 0 < change(rewards, new_rewards):
+            return True
+    return False
+
+
+class Watch:
+    """The steps that the next comparison needs, and since when all was calm.
+
+    A hack warns once: the next warning needs `KEPT` steps without one before it, so that no window reaches back.
+    """
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        stored = state or {"history": [], "calm": KEPT}
+        self.history = [Step(Moments(*reward), Moments(*audit)) for reward, audit in stored["history"]]
+        self.calm: int = stored["calm"]  # steps in a row that were not warned of, at most KEPT
+
+    def state(self) -> dict[str, Any]:
+        """Plain values to store in a checkpoint."""
+        return {"history": [[list(reward), list(audit)] for reward, audit in self.history], "calm": self.calm}
+
+    def update(self, step: Step) -> tuple[bool, bool]:
+        """Add a step, unless it has no scores; returns whether reward and audit part, and whether that is news."""
+        if not (step.reward.size and step.audit.size):
+            return False, False
+        self.history = [*self.history[1 - KEPT :], step]
+        parts = parting(self.history)
+        is_new = parts and self.calm >= KEPT
+        self.calm = 0 if parts else min(self.calm + 1, KEPT)
+        return parts, is_new
+
+
+# -------------------------------------------------------------------------------------------------- in a training loop
+class RewardAudit:
+    """The audit of a run; without `--audit_function` it does nothing.
+
+    warn: prints a line; state: of `state()`, from the checkpoint that the run is resumed from.
+    Raises: UsageError when the function cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        args: AuditArgs,
+        sum_over_ranks: SumOverRanks,
+        warn: Callable[[str], None],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.sum_over_ranks, self.warn, self.watch = sum_over_ranks, warn, Watch(state)
+        self.scorer: FunctionScorer | None = None
+        if args.audit_function:
+            name = f"--audit_function {args.audit_function}"
+            self.scorer = FunctionScorer(load_function(args.audit_function, "--audit_function"), name)
+
+    def score(self, rollout: Rollout, tokenizer: Any) -> Tensor | None:
+        """Audit scores (B,) of a rollout's responses, NaN where there is none; None without an audit."""
+        return score_rollout(self.scorer, rollout, tokenizer) if self.scorer else None
+
+    def compare(self, step: int, scores: Tensor, audits: Tensor | None) -> dict[str, float]:
+        """Metrics of a step over all ranks, and the warning if there is news; scores, audits: (B,), NaN where none."""
+        if audits is None:
+            return {}
+        reward, audit = moments([scores, audits], self.sum_over_ranks)
+        parts, is_new = self.watch.update(Step(reward, audit))
+        if is_new:
+            self.warn(
+                f"warning: up to step {step} the reward rose, to {reward.mean:.3g}, while the audit fell, to "
+                f"{audit.mean:.3g}: the policy may exploit the reward; read its samples"
+            )
+        return {"audit/score": audit.mean, "audit/warning": float(parts)}
+
+    def state(self) -> dict[str, Any] | None:
+        """What a resumed run needs, as plain values; None without an audit."""
+        return self.watch.state() if self.scorer else None
+
+
+def moments(columns: Sequence[Tensor], sum_over_ranks: SumOverRanks) -> list[Moments]:
+    """Mean, unbiased variance and number of the finite values of each column (B,) on all ranks; NaN, 0, 0 of none."""
+    values = torch.stack([column.double() for column in columns], 1)  # (B, C)
+    valid = values.isfinite()
+    kept = torch.where(valid, values, torch.zeros_like(values))
+    sums = sum_over_ranks(torch.stack([valid.double().sum(0), kept.sum(0), kept.square().sum(0)]))  # (3, C)
+    found = []
+    for count, total, squares in sums.T.tolist():
+        mean = total / count if count else math.nan
+        variance = max(squares - count * mean**2, 0.0) / (count - 1) if count > 1 else 0.0
+        found.append(Moments(mean, variance, int(count)))
+    return found
