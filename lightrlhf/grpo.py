@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import (
     RARE,
+    AuditArgs,
     DataSetsArgs,
     EvalArgs,
     RewardArgs,
@@ -91,6 +92,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import count_parameters, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
@@ -104,7 +106,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
+class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"
@@ -244,6 +246,7 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     args.check_reward(reward)
+    args.check_audit()
     loss = args.load_loss()
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
     data_dir = args.data_dir if prompts is None else None
@@ -270,6 +273,8 @@ def train(
     num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
     per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
+    stored = run.resumed["extra"] if run.resumed else {}
+    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
 
     for step in run.steps(num_steps):
         index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
@@ -279,7 +284,9 @@ def train(
             check_start(rollout if reference else rescored(run, model, rollout))
         with run.phase("score"):
             scores = rewards(rollout, tokenizer)
+            audits = audit.score(rollout, tokenizer)  # (B,), never trained on
         metrics = group_metrics(run, rollout, scores, len(index))
+        metrics |= audit.compare(run.step + 1, scores.total, audits)
         with run.phase("resample"):
             for number in range(1, args.resample_rounds + 1):
                 missing = uninformative(run, rollout, scores.total, len(index))  # numbers of groups
@@ -293,13 +300,15 @@ def train(
                 metrics["sampling/prompts"] += len(missing)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
                 scores = scores.replaced(keep, rewards(fresh, tokenizer))
+                if audits is not None:
+                    audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
                 rollout = joined([rollout.select(keep), fresh])
                 index = [dict(zip(missing, others)).get(group, old) for group, old in enumerate(index)]
             metrics |= failure_metrics(run, scores)
             run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
         with run.phase("update"):
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
-            log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages)
+            log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, audit=audits)
             metrics |= update(run, model, batch, loss, len(index), step)
 
         run.step += 1
@@ -314,7 +323,7 @@ def train(
             run.log(results)
         if run.save_due(num_steps):
             store_sampling(actor, args, tokenizer)
-            run.save(actor, tokenizer)
+            run.save(actor, tokenizer, extra={"audit": audit.state()})
     return run.finish(results)
 
 

@@ -34,6 +34,7 @@ from lightrlhf.ppo import (
     value_loss,
 )
 from lightrlhf.rewards.kl import token_rewards
+from lightrlhf.rewards.scorers import Scores
 
 EOS = 1
 PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
@@ -183,17 +184,18 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
 
 
 def scorer_of(scores: list[float]):
-    """A scorer that returns these numbers, None for NaN."""
-    return lambda groups: [[None if math.isnan(value) else value] for value in scores]
+    """A reward that gives these numbers, NaN for none."""
+    total = torch.tensor(scores)
+    return lambda rollout, tokenizer: Scores(total, total[:, None], ("numbers",))
 
 
 def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, tokenizer):
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
     raw = [9.0, 9.0, -9.0, 0.5]
-    assert score(args, rollout, scorer_of(raw), tokenizer).tolist() == [2.0, 1.0, -2.0, -0.5]
+    assert score(args, rollout, scorer_of(raw), tokenizer).total.tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert score(free, rollout, scorer_of(raw), tokenizer).tolist() == raw
+    assert score(free, rollout, scorer_of(raw), tokenizer).total.tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -208,7 +210,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
         before = rollout.action_mask.clone()
-        scored = score(run.args, rollout, scorer_of(scores), tokenizer)
+        scored = score(run.args, rollout, scorer_of(scores), tokenizer).total
         assert torch.equal(rollout.action_mask, before)
         assert scored.isnan().tolist() == [math.isnan(x) for x in scores]
         rollout = rollout.masked(~scored.isnan())

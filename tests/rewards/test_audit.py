@@ -15,7 +15,7 @@ import torch
 from helpers import CPU, metrics
 from helpers.rollouts import rollout_of
 
-from lightrlhf import ppo
+from lightrlhf import grpo, ppo
 from lightrlhf.cli.args import AuditArgs
 from lightrlhf.rewards.audit import KEPT, Moments, RewardAudit, Step, Watch, change, moments
 
@@ -220,17 +220,28 @@ def test_moments_leave_out_what_is_not_scored_and_add_over_ranks():
 
 
 # ------------------------------------------------------------------------------------------------------ in training
-@pytest.fixture
-def training(cafe_data, sft_dir, tmp_path):
-    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *CPU]
-    flags += ["--rollout_size", "4", "--mini_batch_size", "4", "--micro_batch_size", "4", "--max_new_tokens", "4"]
-    flags += ["--reward_function", "helpers.rewards:length", "--log_interval", "1", "--eval_interval", "0"]
-    return [*flags, "--save_interval", "2"]
+GROUPS = ["--num_generations", "2", "--rollout_size", "2"]
+PROGRAMS = {"ppo": (ppo.main, ["--rollout_size", "4"]), "grpo": (grpo.main, GROUPS)}
 
 
-def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(training):
-    plain = ppo.main([*training, "--max_steps", "2"])
-    audited = ppo.main([*training, "--max_steps", "2", "--audit_function", "helpers.rewards:vowels"])
+@pytest.fixture(params=PROGRAMS)
+def train(request, cafe_data, sft_dir, tmp_path):
+    """A program that trains for so many steps of four responses, with further flags; returns its experiment dir."""
+    main, own = PROGRAMS[request.param]
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *CPU, *own]
+    flags += ["--mini_batch_size", "4", "--micro_batch_size", "4", "--max_new_tokens", "4", "--eval_interval", "0"]
+    flags += ["--log_interval", "1", "--save_interval", "2"]
+
+    def run(num_steps: int, reward: str, *more: str) -> str:
+        return main([*flags, "--max_steps", str(num_steps), "--reward_function", f"helpers.rewards:{reward}", *more])
+
+    run.resume = lambda folder, steps: main(["--resume_from", folder, "--max_steps", str(steps)])
+    return run
+
+
+def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(train):
+    plain = train(2, "length")
+    audited = train(2, "length", "--audit_function", "helpers.rewards:vowels")
     own = [row.keys() - {"step"} for row in metrics(audited) if "objective/score" in row]
     assert all({"audit/score", "audit/warning"} <= row for row in own)
     for one, other in zip(metrics(plain), metrics(audited)):
@@ -238,17 +249,16 @@ def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(training):
         assert timeless == {name: other[name] for name in timeless}
 
 
-def test_a_resumed_run_watches_as_if_it_had_not_stopped(training, monkeypatch, capfd):
+def test_a_resumed_run_watches_as_if_it_had_not_stopped(train, monkeypatch, capfd):
     """Three steps are enough here: any fall beside any rise is warned of."""
     for name, value in {"RECENT": 1, "EARLIER": 2, "DISTANCES": (0,), "Z": 0, "EFFECT": 0}.items():
         monkeypatch.setattr(f"lightrlhf.rewards.audit.{name}", value)
-    own = [*training, "--audit_function", "helpers.rewards:shrinking", "--reward_function", "helpers.rewards:growing"]
-    whole = ppo.main([*own, "--max_steps", "6"])
+    whole = train(6, "growing", "--audit_function", "helpers.rewards:shrinking")
     lines = re.findall(r"warning: .*", capfd.readouterr().out)
     assert len(lines) == 1 and "step 3" in lines[0]
-    half = ppo.main([*own, "--max_steps", "4"])
+    half = train(4, "growing", "--audit_function", "helpers.rewards:shrinking")
     assert len(re.findall(r"warning: .*", capfd.readouterr().out)) == 1
-    ppo.main(["--resume_from", half, "--max_steps", "6"])
+    train.resume(half, 6)
     assert not re.findall(r"warning: .*", capfd.readouterr().out)
     warned = [[row["audit/warning"] for row in metrics(run) if "audit/warning" in row] for run in (whole, half)]
     assert warned[0] == warned[1] == [0, 0, 1, 1, 1, 1]
@@ -270,8 +280,8 @@ def test_unscored_samples_are_left_out_of_the_audits_mean(tokenizer):
         ("helpers.rewards:length", "is the reward itself"),
     ],
 )
-def test_an_audit_that_cannot_be_one_is_refused(training, capsys, path, words):
+def test_an_audit_that_cannot_be_one_is_refused(train, capsys, path, words):
     with pytest.raises(SystemExit) as stop:
-        ppo.main([*training, "--max_steps", "1", "--audit_function", path])
+        train(1, "length", "--audit_function", path)
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and f"--audit_function {path}" in line and words in line
