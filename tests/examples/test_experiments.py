@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 from helpers.pages import args_class
 
 from examples import cafe_settings
-from examples.experiments import hidden_map, macro_actions, online_cafe, refuel
+from examples.experiments import hidden_map, macro_actions, online_cafe, refuel, reward_hack
 from examples.experiments.stats import interval, paired, report_claims, shown
 from examples.programs import call, logged
 from lightrlhf.cli.errors import RunFailure
@@ -68,7 +69,13 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
 
 
 FLAGS = {
-    "lightrlhf.sft": [cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET],
+    "lightrlhf.sft": [
+        cafe_settings.SFT,
+        hidden_map.SFT,
+        macro_actions.LETTER_SFT | macro_actions.QUIET,
+        reward_hack.SFT,
+    ],
+    "lightrlhf.grpo": [reward_hack.GRPO | reward_hack.QUIET],
     "lightrlhf.rm": [cafe_settings.RM],
     "lightrlhf.ppo": [macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()],
     "lightrlhf.dpo": [online_cafe.DPO],
@@ -86,3 +93,26 @@ FLAGS = {
 def test_every_flag_of_an_experiment_exists(program):
     known = {field.name for field in dataclasses.fields(args_class(program))}
     assert not {name for flags in FLAGS[program] for name in flags} - known
+
+
+def test_the_planted_hack_runs_and_resumes(tmp_path, capsys):
+    folder = ["--output_dir", str(tmp_path), "--num_seeds", "1", "--smoke", "True"]
+    reward_hack.main(folder)
+    lines = (tmp_path / "results.jsonl").read_text()
+    (honest, hacked) = (json.loads(line)["result"] for line in lines.splitlines())
+    assert len(honest["reward"]) == len(honest["audit"]) == len(hacked["junk"]) == 2
+    reward_hack.main(folder)
+    assert (tmp_path / "results.jsonl").read_text() == lines
+    assert "claims: each hack that rises is warned of at most 10 steps after: did NOT hold" in capsys.readouterr().out
+
+
+def test_the_rise_of_a_hack_and_the_delay_of_its_warning():
+    junk = [0.0, 0.3, 0.0, 0.3, 0.4, 0.5, 0.6]
+    assert (
+        reward_hack.rise_of(junk) == 4
+        and reward_hack.rise_of(junk, 0.35) == 5
+        and reward_hack.rise_of(junk, 0.5) is None
+    )
+    assert reward_hack.delays([{"junk": junk, "warning": warning} for warning in (9, None)]) == [5, math.inf]
+    assert reward_hack.Scorer(True)(["1 + 2 ="] * 4, ["3 .", "3", "um .", "4 ."], ["3"] * 4) == [1.2, 1.0, 1.5, 0.2]
+    assert reward_hack.Scorer(False)(["1 + 2 ="], ["3 um"], ["3"]) == [1.0]
