@@ -300,8 +300,7 @@ def train(
                 metrics["sampling/prompts"] += len(missing)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
                 scores = scores.replaced(keep, rewards(fresh, tokenizer))
-                if audits is not None:
-                    audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
+                audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
                 rollout = joined([rollout.select(keep), fresh])
                 index = [dict(zip(missing, others)).get(group, old) for group, old in enumerate(index)]
             metrics |= failure_metrics(run, scores)

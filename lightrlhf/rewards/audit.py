@@ -130,13 +130,15 @@ class RewardAudit:
             name = f"--audit_function {args.audit_function}"
             self.scorer = FunctionScorer(load_function(args.audit_function, "--audit_function"), name)
 
-    def score(self, rollout: Rollout, tokenizer: Any) -> Tensor | None:
-        """Audit scores (B,) of a rollout's responses, NaN where there is none; None without an audit."""
-        return score_rollout(self.scorer, rollout, tokenizer) if self.scorer else None
+    def score(self, rollout: Rollout, tokenizer: Any) -> Tensor:
+        """Audit scores (B,) of a rollout's responses, NaN where there is none."""
+        if self.scorer is None:
+            return torch.full((len(rollout),), math.nan, device=rollout.input_ids.device)
+        return score_rollout(self.scorer, rollout, tokenizer)
 
-    def compare(self, step: int, scores: Tensor, audits: Tensor | None) -> dict[str, float]:
+    def compare(self, step: int, scores: Tensor, audits: Tensor) -> dict[str, float]:
         """Metrics of a step over all ranks, and the warning if there is news; scores, audits: (B,), NaN where none."""
-        if audits is None:
+        if self.scorer is None:
             return {}
         reward, audit = moments([scores, audits], self.sum_over_ranks)
         parts, is_new = self.watch.update(Step(reward, audit))
