@@ -50,7 +50,7 @@ from lightrlhf.cli.args import (
     check_data_dir,
     check_positive,
 )
-from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
@@ -65,6 +65,7 @@ from lightrlhf.generation.rollout import (
     response_kl,
     reward_metrics,
     rollout_metrics,
+    row_means,
     sample_rollout,
     score_logprobs,
     store_sampling,
@@ -78,7 +79,7 @@ from lightrlhf.maths.groups import (
     leave_one_out,
     standardised,
 )
-from lightrlhf.maths.ops import SumOverRanks, gae, whiten
+from lightrlhf.maths.ops import SumOverRanks, gae, kl_k3, whiten
 from lightrlhf.maths.policy_losses import (
     LOSSES,
     TokenLoss,
@@ -187,6 +188,11 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditAr
             )
         if self.num_generations < 2 and self.resample_rounds:
             raise ValueError(f"--resample_rounds {self.resample_rounds} requires --num_generations above 1")
+        if self.resample_rounds and self.data_weights:
+            raise ValueError(
+                f"--resample_rounds {self.resample_rounds} draws prompts from all sets alike, whatever --data_weights; "
+                "leave one of them out"
+            )
         if self.overlong_buffer >= self.max_new_tokens:
             raise ValueError(
                 f"--overlong_buffer {self.overlong_buffer} must be below --max_new_tokens {self.max_new_tokens}"
@@ -292,9 +298,7 @@ def train(
                 missing = uninformative(run, rollout, scores.total, len(index))  # numbers of groups
                 if not missing:
                     break
-                others = torch.randint(
-                    len(examples), (len(missing),), generator=run.generator(step, number, -1)
-                ).tolist()
+                others = random_prompts(run, len(examples), len(missing), step, number)
                 fresh = sample_groups(run, model, reference, examples, others, missing, tokenizer, step, number)
                 keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
                 metrics["sampling/prompts"] += len(missing)
@@ -303,12 +307,11 @@ def train(
                 audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
                 rollout = joined([rollout.select(keep), fresh])
                 index = [dict(zip(missing, others)).get(group, old) for group, old in enumerate(index)]
-            metrics |= failure_metrics(run, scores)
-            run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
         with run.phase("update"):
+            run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
             log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, audit=audits)
-            metrics |= update(run, model, batch, loss, len(index), step)
+            metrics |= update(run, model, batch, loss, len(index), step) | failure_metrics(run, scores)
 
         run.step += 1
         if run.due(args.log_interval, num_steps):
@@ -365,6 +368,11 @@ def uninformative(run: Run[GRPOArgs], rollout: Rollout, scores: Tensor, num_grou
     return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
 
 
+def random_prompts(run: Run[GRPOArgs], num_examples: int, number: int, *key: int) -> list[int]:
+    """Numbers of examples, drawn with replacement; the same on all ranks and in a resumed run."""
+    return torch.randint(num_examples, (number,), generator=run.generator(*key, -1)).tolist()
+
+
 def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     """Scores (B,) less the penalties of length; NaN stays NaN."""
     scores = bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
@@ -397,6 +405,11 @@ def estimate_advantages(
         parts = [weight * advantages_of(part, standardised) for part, weight in zip(scores.parts.T, reward_weights)]
         total = torch.where(total.isnan(), total, torch.stack(parts).sum(0))
     total = shaped(args, rollout, total)
+    if args.advantage == "maxrl" and bool((total < 0).any()):
+        raise RunFailure(
+            f"--advantage maxrl divides by the mean score of a prompt, but a score, less penalties, is "
+            f"{float(total.nan_to_num().min())}; give scores of at least 0, or --advantage mean"
+        )
     scored = rollout.masked(~total.isnan())
     kl_coeff = args.init_kl_coeff if args.kl_placement == "reward" else 0.0
     if args.advantage == "none":
@@ -426,7 +439,7 @@ def update(
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, num_groups, run.generator(step, epoch))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, num_groups, run.generator(step, epoch, -2))
     )
     metrics = [update_minibatch(run, model, minibatch, loss, num_groups) for minibatch in parts]
     return {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
@@ -489,9 +502,13 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_grou
     if args.init_kl_coeff and args.kl_placement == "reward":
         rewards = rewards - args.init_kl_coeff * response_kl(rollout)
     metrics = rollout_metrics(run, rollout, scores.total, rewards[:, None])
+    if args.init_kl_coeff:
+        k3 = torch.where(rollout.action_mask, kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
+        (metrics["objective/kl_k3"],) = row_means(run, [k3], torch.ones_like(rollout.truncated))
     equal = len(uninformative(run, rollout, scores.total, num_groups))
     counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
-    return metrics | reward_metrics(run, scores) | {"objective/zero_std_ratio": equal / num_groups} | counts
+    metrics |= reward_metrics(run, scores)
+    return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts
 
 
 @torch.no_grad()

@@ -90,10 +90,7 @@ def leave_one_out(scores: Tensor, moments: Moments) -> Tensor:
 
 
 def max_likelihood(scores: Tensor, moments: Moments) -> Tensor:
-    """(r - mean) / mean, for scores of at least 0 (MaxRL, 2602.02710). Raises: ValueError for a score below 0."""
-    if bool((scores < 0).any()):
-        least = float(scores.nan_to_num().min())
-        raise ValueError(f"maxrl divides by the mean score of a prompt, but a score is {least}")
+    """(r - mean) / mean, for scores of at least 0 (MaxRL, 2602.02710)."""
     return (scores - moments.mean) / (moments.mean + EPS)
 
 

@@ -88,9 +88,3 @@ def test_a_single_response_has_no_baseline_but_may_have_a_return():
     moments = group_moments(scores, torch.tensor([0, 1]), 2)
     assert group_advantages(scores, moments, standardised).tolist() == [0.0, 0.0]
     assert group_advantages(scores, moments, raw).tolist() == [2.0, 3.0]
-
-
-def test_a_mean_score_as_divisor_refuses_scores_below_zero():
-    scores = torch.tensor([-1.0, 0.0])
-    with pytest.raises(ValueError, match="maxrl divides by the mean score .* a score is -1.0"):
-        group_advantages(scores, group_moments(scores, torch.tensor([0, 0]), 1), ADVANTAGES["maxrl"])

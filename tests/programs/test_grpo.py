@@ -11,6 +11,7 @@ from helpers import CPU, RunOfOneStep, assert_same_gradients, metrics, rows_of
 from helpers.rollouts import rollout_of
 
 from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import joined
 from lightrlhf.grpo import (
     GRPOArgs,
@@ -233,6 +234,11 @@ def test_minibatches_keep_groups_together_and_hold_every_row_once():
     assert sorted(seen.tolist()) == sorted(batch.logprobs[batch.action_mask].tolist())
 
 
+def test_a_mean_score_as_divisor_refuses_scores_below_zero():
+    with pytest.raises(RunFailure, match="maxrl divides by the mean score of a prompt, .* is -1.0; give scores"):
+        estimate_advantages(grpo_args(advantage="maxrl"), rollout(), scores_of([-1.0] + [0.0] * 7), torch.ones(1), 3)
+
+
 # ---------------------------------------------------------------------------------------------------------- programs
 RUN = ["--num_generations", "4", "--rollout_size", "4", "--mini_batch_size", "8", "--micro_batch_size", "4"]
 RUN += ["--max_new_tokens", "6", "--max_steps", "2", "--log_interval", "1", "--learning_rate", "1e-2", *CPU]
@@ -289,6 +295,10 @@ def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, caps
         ({"dual_clip": 0.5}, "--dual_clip 0.5 must be above 1"),
         ({"overlong_buffer": 12}, "--overlong_buffer 12 must be below --max_new_tokens 12"),
         ({"clip_coeff": 0.0}, "--clip_coeff 0.0 must be a finite number above 0"),
+        (
+            {"resample_rounds": 2, "data_dir": ["x", "y"], "data_weights": [1.0, 2.0]},
+            "--resample_rounds 2 draws prompts",
+        ),
         ({"resample_rounds": -1}, "--resample_rounds -1 must be at least 0"),
     ],
 )
