@@ -57,7 +57,7 @@ def pack_groups(input_ids: Tensor, attention_mask: Tensor, group: Tensor, hidden
     for rows in members:
         for row in rows:
             first[row] = rows[0]
-    same = (input_ids == input_ids[first]) & mask & mask[first]
+    same = (input_ids == input_ids[first]) & mask  # the first row of a group, equal to itself, ends where it ends
     common, lengths = torch.stack([same.long().cumprod(1).sum(1), mask.sum(1)]).tolist()
     for rows in members:
         for row in rows:

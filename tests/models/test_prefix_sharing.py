@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, PAIRS, assert_same_gradients, gradients, pair, rows_of, tiny_policy, tiny_scalar
+from helpers import (
+    ARCHITECTURES,
+    PAIRS,
+    assert_same_gradients,
+    gradients,
+    pair,
+    rows_of,
+    save_model,
+    tiny_policy,
+    tiny_scalar,
+)
+from helpers.trained import train_a_little
 from helpers.zoo import zoo_model
 
+from lightrlhf.cli.args import ModelArgs
 from lightrlhf.data.batch import Batch, preference_batch, response_batch
+from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.prefix_sharing import pack_groups
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import Policy, policy_inputs
@@ -65,6 +78,29 @@ def test_groups_of_any_size_match_each_text_alone_in_float64(architecture):
     assert policy.shares_prefixes and torch.allclose(together, single, rtol=1e-9)
     in_float64 = architecture in ("gpt2", "gpt_neox", "opt")  # RMSNorm computes in float32
     assert_same_gradients(slopes, others, 1e-12 if in_float64 else 1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_roles_on_one_backbone_share_the_prefix_of_a_group(checkpointing, tmp_path, tokenizer):
+    args = ModelArgs(finetune_mode="lora", activation_checkpointing=checkpointing)
+    policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), args, tokenizer, shares=True)
+    train_a_little(policy)
+    critic = load_scalar(str(tmp_path), args, tokenizer, 3, backbone=policy)
+    share_prefixes(policy, longest=40, group_size=5)
+    share_prefixes(critic, longest=40, group_size=5)
+    policy.train()
+    critic.train()
+    reference, batch = policy.reference(), grouped([12, 20, 33], MIXED)
+    assert policy.shares_prefixes and critic.shares_prefixes and reference.shares_prefixes
+    found = []
+    for group in (None, batch.group):
+        batch.group = group
+        logprobs, values = policy(**policy_inputs(batch)).logprobs, critic(batch.input_ids, batch.attention_mask, group)
+        before = reference(**policy_inputs(batch)).logprobs
+        ((logprobs - before.detach()).pow(2).sum() + values[batch.attention_mask].pow(2).sum()).backward()
+        found.append((before.detach(), gradients(policy) | gradients(critic)))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-5) and not torch.equal(before, logprobs)
+    assert_same_gradients(found[0][1], found[1][1], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +166,10 @@ def test_a_window_that_is_too_short_keeps_pairs_separate(architecture, changes):
     policy = tiny_policy(architecture, **changes)
     share_prefixes(policy, longest=12)
     assert not policy.shares_prefixes
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_gpt_neos_window_counts_the_columns_of_the_whole_group(group_size):
+    policy = tiny_policy("gpt_neo", window_size=24)
+    share_prefixes(policy, longest=12, group_size=group_size)
+    assert policy.shares_prefixes == (group_size == 2)
