@@ -37,8 +37,9 @@ from lightrlhf.data.responses import read_responses
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.models.loading import find_device
+from lightrlhf.rewards.functions import as_text
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import FunctionScorer, Sample, as_text
+from lightrlhf.rewards.scorers import FunctionScorer, Sample
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure

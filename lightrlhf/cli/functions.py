@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
@@ -27,6 +28,8 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns
         raise UsageError(f"{flag} {path} is not of the form package.module:function")
     if takes_columns:
         check_columns(function, f"{flag} {path}", shape)
+    if (package := getattr(function, "needs", None)) and find_spec(package) is None:
+        raise UsageError(f"{flag} {path} needs the package {package}; install lightrlhf[verify]")
     return function
 
 

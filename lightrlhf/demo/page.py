@@ -37,7 +37,8 @@ from lightrlhf.demo.session import (
     prompt_values,
     user_turn,
 )
-from lightrlhf.rewards.scorers import Messages, as_text
+from lightrlhf.rewards.functions import as_text
+from lightrlhf.rewards.scorers import Messages
 
 FIRST_METRICS = ("objective/score", "rewards/accuracies", "train/loss", "val/loss")  # the first one logged is drawn
 MAX_QUEUE = 256  # requests of all users that wait for an answer

@@ -87,7 +87,7 @@ def call_one(function: RewardFunction, response: Response) -> Any:
         truth = next((columns[name] for name in ANSWERS if columns.get(name) is not None), None)
     given = {
         "data_source": columns.get("data_source") or columns.get("task") or "",
-        "solution_str": text_of(response.completion),
+        "solution_str": as_text(response.completion),
         "ground_truth": truth,
     }
     parameters = parameters_of(function) or []
@@ -99,9 +99,12 @@ def call_one(function: RewardFunction, response: Response) -> Any:
         return problem
 
 
-def text_of(completion: Any) -> str:
-    """A completion as text; of messages the contents."""
-    return completion if isinstance(completion, str) else "\n\n".join(message["content"] for message in completion)
+def as_text(text: Any) -> str:
+    """A prompt or completion as plain text; of messages their contents, separated by empty lines."""
+    if isinstance(text, str):
+        return text
+    contents = (message["content"] for message in text)
+    return "\n\n".join(content for content in contents if isinstance(content, str))  # beside calls there may be none
 
 
 def finished(results: list[Any]) -> list[Any]:

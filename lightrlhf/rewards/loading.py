@@ -29,6 +29,7 @@ from lightrlhf.rewards.scorers import (
     PairScorer,
     Rewards,
 )
+from lightrlhf.rewards.workers import path_of
 
 STATISTICS = "reward_statistics.json"
 
@@ -91,20 +92,22 @@ def make_rewards(
                 standardise=getattr(args, "normalize_rewards", True),
             )
         )
-    for function, name in reward_functions(args.reward_function, reward):
-        names.append(unique_name(getattr(function, "__name__", "reward"), names))
+    for function, path in reward_functions(args.reward_function, reward):
+        names.append(unique_name(path.rpartition(":")[2] or getattr(function, "__name__", "reward"), names))
         timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
-        scorers.append(FunctionScorer(function, name, keeps_infinite=keeps_infinite, timeout=timeout))
+        if timeout:
+            path = path or path_of(function)
+        scorers.append(FunctionScorer(function, path or "the reward function", keeps_infinite, timeout, path))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)
 
 
 def reward_functions(paths: Sequence[str], reward: RewardFunctions | None) -> list[tuple[RewardFunction, str]]:
-    """The functions given from Python, else those of `--reward_function`, each with its name in messages."""
+    """The functions given from Python, whose path is empty, else those of `--reward_function`, each with its path."""
     if reward is None:
         return [(load_function(path, "--reward_function"), path) for path in paths]
     given: Any = reward if isinstance(reward, list | tuple) else [reward]
-    return [(function, "the reward function") for function in given]
+    return [(function, "") for function in given]
 
 
 def unique_name(name: str, taken: Sequence[str]) -> str:

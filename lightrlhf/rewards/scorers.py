@@ -23,7 +23,7 @@ from lightrlhf.data.batch import Rollout, inference_batches, response_batch
 from lightrlhf.data.responses import ROW
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt, turn_end
 from lightrlhf.models.roles import ScalarModel, last_token
-from lightrlhf.rewards.functions import Failure, Response, RewardFunction, call_function, failure_of
+from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
 from lightrlhf.rewards.workers import Workers
 
 
@@ -219,6 +219,7 @@ class FunctionScorer:
     name: str = "the reward function"
     keeps_infinite: bool = False  # for a caller that clips scores
     timeout: float = 0.0  # seconds for one response; 0: one call for all, in this process, without limit
+    path: str = ""  # where another process imports it from; needed with a timeout
     failures: Counter[str] = field(default_factory=Counter)  # of the last call, by kind
     told: set[str] = field(default_factory=set, repr=False)  # kinds of failures that were printed
     works: bool = False  # whether any response got through
@@ -237,7 +238,7 @@ class FunctionScorer:
         responses = [as_seen(sample) for sample in samples]
         self.failures = Counter()
         if self.timeout:
-            self.workers = self.workers or Workers(self.function, self.timeout, self.name)
+            self.workers = self.workers or Workers(self.path, self.timeout)
             results = self.workers.run(responses)
         else:
             try:
@@ -436,14 +437,6 @@ def is_encoder(model: Any) -> bool:
 def device_of(module: nn.Module) -> torch.device:
     """Device of a module's parameters, a shared backbone's too."""
     return next((getattr(module, "model", module)).parameters()).device
-
-
-def as_text(prompt: str | Messages) -> str:
-    """A prompt as plain text; of messages their contents, separated by empty lines."""
-    if isinstance(prompt, str):
-        return prompt
-    contents = (message["content"] for message in prompt)
-    return "\n\n".join(content for content in contents if isinstance(content, str))  # beside calls there may be none
 
 
 def finite(value: float) -> float | None:

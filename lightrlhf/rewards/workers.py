@@ -3,8 +3,8 @@
 Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
 
-`concurrent.futures` cannot kill a hung worker. `pebble` can, but starts workers as `multiprocessing` does: as copies
-of this process after torch has started threads, or as one that runs the main module again, which for a training script
+`concurrent.futures` cannot kill a hung worker. `pebble` can, but its workers start as those of `multiprocessing`: as
+copies of this process after torch has started threads, or as new ones that run the main module again, which for a script
 without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is killed.
 
 Left out: limits of memory, and isolation of what a function runs (`datasets_prep.apps.sandbox` has both for programs).
@@ -35,14 +35,14 @@ START_LIMIT = 300.0  # seconds to import a function
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def path_of(function: Callable[..., Any], name: str) -> str:
+def path_of(function: Callable[..., Any]) -> str:
     """The `package.module:name` another process can import a function by. Raises: UsageError when there is none."""
     module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = getattr(sys.modules.get(module or ""), attribute or "", None)
     if found is not function or module == "__main__":
         raise UsageError(
-            f"{name} cannot be imported by the processes of --reward_timeout; define it at the top of a module, "
-            "or leave --reward_timeout at 0"
+            f"reward {attribute or function} cannot be imported by the processes that --reward_timeout calls it in; "
+            "define it at the top of a module, or give no --reward_timeout"
         )
     return f"{module}:{attribute}"
 
@@ -78,8 +78,8 @@ class Worker:
 class Workers:
     """As many processes as there are processors for this rank, started when they are first needed."""
 
-    def __init__(self, function: Callable[..., Any], seconds: float, name: str) -> None:
-        self.path, self.seconds, self.name = path_of(function, name), seconds, name
+    def __init__(self, path: str, seconds: float) -> None:
+        self.path, self.seconds = path, seconds
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.size = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.workers: list[Worker] = []
@@ -123,11 +123,11 @@ class Workers:
             self.workers.remove(worker)
             status = worker.kill()
             if worker.index is None:
-                raise RunFailure(f"{self.name}: a process to call it in ended with status {status}") from None
+                raise RunFailure(f"{self.path}: a process to call it in ended with status {status}") from None
             results[worker.index] = Failure("crashes", f"its process ended with status {status}")
             return
         if kind == "broken":
-            raise RunFailure(f"{self.name}: {value}")
+            raise RunFailure(f"{self.path}: {value}")
         if kind == "ready":
             worker.is_ready = True
             return
@@ -139,7 +139,7 @@ class Workers:
         self.workers.remove(worker)
         worker.kill()
         if worker.index is None:
-            raise RunFailure(f"{self.name}: importing it took more than {START_LIMIT:g} seconds")
+            raise RunFailure(f"{self.path}: importing it took more than {START_LIMIT:g} seconds")
         results[worker.index] = Failure("timeouts", f"killed after {self.seconds:g} seconds")
 
 
@@ -165,6 +165,8 @@ def serve(path: str, descriptor: int, parent: int) -> None:
     try:
         module, _, name = path.partition(":")
         function = getattr(importlib.import_module(module), name)
+        if package := getattr(function, "needs", None):
+            importlib.import_module(package)  # now, or it counts as time of the first call
     except (Exception, SystemExit) as problem:
         return say("broken", f"{type(problem).__name__}: {first_line(problem)}")
     say("ready")
