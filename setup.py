@@ -21,6 +21,7 @@ EXTRAS = {
     "demo": ["gradio>=6.7", "pandas>=2.0", "starlette>=1.0"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
+    "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],
     "serve": ["transformers[serving]>=5.0"],
     "test": [
         "pytest>=8",

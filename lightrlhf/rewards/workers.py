@@ -4,8 +4,9 @@ Each process imports the function by its path, and is asked for one response at 
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
 
 `concurrent.futures` cannot kill a hung worker. `pebble` can, but its workers start as those of `multiprocessing`: as
-copies of this process after torch has started threads, or as new ones that run the main module again, which for a script
-without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is killed.
+copies of this process after torch has started threads, or as new ones that run the main module again, which for a
+script without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is
+killed.
 
 Left out: limits of memory, and isolation of what a function runs (`datasets_prep.apps.sandbox` has both for programs).
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
+import re
 import time
 
 number = 3
@@ -104,6 +106,30 @@ def hangs_on_rank_one(prompts, completions, **columns):
     if _third_call_of_rank_one():
         time.sleep(100)
     return length(prompts, completions)
+
+
+# ------------------------------------------------------------------------------------- of one response: verl's, async
+def digits(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature: the share of the answer's letters that the response has."""
+    assert data_source == "sums" and extra_info["index"] >= 0
+    return {"score": sum(letter in solution_str for letter in ground_truth) / len(ground_truth), "acc": 1.0}
+
+
+async def slow_length(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [len(text) for text in completions]
+
+
+def shaky(prompts, completions, **columns):
+    """Does what the one completion says: hangs, dies, raises, scores nothing or 1."""
+    (text,) = completions  # with a time limit it is called for one at a time
+    if "hang" in text:
+        re.fullmatch("(a+)+b", "a" * 60)  # without an end, and holds Python's lock
+    if "die" in text:
+        os._exit(7)
+    if "raise" in text:
+        raise KeyError("answer")
+    return [{"none": None, "nan": math.nan}.get(text, 1.0)]
 
 
 # ----------------------------------------------------------------------------------------------------- judges and users

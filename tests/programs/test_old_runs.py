@@ -80,6 +80,8 @@ def test_stored_arguments_keep_their_values(run, old_runs, capsys):
     values = {renamed.get(name, name): value for name, value in stored.items() if name not in {*NOT_FLAGS, *removed}}
     if values["lr_warmup_ratio"] is not None:
         values["lr_warmup_steps"] = None  # the ratio won over steps
+    if isinstance(values.get("reward_function"), str):
+        values["reward_function"] = [values["reward_function"]]  # one, in older releases
     assert {name: getattr(args, name) for name in values} == values
 
 

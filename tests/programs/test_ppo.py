@@ -34,7 +34,7 @@ from lightrlhf.ppo import (
     value_loss,
 )
 from lightrlhf.rewards.kl import token_rewards
-from lightrlhf.rewards.scorers import Scores
+from lightrlhf.rewards.scorers import Rewards
 
 EOS = 1
 PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
@@ -183,19 +183,19 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     assert (batch.advantages[~batch.action_mask] == 0).all()
 
 
-def scorer_of(scores: list[float]):
-    """A reward that gives these numbers, NaN for none."""
-    total = torch.tensor(scores)
-    return lambda rollout, tokenizer: Scores(total, total[:, None], ("numbers",))
+def rewards_of(scores: list[float]) -> Rewards:
+    """One reward that gives these numbers, None for NaN."""
+    one = lambda groups: [[None if math.isnan(value) else value] for value in scores]
+    return Rewards([one], ("given",), torch.ones(1, dtype=torch.float64))
 
 
 def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, tokenizer):
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
     raw = [9.0, 9.0, -9.0, 0.5]
-    assert score(args, rollout, scorer_of(raw), tokenizer).total.tolist() == [2.0, 1.0, -2.0, -0.5]
+    assert score(args, rollout, rewards_of(raw), tokenizer).total.tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert score(free, rollout, scorer_of(raw), tokenizer).total.tolist() == raw
+    assert score(free, rollout, rewards_of(raw), tokenizer).total.tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -210,7 +210,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
         before = rollout.action_mask.clone()
-        scored = score(run.args, rollout, scorer_of(scores), tokenizer).total
+        scored = score(run.args, rollout, rewards_of(scores), tokenizer).total
         assert torch.equal(rollout.action_mask, before)
         assert scored.isnan().tolist() == [math.isnan(x) for x in scores]
         rollout = rollout.masked(~scored.isnan())
@@ -308,6 +308,39 @@ VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
 COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "completions/eos_ratio"]
 
 
+def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, rm_dir, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *SMALL, *CPU, "--max_steps", "2"]
+    flags += [
+        "--rm_experiment_dir",
+        str(rm_dir),
+        "--reward_function",
+        "helpers.rewards:length",
+        "helpers.rewards:vowels",
+    ]
+    flags += [
+        "--reward_weights",
+        "0",
+        "1",
+        "0.5",
+        "--clip_rewards",
+        "False",
+        "--eval_interval",
+        "0",
+        "--log_interval",
+        "1",
+    ]
+    folder = main([*flags, "--log_dir", str(tmp_path / "whole")])
+    for row in metrics(folder):
+        assert math.isfinite(row["reward/reward_model"]) and row["objective/valid_ratio"] == 1
+        total = row["reward/length"] + 0.5 * row["reward/vowels"]
+        assert row["objective/score"] == pytest.approx(total, abs=1e-5)
+        assert [row[f"reward/{kind}"] for kind in ("timeouts", "crashes", "errors")] == [0, 0, 0]
+    started = main([*flags, "--log_dir", str(tmp_path / "parts"), "--reward_timeout", "60", "--save_interval", "1"])
+    assert weights(last_checkpoint(started)) == weights(last_checkpoint(folder))  # a process of its own changes nothing
+    resumed = main(["--resume_from", started, "--max_steps", "3"])
+    assert [row["step"] for row in metrics(resumed)] == [1, 2, 3]
+
+
 def test_max_kl_ends_the_passes_over_a_rollout_and_keeps_the_schedule(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL, *CPU]
     flags += ["--reward_function", "helpers.rewards:length", "--actor_learning_rate", "1e-2", "--ppo_epochs", "5"]
@@ -337,7 +370,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm
     flags += ["--min_p", "0.01", "--eos_ids", "7", "9", "--stop_strings", "a b", "--log_dir", str(tmp_path)]
     folder = main([*flags, *SMALL, *CPU])
     found = [name for name in listing(folder) if "events.out" not in name]
-    names = ["README.md", "args.json", "manifest.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"]
+    names = ["README.md", "args.json", "manifest.json", "metrics.jsonl", "samples.jsonl"]
     assert found == sorted(names + [f"checkpoint-000002/{name}" for name in CHECKPOINT])
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 2]

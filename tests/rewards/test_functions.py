@@ -1,0 +1,273 @@
+"""Reward functions of all signatures, several of them weighted, and processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from helpers import ROOT, environment, rewards, rows_of
+from helpers.rollouts import EOS, rollout_of
+
+from lightrlhf.cli.args import RewardArgs
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.functions import check_columns, load_function
+from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.ppo import PPOArgs
+from lightrlhf.rewards import workers
+from lightrlhf.rewards.functions import Response, call_function
+from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Sample
+
+NAN = math.nan
+
+
+def samples(*texts, **columns):
+    return [Sample("p", text, columns={n: v[i] for n, v in columns.items()}) for i, text in enumerate(texts)]
+
+
+def scores(function, *texts, **columns):
+    return FunctionScorer(function).score(samples(*texts, **columns))
+
+
+def same(one, other) -> bool:
+    return [None if x is None else repr(float(x)) for x in one] == [
+        None if x is None else repr(float(x)) for x in other
+    ]
+
+
+def make(reward, **flags) -> Rewards:
+    return make_rewards(RewardArgs(**flags), torch.device("cpu"), 8, reward)
+
+
+def of_texts(rewards_of: Rewards, tokenizer, *texts, columns=()):
+    prompts = [encode_prompt(tokenizer, "Guest: tea")] * len(texts)
+    answers = [encode_response(tokenizer, text) for text in texts]
+    rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, columns=list(columns) or [{} for _ in texts])
+    return rewards_of(rollout, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------------- signatures
+def test_a_function_may_name_its_parameters_as_trl_does_in_any_order():
+    def reward(completions, answer, **kwargs):
+        assert kwargs["prompts"] == ["p", "p"]
+        return [float(text == right) for text, right in zip(completions, answer)]
+
+    check_columns(reward, "reward")
+    assert scores(reward, "a", "b", answer=["a", "a"]) == [1.0, 0.0]
+
+
+def test_a_function_that_names_completion_ids_gets_them():
+    def reward(prompts, completions, completion_ids, **columns):
+        return [len(ids) for ids in completion_ids]
+
+    given = [Sample("p", "r", False, [1], [4, 5, 6])]
+    assert FunctionScorer(reward).score(given) == [3.0]
+
+
+def test_a_prompt_of_messages_is_given_as_messages_but_a_dialogue_as_texts():
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append((prompts, completions))
+        return [1.0]
+
+    user = [{"role": "user", "content": "Hi"}]
+    FunctionScorer(reward).score([Sample(user, "Hello")])
+    FunctionScorer(reward).score([Sample(user, "Hello", columns={"messages": user})])
+    assert seen[0] == ([user], [[{"role": "assistant", "content": "Hello"}]])
+    assert seen[1] == (["Hi"], ["Hello"])
+
+
+def test_verls_function_is_called_for_each_response():
+    columns = {"data_source": ["sums"] * 2, "ground_truth": ["12", "12"], "index": [0, 1]}
+    assert scores(rewards.digits, "12", "1", **columns) == [1.0, 0.5]
+    nested = {"data_source": ["sums"], "reward_model": [{"ground_truth": "9"}], "extra_info": [{"index": 3}]}
+    assert scores(rewards.digits, "9", **nested) == [1.0]
+    assert load_function("helpers.rewards:digits", "--reward_function") is rewards.digits
+    with pytest.raises(UsageError, match="must accept"):
+        load_function("helpers.rewards:digits", "--user_function", "f(dialogues, seeds, **columns) -> list[str]")
+
+
+def test_one_call_of_many_that_raises_costs_its_response_and_all_that_raise_end_the_run(capsys):
+    def reward(data_source, solution_str, ground_truth):
+        return {"x": 1.0}[solution_str]
+
+    scorer = FunctionScorer(reward, "m:f")
+    with pytest.raises(RunFailure, match="m:f failed with KeyError: 'y'.*test_functions.py"):
+        scorer.score(samples("y", "z"))
+    assert same(scorer.score(samples("x", "y")), [1.0, NAN]) and scorer.failures == {"errors": 1}
+    assert "m:f: no score for a response, KeyError: 'y'" in capsys.readouterr().err
+    assert same(scorer.score(samples("y")), [NAN])  # it has worked before
+
+
+def test_an_async_function_is_awaited_also_inside_a_running_loop():
+    assert scores(rewards.slow_length, "a", "bcd") == [1.0, 3.0]
+    begun = []
+
+    async def one(data_source, solution_str, ground_truth):
+        begun.append(solution_str)
+        while len(begun) < 2:  # the second call must begin before the first ends
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def notebook():
+        return scores(one, "a", "b")
+
+    assert asyncio.run(asyncio.wait_for(notebook(), 60)) == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- several
+def even(prompts, completions, **columns):
+    return [None if len(text) % 2 else 2.0 for text in completions]
+
+
+def test_rewards_are_summed_by_weight_and_kept_apart(tokenizer):
+    found = of_texts(make([rewards.length, even], reward_weights=[1.0, 0.25]), tokenizer, " Sure.", " No.")
+    assert found.names == ("length", "even") and found.failures == {"timeouts": 0, "crashes": 0, "errors": 0}
+    torch.testing.assert_close(found.parts, torch.tensor([[0.6, 2.0], [0.4, 2.0]]))
+    torch.testing.assert_close(found.total, torch.tensor([1.1, 0.9]))
+
+
+def test_none_leaves_the_others_but_a_failure_or_no_reward_at_all_is_no_score():
+    rows = {"none": None, "nan": NAN, "one": 1.0}
+    of = lambda *given: Rewards([], ("a",) * len(given), torch.ones(len(given)))._total([rows[g] for g in given])
+    assert of("none", "one") == 1.0 and of("one", "one") == 2.0
+    assert of("none", "none") is None and of("nan", "one") is None
+    logged = Rewards([], ("a", "b"), torch.tensor([1.0, 0.0]))
+    assert logged._total([3.0, NAN]) == 3.0 and logged._total([None, 1.0]) is None
+
+
+def test_names_are_unique_and_none_is_that_of_a_count():
+    def timeouts(prompts, completions, **columns):
+        return [0.0] * len(completions)
+
+    assert make([rewards.length, rewards.length, timeouts]).names == ("length", "length_2", "timeouts_2")
+
+
+@pytest.mark.parametrize(
+    "flags, reward, message",
+    [
+        ({}, None, "is needed"),
+        ({"reward_function": ["a:b"]}, rewards.length, "of the last two only one"),
+        ({}, [], "is needed"),
+        (
+            {"reward_function": ["a:b", "c:d"], "reward_weights": [1.0]},
+            None,
+            "--reward_weights 1.0: give 2, one for each",
+        ),
+        ({"rm_experiment_dir": ".", "reward_weights": [1.0]}, rewards.length, "give 2.*reward model first"),
+        ({"reward_weights": [0.0]}, rewards.length, "are all 0"),
+        ({"reward_function": ["a:b", "a:b"]}, None, "a:b is given twice"),
+        ({"reward_timeout": -1.0}, rewards.length, "--reward_timeout -1.0 must be at least 0"),
+        ({}, [rewards.length, 3], "reward is not a function"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_refused(flags, reward, message):
+    with pytest.raises(UsageError, match=message):
+        RewardArgs(**flags).check_reward(reward)
+
+
+def test_one_text_or_none_of_older_arguments_is_a_list(tmp_path, cafe_data, sft_dir):
+    from lightrlhf.cli.parser import parse
+
+    assert PPOArgs(data_dir=str(cafe_data), model_name="tiny", reward_function="a:b").reward_function == ["a:b"]
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", str(sft_dir), "--reward_function", "a:b,c:d", "e:f"]
+    assert parse(PPOArgs, flags).reward_function == ["a:b", "c:d", "e:f"]
+    for stored, read in (("a:b", ["a:b"]), (None, [])):
+        (tmp_path / "config.yaml").write_text(f"reward_function: {json.dumps(stored)}\n")
+        assert parse(PPOArgs, [*flags[:4], "--config", str(tmp_path / "config.yaml")]).reward_function == read
+
+
+# --------------------------------------------------------------------------------------- processes that can be killed
+def limited(path: str, seconds: float = 1.0) -> FunctionScorer:
+    return FunctionScorer(load_function(path, "--reward_function"), path, timeout=seconds, path=path)
+
+
+def test_a_hung_or_crashing_call_costs_its_own_response(tokenizer, capsys):
+    rewards_of = make(None, reward_function=["helpers.rewards:shaky"], reward_timeout=1.0)
+    texts = ["fine", "hang", "good", "die", "raise", "none", "nan", "well"]
+    found = rewards_of.scorers[0].score(samples(*texts))
+    assert same(found, [1.0, NAN, 1.0, NAN, NAN, None, NAN, 1.0])
+    assert rewards_of.scorers[0].failures == {"timeouts": 1, "crashes": 1, "errors": 2}
+    errors = capsys.readouterr().err
+    for message in ("killed after 1 seconds", "its process ended with status 7", "KeyError: 'answer'"):
+        assert message in errors
+    assert of_texts(rewards_of, tokenizer, " fine", " hang").failures == {"timeouts": 1, "crashes": 0, "errors": 0}
+
+
+def test_processes_are_used_again_and_end_with_their_scorer():
+    scorer = limited("helpers.rewards:length", 60.0)
+    assert scorer.score(samples("abc", "d", "ef", "g")) == [0.3, 0.1, 0.2, 0.1]
+    first = [worker.process for worker in scorer.workers.workers]
+    assert scorer.score(samples("abcd")) == [0.4] and [w.process for w in scorer.workers.workers] == first
+    first[0].kill()
+    first[0].wait()
+    assert scorer.score(samples("ab", "c", "d")) == [0.2, 0.1, 0.1]  # no response is to blame
+    now = [worker.process for worker in scorer.workers.workers]
+    del scorer
+    assert all(process.poll() is not None for process in [*first, *now])
+
+
+def test_a_function_that_cannot_be_imported_elsewhere_is_refused():
+    with pytest.raises(UsageError, match="lambda.* cannot be imported by the processes"):
+        make(lambda *texts, **columns: [1.0], reward_timeout=1.0)
+    scorer = FunctionScorer(rewards.length, timeout=9.0, path="helpers.no_rewards:length")
+    with pytest.raises(RunFailure, match="helpers.no_rewards:length: ModuleNotFoundError"):
+        scorer.score(samples("a"))
+    assert not scorer.workers.workers
+
+
+HUNG = """
+import os, sys, time
+from lightrlhf.rewards.scorers import FunctionScorer, Sample
+from helpers.rewards import length, shaky
+busy = FunctionScorer(length, timeout=600.0, path="helpers.rewards:length")
+busy.score([Sample("p", "a")])
+hung = FunctionScorer(shaky, timeout=600.0, path="helpers.rewards:shaky")
+print("ready", flush=True)
+hung.score([Sample("p", "hang")])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_run_that_is_stopped_while_a_call_hangs(how):
+    if how is not signal.SIGINT and not sys.platform.startswith("linux"):
+        pytest.skip("only Linux ends a hung process with the one that started it")
+    command = [sys.executable, "-c", HUNG]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"ready\n"
+        children: list[psutil.Process] = []
+        ends = time.monotonic() + 60
+        while len(children) < 2 and time.monotonic() < ends:
+            children = psutil.Process(run.pid).children(recursive=True)
+            time.sleep(0.05)
+        time.sleep(1.0)  # the second begins to hang
+        os.kill(run.pid, how)
+        run.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=30)
+    assert len(children) >= 2 and not alive
+
+
+def test_a_function_is_imported_before_its_time_runs(monkeypatch):
+    monkeypatch.setattr(workers, "START_LIMIT", 0.0)
+    with pytest.raises(RunFailure, match="importing it took more than 0 seconds"):
+        limited("helpers.rewards:length").score(samples("a"))
+
+
+def test_a_call_of_no_responses_gives_none():
+    assert call_function(rewards.length, []) == [] and limited("helpers.rewards:length").score([]) == []
+    assert call_function(rewards.length, [Response("p", "abc", None, {})]) == [0.3]
+
+
+def test_rows_without_a_score_have_nan(tokenizer):
+    found = make(rewards.always_nan)(rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]]), tokenizer)
+    assert found.total.isnan().all() and found.parts.isnan().all() and found.failures["errors"] == 2
