@@ -97,7 +97,7 @@ def make_rewards(
         timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
         if timeout:
             path = path or path_of(function)
-        scorers.append(FunctionScorer(function, path or "the reward function", keeps_infinite, timeout, path))
+        scorers.append(FunctionScorer(function, path or "the reward function", keeps_infinite, timeout, path, True))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)
 

@@ -220,6 +220,7 @@ class FunctionScorer:
     keeps_infinite: bool = False  # for a caller that clips scores
     timeout: float = 0.0  # seconds for one response; 0: one call for all, in this process, without limit
     path: str = ""  # where another process imports it from; needed with a timeout
+    takes_messages: bool = False  # whether a prompt of messages is given as such
     failures: Counter[str] = field(default_factory=Counter)  # of the last call, by kind
     told: set[str] = field(default_factory=set, repr=False)  # kinds of failures that were printed
     works: bool = False  # whether any response got through
@@ -235,7 +236,7 @@ class FunctionScorer:
 
         Raises: RunFailure when one call for all fails, or its first call of each does: it works for none.
         """
-        responses = [as_seen(sample) for sample in samples]
+        responses = [as_seen(sample, self.takes_messages) for sample in samples]
         self.failures = Counter()
         if self.timeout:
             self.workers = self.workers or Workers(self.path, self.timeout)
@@ -270,13 +271,13 @@ class FunctionScorer:
         return None if score is None or math.isnan(score) else score
 
 
-def as_seen(sample: Sample) -> Response:
-    """A sample as a reward function sees it: messages where its prompt is messages, but texts of a dialogue.
+def as_seen(sample: Sample, takes_messages: bool) -> Response:
+    """A sample as a function sees it: as texts, or as messages where its prompt is messages, but no dialogue.
 
     A dialogue, which has all of its messages as the column `messages`, is seen as the text of the earlier ones and of
     its last.
     """
-    if isinstance(sample.prompt, str) or "messages" in sample.columns:
+    if isinstance(sample.prompt, str) or "messages" in sample.columns or not takes_messages:
         return Response(as_text(sample.prompt), sample.response, sample.response_ids, sample.columns)
     message = {"role": "assistant", "content": sample.response}
     return Response(sample.prompt, [message], sample.response_ids, sample.columns)

@@ -81,10 +81,11 @@ def test_a_prompt_of_messages_is_given_as_messages_but_a_dialogue_as_texts():
         return [1.0]
 
     user = [{"role": "user", "content": "Hi"}]
-    FunctionScorer(reward).score([Sample(user, "Hello")])
-    FunctionScorer(reward).score([Sample(user, "Hello", columns={"messages": user})])
+    FunctionScorer(reward, takes_messages=True).score([Sample(user, "Hello")])
+    FunctionScorer(reward, takes_messages=True).score([Sample(user, "Hello", columns={"messages": user})])
+    FunctionScorer(reward).score([Sample(user, "Hello")])  # a judge
     assert seen[0] == ([user], [[{"role": "assistant", "content": "Hello"}]])
-    assert seen[1] == (["Hi"], ["Hello"])
+    assert seen[1:] == [(["Hi"], ["Hello"])] * 2
 
 
 def test_verls_function_is_called_for_each_response():
