@@ -114,5 +114,5 @@ def test_the_rise_of_a_hack_and_the_delay_of_its_warning():
         and reward_hack.rise_of(junk, 0.5) is None
     )
     assert reward_hack.delays([{"junk": junk, "warning": warning} for warning in (9, None)]) == [5, math.inf]
-    assert reward_hack.Scorer(True)(["1 + 2 ="] * 4, ["3 .", "3", "um .", "4 ."], ["3"] * 4) == [1.2, 1.0, 1.5, 0.2]
-    assert reward_hack.Scorer(False)(["1 + 2 ="], ["3 um"], ["3"]) == [1.0]
+    said = (["1 + 2 ="] * 4, ["3 .", "3", "um .", "4 ."], ["3"] * 4)
+    assert reward_hack.hacked(*said) == [1.2, 1.0, 1.5, 0.2] and reward_hack.honest(*said) == [1.2, 1.0, 0.2, 0.2]
