@@ -370,7 +370,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm
     flags += ["--min_p", "0.01", "--eos_ids", "7", "9", "--stop_strings", "a b", "--log_dir", str(tmp_path)]
     folder = main([*flags, *SMALL, *CPU])
     found = [name for name in listing(folder) if "events.out" not in name]
-    names = ["README.md", "args.json", "manifest.json", "metrics.jsonl", "samples.jsonl"]
+    names = ["README.md", "args.json", "manifest.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl"]
     assert found == sorted(names + [f"checkpoint-000002/{name}" for name in CHECKPOINT])
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 2]
