@@ -124,6 +124,7 @@ def shaky(prompts, completions, **columns):
     """Does what the one completion says: hangs, dies, raises, scores nothing or 1."""
     (text,) = completions  # with a time limit it is called for one at a time
     if "hang" in text:
+        print("hangs", flush=True)  # a worker's output goes to the standard error
         re.fullmatch("(a+)+b", "a" * 60)  # without an end, and holds Python's lock
     if "die" in text:
         os._exit(7)
