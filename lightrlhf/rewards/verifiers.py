@@ -17,7 +17,6 @@ Left out: programs and their tests (`datasets_prep.apps.reward:adaptive_score`),
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from lightrlhf.data.entries import read_entry
 from lightrlhf.rewards.functions import ANSWERS, RewardFunction, as_text
 
 SECONDS = 10.0  # for one response, of what may hang
@@ -163,7 +163,7 @@ def score_entry(answer: str, task: str, entry: Any) -> float:
     """reasoning-gym's score of an answer to an item; NaN where its scorer raises. Raises: ValueError, unknown task."""
     scorer = scorer_of(task)
     try:
-        return float(scorer(answer, json.loads(entry) if isinstance(entry, str) else entry))
+        return float(scorer(answer, read_entry(entry) if isinstance(entry, str) else entry))
     except Exception as problem:  # a scorer may raise anything at a malformed answer
         what = f"{type(problem).__name__}: {problem}"
         print(f"reasoning_gym: the scorer of {task} raised {what} for {answer[:60]!r}, not scored", file=sys.stderr)

@@ -32,7 +32,7 @@ TRAINING = (
 )
 TOOLS = ("annotate", "estimate", "evaluate", "evaluate_dialogues", "evaluate_env", "generate", "judge", "plot")
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
-SETS += ("text_envs", "ultrainteract", "webgpt")
+SETS += ("reasoning_gym", "text_envs", "ultrainteract", "webgpt")
 MODULES = [f"lightrlhf.{name}" for name in (*TRAINING, *TOOLS, "demo.page")]
 MODULES += ["datasets_prep.train_tokenizer", *(f"datasets_prep.{name}.prepare_data" for name in SETS)]
 NUMBERS = ("many", "nan", "inf", "1e400", "1_000", "", " ", "٣", "1:30", "0x10", "9" * 30, "True", "[1]")

@@ -34,6 +34,7 @@ EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
+    "datasets_prep.reasoning_gym.prepare_data": ["--num_samples", "4", "--num_held_out", "1", "--num_proc", "1"],
     "datasets_prep.feedback.prepare_data": ["--num_proc", "1"],
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
