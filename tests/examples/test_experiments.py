@@ -12,7 +12,7 @@ import pytest
 from helpers.pages import args_class
 
 from examples import cafe_settings
-from examples.experiments import hidden_map, macro_actions, online_cafe, refuel, reward_hack
+from examples.experiments import hidden_map, macro_actions, online_cafe, reasoning, refuel, reward_hack
 from examples.experiments.stats import interval, paired, report_claims, shown
 from examples.programs import call, logged
 from lightrlhf.cli.errors import RunFailure
@@ -70,12 +70,10 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
 
 FLAGS = {
     "lightrlhf.sft": [
-        cafe_settings.SFT,
-        hidden_map.SFT,
-        macro_actions.LETTER_SFT | macro_actions.QUIET,
-        reward_hack.SFT,
+        *(cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
+        *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT),
     ],
-    "lightrlhf.grpo": [reward_hack.GRPO | reward_hack.QUIET],
+    "lightrlhf.grpo": [reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO],
     "lightrlhf.rm": [cafe_settings.RM],
     "lightrlhf.ppo": [macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()],
     "lightrlhf.dpo": [online_cafe.DPO],

@@ -1,0 +1,373 @@
+"""What do labels, rejection sampling and GRPO teach a small model? Six tasks of reasoning-gym, held-out items.
+
+One model of 0.7M parameters, trained here from nothing, is the base of all runs. It learns to read the six tasks'
+questions, and the format of answers, from other ranges of them (`BASE`), none of which contains a question of `TASKS`;
+besides, held-out questions are held out by their hash for any range (`datasets_prep.reasoning_gym`). From it, with the
+same training prompts in the same order:
+
+    SFT    one pass over the prompts with their right answers: as many labelled samples as GRPO has prompts
+    RAFT   in `ITERATIONS` parts of the prompts: K samples each, fine-tuning on the first right one, the others left out
+    GRPO   `lightrlhf.grpo`, K samples a prompt, once each
+
+RAFT and GRPO see no answer, only whether the task's scorer pays a response in full (`solved`): the scorers' partial pay
+goes to any text that contains the answer. Measured: the share of held-out items that a greedy response solves.
+
+Everything above and below was written down before any of the runs; the learning rates are the best of three for each
+method on seed 0, which is none of the five, and the task chain_sum (`--trials True`). Prints a table and the claims
+that held. Finished runs are kept: the same command resumes after a kill.
+
+    python -m examples.experiments.reasoning
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datasets_prep.reasoning_gym import prepare_data
+from datasets_prep.report import versions
+from examples.experiments.plots import label, panels
+from examples.experiments.small_models import phrase_tokenizer, write_model
+from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
+from examples.programs import call
+from lightrlhf import generate, grpo, sft
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import epoch_order
+from lightrlhf.data.splits import IGNORE_INDEX, Row, load_split, save_split
+from lightrlhf.data.tokens import decode
+from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.rewards.verifiers import reasoning_gym
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.results import print_table, save_figure
+
+PLAIN = {"operators": ["+", "-"], "operators_weights": [0.5, 0.5], "min_terms": 2, "max_terms": 2}  # x + 3 = 5
+FACTOR = PLAIN | {"operators": ["+", "-", "*"], "operators_weights": [0.5, 0.5, 0.0]}  # 2*x + 3 = 7
+TASKS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 3, "max_terms": 3, "max_digits": 1},
+    "gcd": {"min_value": 2, "max_value": 60},
+    "number_sequence": {"min_terms": 4, "max_terms": 5, "max_complexity": 1},
+    "simple_equations": {**PLAIN, "min_value": 10, "max_value": 29},
+    "count_bits": {"min_n": 256, "max_n": 2047},
+    "letter_counting": {"min_words": 2, "max_words": 3},
+}
+BASE: dict[str, list[dict[str, Any]]] = {
+    "chain_sum": [
+        {"min_terms": 2, "max_terms": 2, "max_digits": 1},
+        {"min_terms": 4, "max_terms": 4, "max_digits": 1},
+    ],
+    "gcd": [
+        {"min_value": 2, "max_value": 60, "min_numbers": 3, "max_numbers": 3},
+        {"min_value": 61, "max_value": 120},
+    ],
+    "number_sequence": [{"min_terms": 6, "max_terms": 8, "max_complexity": 1}],
+    "simple_equations": [
+        {**PLAIN, "min_value": 1, "max_value": 9},
+        {**PLAIN, "min_value": 30, "max_value": 59},
+        {**FACTOR, "min_value": 10, "max_value": 29},
+    ],
+    "count_bits": [{"min_n": 1, "max_n": 255}, {"min_n": 2048, "max_n": 4095}],
+    "letter_counting": [{"min_words": 1, "max_words": 1}, {"min_words": 4, "max_words": 6}],
+}
+PHRASES = (
+    "State the final answer to the following arithmetic problem: ",
+    "Find the Greatest Common Divisor (GCD) of these numbers: ",
+    ". Give only the GCD as your final answer.",
+    "Find the value of ",
+    " in the equation: ",
+    "Solve for ",
+    "Determine the value of ",
+    " that satisfies: ",
+    "How many 1 bits are there in the binary representation of the number ",
+    'How many times does the letter "',
+    '" appear in the text: "',
+)
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "initializer_range": 0.09,
+}
+NUM_TRAIN, NUM_HELD_OUT, NUM_BASE = 4000, 250, 6000  # items of a task, and of a range of the base
+STEPS, PROMPTS, K, ITERATIONS = 128, 32, 8, 8  # of GRPO: steps, prompts of one, samples a prompt; parts of RAFT
+LONGEST = 8  # tokens of a response
+CPU = {"accelerator": "cpu", "eval_interval": 0}
+BASE_SFT = CPU | {
+    "max_steps": 1000,
+    "learning_rate": 2e-3,
+    "mini_batch_size": 128,
+    "micro_batch_size": 64,
+    "packing": True,
+    "log_interval": 50,
+}
+RATES = (3e-5, 1e-4, 3e-4)  # of the trials; 3e-4 was the best of (3e-4, 1e-3, 3e-3) for all three at 64 steps
+SFT = CPU | {
+    "learning_rate": 1e-3,
+    "max_steps": STEPS,
+    "mini_batch_size": PROMPTS,
+    "micro_batch_size": PROMPTS,
+    "log_interval": 4,
+}
+RAFT = CPU | {"learning_rate": 1e-3, "epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "log_interval": 4}
+GRPO = CPU | {
+    "learning_rate": 1e-3,
+    "max_steps": STEPS,
+    "num_generations": K,
+    "rollout_size": PROMPTS,
+    "rollout_mini_batch_size": PROMPTS * K,
+    "mini_batch_size": PROMPTS * K,
+    "micro_batch_size": PROMPTS * K,
+    "max_new_tokens": LONGEST,
+    "reward_function": "examples.experiments.reasoning:solved",
+    "lr_warmup_steps": 4,
+    "log_interval": 4,
+    "save_interval": STEPS,
+}
+TRIED = "chain_sum"  # the task of the trials, on seed 0
+ARMS = {"SFT": SFT, "RAFT": RAFT, "GRPO": GRPO}
+GOAL, LOW = 0.9, 0.5  # hoped for on three tasks: GRPO above the first from a base below the second
+SMOKE = {"max_steps": 1}
+Job = tuple[str, str, int]  # task, arm, seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningArgs:
+    """Compare SFT, RAFT and GRPO on six tasks with verifiers."""
+
+    output_dir: str = "reasoning"
+    """Folder for data, logs and results; finished runs in it are kept."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 5 by default."""
+    tasks: list[str] | None = None
+    """Tasks to run; all six by default."""
+    trials: bool = False
+    """Run the trials of learning rates on seed 0 instead."""
+    smoke: bool = False
+    """Run every stage for a moment only, to test that it works; the results mean nothing."""
+
+    def __post_init__(self) -> None:
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
+        unknown = [task for task in self.tasks or [] if task not in TASKS]
+        if unknown:
+            raise ValueError(f"--tasks {unknown[0]} must be one of: {', '.join(TASKS)}")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> dict[str, bool]:
+    """Run what has no result yet; returns which claims hold."""
+    args = parse(ReasoningArgs, argv)
+    torch.set_num_threads(1)
+    folder = Path(args.output_dir)
+    tasks, seeds = [TRIED] if args.trials else args.tasks or list(TASKS), args.seeds or [1, 2, 3, 4, 5]
+    base = write_base(folder, tasks, args.smoke)
+    settings = {"tasks": TASKS, "base": BASE, "sizes": SIZES, "base_sft": BASE_SFT, "k": K, "smoke": args.smoke}
+    if args.trials:
+        with JsonlWriter(folder / "trials.jsonl", settings | {"rates": list(RATES)}) as writer:
+            show_trials(run_trials(folder, base, writer, args.smoke))
+        return {}
+    jobs: list[Job] = [(task, "base", 0) for task in tasks]
+    jobs += [(task, arm, seed) for task in tasks for seed in seeds for arm in ARMS]
+    with JsonlWriter(folder / "results.jsonl", settings | {"arms": ARMS, "iterations": ITERATIONS}) as writer:
+        done = {(row["task"], row["arm"], row["seed"]) for row in writer.rows}
+        for job in jobs:
+            if job not in done:
+                writer.append(run_job(folder, base, job, ARMS, args.smoke))
+        rows = [row for row in writer.rows if (row["task"], row["arm"], row["seed"]) in jobs]
+    claims = show_results(rows, tasks, len(seeds))
+    draw(rows, tasks, folder / "reasoning.png")
+    report_claims(claims, folder)
+    return claims
+
+
+# ------------------------------------------------------------------------------------------------------------- task
+def solved(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """The reward, and whether a held-out item counts as right: 1 where the task's scorer pays in full, else 0."""
+    return [float(score == 1) for score in reasoning_gym(prompts, completions, **columns)]
+
+
+def write_data(folder: Path, task: str, options: dict[str, Any], num_train: int, tokenizer: str) -> str:
+    """Prepare a range of a task, once; returns its folder."""
+    if not (folder / "args.json").is_file():
+        config = folder.with_suffix(".json")
+        config.parent.mkdir(parents=True, exist_ok=True)
+        write_text(config, json.dumps({task: options}))
+        flags = {"answer_format": "alone", "instruction": "", "num_samples": num_train, "num_held_out": NUM_HELD_OUT}
+        where = {"destination_dir": folder, "tokenizer_name": tokenizer}
+        call(prepare_data, tasks=[task], task_config=config, seed=1, num_proc=1, **where, **flags)
+    return str(folder)
+
+
+def write_base(folder: Path, tasks: Sequence[str], smoke: bool) -> str:
+    """Prepare the tasks and the base model, trained once; returns its experiment dir."""
+    tokenizer = phrase_tokenizer(PHRASES)
+    model = write_model(folder / "model", 0, tokenizer, SIZES)
+    num_train, num_base = (64, 64) if smoke else (NUM_TRAIN, NUM_BASE)
+    for task in tasks:
+        write_data(folder / "data" / task, task, TASKS[task], num_train, model)
+    runs = [run for run in (folder / "logs" / "base").rglob("checkpoint-*") if run.is_dir()]
+    if runs:
+        return str(runs[-1].parent)
+    ranges = [(task, i, options) for task in (tasks if smoke else BASE) for i, options in enumerate(BASE[task])]
+    sets = [write_data(folder / "base" / f"{task}-{i}", task, options, num_base, model) for task, i, options in ranges]
+    where = {"data_dir": sets, "log_dir": folder / "logs", "experiment_name": "base", "model_name": model}
+    flags = BASE_SFT | {"save_interval": BASE_SFT["max_steps"]} | (SMOKE if smoke else {})
+    return call(sft, **where, data_weights=[1.0] * len(sets), seed=1, **flags)
+
+
+# ------------------------------------------------------------------------------------------------------------- arms
+def run_job(folder: Path, base: str, job: Job, arms: dict[str, dict[str, Any]], smoke: bool) -> Row:
+    """Train an arm on a task; returns its curve and the share of held-out items that it solves."""
+    task, arm, seed = job
+    data, work = str(folder / "data" / task), folder / "runs" / f"{task}-{arm}-{seed}"
+    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+    started = time.perf_counter()
+    curve: list[Row] = []
+    flags = dict(arms.get(arm, {}))
+    if smoke:
+        flags |= SMOKE
+    where = {"data_dir": data, "log_dir": work, "seed": seed}
+    if arm == "base":
+        policy = base
+    elif arm == "RAFT":
+        policy, curve = run_raft(work, base, data, seed, flags)
+    elif arm == "SFT":
+        policy = call(sft, model_name=base, **where, **flags)
+        curve = curve_of(policy, "train/loss")
+    else:
+        policy = call(grpo, model_name=base, **where, **flags)
+        curve = curve_of(policy, "objective/score")
+    trained = time.perf_counter() - started
+    greedy = {"do_sample": False, "num_prompts": 4 if smoke else None}
+    answers = sampled(policy, work / "test.jsonl", data_dir=data, split="test", **greedy)
+    right = [score for row in answers for score in scores_of(row)]
+    shutil.rmtree(work)  # some megabytes, and all that is used of it is here
+    result = {"task": task, "arm": arm, "seed": seed, "accuracy": sum(right) / len(right), "items": len(right)}
+    return result | {"curve": curve, "seconds": round(trained, 1), "settings": flags, "versions": versions()}
+
+
+def curve_of(run: str, metric: str) -> list[Row]:
+    """(step, value) of a metric of a run."""
+    rows = read_jsonl(Path(run) / "metrics.jsonl")
+    return [{"step": row["step"], "value": row[metric]} for row in rows if metric in row]
+
+
+def sampled(policy: str, output: Path, **flags: Any) -> list[Row]:
+    """Responses to prompts, a row of each prompt."""
+    common = {"max_new_tokens": LONGEST, "rollout_mini_batch_size": PROMPTS * K, "accelerator": "cpu"}
+    call(generate, model_name=policy, output_file=output, **common, **flags)
+    return read_jsonl(output)
+
+
+def scores_of(row: Row) -> list[float]:
+    """`solved` for each response of a row."""
+    count = len(row["responses"])
+    columns = {name: [row[name]] * count for name in ("task", "entry", "answer")}
+    return solved([row["prompt"]] * count, row["responses"], **columns)
+
+
+def run_raft(work: Path, base: str, data: str, seed: int, flags: Row) -> tuple[str, list[Row]]:
+    """RAFT with verified answers (Dong et al. 2023, 2304.06767): sample, keep the first right one, fine-tune, repeat.
+
+    Returns the last policy, and the share of samples that were right in each iteration.
+    """
+    tokenizer = load_tokenizer(data, None)
+    rows = load_split(data, "prompts", "train")
+    order = [
+        index for epoch in range(-(-STEPS * PROMPTS // len(rows))) for index in epoch_order(len(rows), seed, epoch)
+    ]
+    size = STEPS * PROMPTS // ITERATIONS
+    policy, curve = base, []
+    for number in range(1 if flags.get("max_steps") == 1 else ITERATIONS):
+        part = [rows[index] for index in order[number * size : (number + 1) * size]]
+        folder = work / f"part-{number}"
+        ids = [torch.as_tensor(row["input_ids"]).tolist() for row in part]
+        texts = [{"prompt": decode(tokenizer, one), "prompt_ids": one} for one in ids]
+        write_jsonl(folder / "prompts.jsonl", [{**row["columns"], **text} for row, text in zip(part, texts)])
+        source = {"prompts_file": folder / "prompts.jsonl", "num_prompts": size, "seed": seed * 1000 + number}
+        answers = sampled(policy, folder / "samples.jsonl", num_generations=K, **source)
+        kept, right = [], 0.0
+        for row in answers:
+            scores = scores_of(row)
+            right += sum(scores)
+            if 1 in scores:
+                prompt, response = row["prompt_ids"], row["response_ids"][scores.index(1)]
+                targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
+                kept.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
+        curve.append({"step": number, "value": right / (K * len(answers)), "kept": len(kept)})
+        if kept:
+            save_split(folder / "data", "finetune", "train", kept)
+            store_tokenizer(tokenizer, folder / "data")
+            where = {"data_dir": folder / "data", "log_dir": folder / "logs", "seed": seed * 1000 + number}
+            policy = call(sft, model_name=policy, **where, **flags)
+    return policy, curve
+
+
+def run_trials(folder: Path, base: str, writer: JsonlWriter, smoke: bool) -> list[Row]:
+    """Each arm at each learning rate."""
+    done = {(row["arm"], row["settings"]["learning_rate"]) for row in writer.rows}
+    for arm, flags in ARMS.items():
+        for rate in RATES:
+            if (arm, rate) not in done:
+                arms = {arm: flags | {"learning_rate": rate}}
+                writer.append(run_job(folder, base, (TRIED, arm, 0), arms, smoke))
+    return writer.rows
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+def show_trials(rows: Sequence[Row]) -> None:
+    """Print the accuracy of each trial."""
+    table = [(row["arm"], f"{row['settings']['learning_rate']:g}", f"{row['accuracy']:.3f}") for row in rows]
+    print_table(f"trials on {TRIED}, seed 0", ("arm", "learning rate", "accuracy"), table)
+
+
+def show_results(rows: Sequence[Row], tasks: Sequence[str], num_seeds: int) -> dict[str, bool]:
+    """Print the table; returns which claims hold."""
+    found = {(task, arm): [] for task in tasks for arm in ("base", *ARMS)}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found[row["task"], row["arm"]].append(row["accuracy"])
+    table = []
+    for task in tasks:
+        cells = [shown(found[task, arm]) for arm in ("base", *ARMS)]
+        table.append((task, *cells, shown_gap(paired(found[task, "GRPO"], found[task, "RAFT"]))))
+    headings = ("task", "base", *ARMS, "GRPO minus RAFT")
+    print_table(f"held-out items solved: mean over {num_seeds} seeds [95% interval]", headings, table, width=140)
+    seconds = {arm: [row["seconds"] for row in rows if row["arm"] == arm] for arm in ARMS}
+    print("  seconds of a run:", *(f"{arm} {sum(each) / len(each):.0f}," for arm, each in seconds.items()))
+    solved_by_grpo = [
+        task for task in tasks if found[task, "base"][0] < LOW and interval(found[task, "GRPO"])[0] > GOAL
+    ]
+    claims = {f"GRPO above {GOAL} from below {LOW} on three tasks": len(solved_by_grpo) >= 3}
+    for arm in ("SFT", "RAFT"):
+        better = sum(paired(found[task, "GRPO"], found[task, arm])[1] > 0 for task in tasks)
+        claims[f"GRPO > {arm} on most tasks"] = 2 * better > len(tasks)
+    return claims
+
+
+def draw(rows: Sequence[Row], tasks: Sequence[str], output: Path) -> None:
+    """Draw the share of right samples in training over the prompts seen, one panel a task."""
+    figure, axes = panels(list(tasks), lines=2 if len(tasks) > 3 else 1)
+    for axis, task in zip(axes, tasks):
+        for number, (arm, prompts) in enumerate((("RAFT", STEPS * PROMPTS // ITERATIONS), ("GRPO", PROMPTS))):
+            curves = [row["curve"] for row in rows if (row["task"], row["arm"]) == (task, arm)]
+            points = [[point["value"] for point in step] for step in zip(*curves)]
+            steps = [point["step"] * prompts for point in curves[0]]
+            for curve in curves:
+                axis.plot(steps, [point["value"] for point in curve], color=f"C{number}", alpha=0.25, lw=1)
+            axis.plot(steps, [sum(point) / len(point) for point in points], color=f"C{number}", label=arm)
+        label(axis, "prompts", "right samples")
+    save_figure(figure, output)
+
+
+if __name__ == "__main__":
+    main()
