@@ -17,7 +17,9 @@ from helpers.rollouts import rollout_of
 from helpers.tiny_runs import SAMPLING, TinyRuns
 
 from lightrlhf.data.tokens import decode
+from lightrlhf.generation.dialogues import Dialogue
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.online_refuel import log_sides
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.rollout_log import log_rollouts, rollout_row, rounded, write_iteration
 
@@ -232,6 +234,16 @@ def test_the_first_samples_of_the_first_rank_alone_are_kept(tokenizer, tmp_path)
         run.is_first = run.args.log_rollouts == 4
         log_rollouts(run, rollout, tokenizer, torch.zeros(6))
     assert [row["response_ids"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == rows_of(*[2] * 6)[:4]
+
+
+def test_both_sides_of_a_dialogue_have_their_own_score_and_log_ratio(tokenizer, tmp_path):
+    sides = [[Dialogue(i, [], [5, 6, 7 + i, 9 + side], [(2, 4)], [False]) for i in range(2)] for side in range(2)]
+    ratios = torch.arange(12).reshape(2, 2, 3).float()  # (2, B, T-1)
+    log_sides(run_of(tmp_path), tokenizer, [0, 0], sides, [1.0, 2.0, 3.0, None], ratios)
+    rows = read_jsonl(tmp_path / "rollouts.jsonl")
+    assert [row["response_ids"] for row in rows] == [[7, 9], [7, 10], [8, 9], [8, 10]]
+    assert [row["score"] for row in rows] == [1, 3, 2, None]
+    assert [row["log_ratio"] for row in rows] == [[1, 2], [7, 8], [4, 5], [10, 11]]
 
 
 def test_columns_that_are_long_or_no_json_are_left_out(tokenizer):
