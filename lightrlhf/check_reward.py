@@ -1,0 +1,281 @@
+"""Try a reward function on the data before it trains a model: what does it pay for answers that deserve nothing?
+
+Each function scores, for the same prompts, the right answer, nothing, random words, the prompt echoed, all answers of
+the sample in a row, the right answer a hundred times, and the answer of another row. Each is scored alone, in a
+process that can be killed, so that a function that hangs or crashes is found, too. Prints a table, one line for each
+suspicious case with its worst row, and exits with status 1 if there is one. Data with a column `task` is judged task by
+task.
+
+A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets
+more than a tenth of its pay, a wrong or hedged answer more than half, or repetition more than once alone; and where the
+function fails. A function that pays for something else, such as the format, has no right answer to be judged by.
+
+Left out: reward models (`lightrlhf.evaluate` has their accuracy), and attacks made for one function.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightrlhf.cli.args import (
+    INPUT,
+    RARE,
+    DataArgs,
+    check_args,
+    check_at_least,
+    check_data_dir,
+    check_output,
+    check_positive,
+    check_types,
+)
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import Row, load_prompts
+from lightrlhf.data.tokens import decode
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.functions import Failure, Response
+from lightrlhf.rewards.workers import Workers
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.results import cell, print_table
+
+ANSWERS = ("answer", "ground_truth", "solution", "completion")  # columns, the first found is taken
+REPEATS = 100
+WORDS = ("stone", "quickly", "seven", "under", "blue", "maybe", "window", "is", "the", "river", "42", "not")
+RIGHT = "right answer"
+EPSILON = 1e-9
+
+
+class Case(NamedTuple):
+    """What is answered instead of the right answer."""
+
+    answer: Callable[[random.Random, Row, str, Sequence[str]], str | None]  # None: there is no such answer
+    share: float  # of the right answer's pay above which it is suspicious
+    in_format: bool = True  # whether `--answer_format` is put around it
+
+
+def _other(rng: random.Random, right: str, answers: Sequence[str]) -> str | None:
+    others = [answer for answer in answers if answer != right]
+    return rng.choice(others) if others else None
+
+
+CASES = {
+    RIGHT: Case(lambda rng, row, right, answers: right, math.inf),
+    "nothing": Case(lambda rng, row, right, answers: "", 0.1, in_format=False),
+    "random words": Case(lambda rng, row, right, answers: " ".join(rng.choices(WORDS, k=8)), 0.1),
+    "the prompt": Case(lambda rng, row, right, answers: row["prompt"], 0.1, in_format=False),
+    "all answers": Case(lambda rng, row, right, answers: ", ".join(answers) if len(answers) > 1 else None, 0.5),
+    f"answer x {REPEATS}": Case(lambda rng, row, right, answers: " ".join([right] * REPEATS), 1.0),
+    "another answer": Case(lambda rng, row, right, answers: _other(rng, right, answers), 0.5),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRewardArgs(DataArgs):
+    """Score right, wrong and empty answers to the prompts of the data, and report what is paid that should not be."""
+
+    reward_function: list[str] = field(metadata=INPUT)
+    """Python functions `package.module:name`, each checked by itself."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Split of the prompts."""
+    num_prompts: int = 32
+    """Prompts to try, of each task where the data has a column `task`."""
+    answer_column: str | None = None
+    """Column with the right answers; the first of answer, ground_truth, solution and completion when not given."""
+    answer_format: str = "{}"
+    """Text of a response, with {} for the answer, such as `<answer>{}</answer>`."""
+    reward_timeout: float = 10.0
+    """Seconds a function has for one response."""
+    output_file: str | None = None
+    """JSON file for the results."""
+    seed: int = field(default=42, metadata=RARE)
+    """Seed of the choice of prompts and of random words."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "num_prompts", 1)
+        check_positive(self, "reward_timeout")
+        if not self.reward_function:
+            raise ValueError("--reward_function needs at least one function package.module:name")
+        if self.answer_format.count("{}") != 1:
+            raise ValueError(f"--answer_format {self.answer_format} must have one {{}}, where the answer goes")
+        if self.output_file is not None:
+            check_output(Path(self.output_file), "--output_file")
+
+
+def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
+    """Check reward functions; returns a row of results for each function, task and case.
+
+    Raises: UsageError when a function cannot be imported, or the data has no answers.
+    """
+    check_args(args, CheckRewardArgs)
+    functions = {path: load_function(path, "--reward_function") for path in args.reward_function}
+    check_data_dir(args)
+    groups = by_task(args, read_rows(args))
+    results = []
+    for path, function in functions.items():
+        workers = Workers(function, args.reward_timeout, path)
+        for task, rows in groups.items():
+            results += judged(check(args, workers, rows), {"reward_function": path, "task": task})
+        workers.close()
+    show(results)
+    if args.output_file is not None:
+        write_text(Path(args.output_file), json.dumps(results, indent=1))
+        print(f"wrote {args.output_file}")
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------ the data
+def read_rows(args: CheckRewardArgs) -> list[Row]:
+    """Prompts as text with `columns` and the right `answer`. Raises: UsageError without a column of answers."""
+    tokenizer = load_tokenizer(args.data_dir, verify=args.verify)
+    prompts = load_prompts(args.data_dir, args.split, args.verify)
+    names = {name for row in prompts for name in row["columns"]}
+    wanted = ANSWERS if args.answer_column is None else (args.answer_column,)
+    column = next((name for name in wanted if name in names), None)
+    if column is None:
+        found = f"its columns are {', '.join(sorted(names))}" if names else "it has no columns"
+        raise UsageError(f"{args.data_dir} has no column {' or '.join(wanted)}; {found}; name one by --answer_column")
+    return [
+        {
+            "index": index,
+            "prompt": decode(tokenizer, [int(token) for token in row["input_ids"]]),
+            "columns": row["columns"],
+            "answer": str(row["columns"][column]),
+        }
+        for index, row in enumerate(prompts)
+        if row["columns"].get(column) is not None
+    ]
+
+
+def by_task(args: CheckRewardArgs, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """`--num_prompts` random rows of each task, in their order; one group without a name where there are no tasks."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row["columns"].get("task", "")), []).append(row)
+    rng = random.Random(args.seed)
+    for task, members in groups.items():
+        chosen = rng.sample(range(len(members)), min(args.num_prompts, len(members)))
+        groups[task] = [members[place] for place in sorted(chosen)]
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------- the checks
+def check(args: CheckRewardArgs, workers: Workers, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """For each case its responses: index of the row, response, score (None: not scored), failure, seconds of a call."""
+    answers = list(dict.fromkeys(row["answer"] for row in rows))
+    rng = random.Random(args.seed)
+    found: dict[str, list[Row]] = {}
+    for name, case in CASES.items():
+        texts = [case.answer(rng, row, row["answer"], answers) for row in rows]
+        asked = [(row, text) for row, text in zip(rows, texts) if text is not None]
+        responses = [
+            Response(row["prompt"], args.answer_format.format(text) if case.in_format else text, None, row["columns"])
+            for row, text in asked
+        ]
+        if not found and responses:
+            workers.run(responses[:1])  # the process starts, which is no part of a call's time
+        started = time.perf_counter()
+        values = workers.run(responses)
+        seconds = (time.perf_counter() - started) / max(len(responses), 1)
+        found[name] = [
+            {"index": row["index"], "response": response.completion, "seconds": seconds, **outcome(value)}
+            for (row, _), response, value in zip(asked, responses, values)
+        ]
+    return found
+
+
+def outcome(value: Any) -> dict[str, Any]:
+    """A function's result as `score`, None where there is none, and why it failed."""
+    if isinstance(value, Failure):
+        return {"score": None, "failure": value.kind, "reason": str(value)}
+    if value is not None and not math.isfinite(value):
+        return {"score": None, "failure": "errors", "reason": f"it returned {value}"}
+    return {"score": value, "failure": None, "reason": ""}
+
+
+def judged(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[str, Any]]:
+    """A row of results for each case that has responses, with what is suspicious about it, if anything."""
+    scores = [row["score"] for rows in found.values() for row in rows if row["score"] is not None]
+    top, floor = max(scores, default=0.0), min([0.0, *scores])
+    own = [row["score"] for row in found[RIGHT] if row["score"] is not None]
+    pay = sum(own) / len(own) if own else floor
+    results = []
+    for case, rows in found.items():
+        if not rows:
+            continue
+        scored = [row for row in rows if row["score"] is not None]
+        values = [row["score"] for row in scored]
+        mean = sum(values) / len(values) if values else None
+        failed = [row for row in rows if row["failure"]]
+        reasons, worst = [], max(scored, key=lambda row: row["score"], default=rows[0])
+        if case == RIGHT:
+            worst = min(scored, key=lambda row: row["score"], default=rows[0])
+            below = sum(value < top - EPSILON for value in values)
+            if values and pay <= floor + EPSILON:
+                reasons.append("it is not paid")
+            elif below:
+                reasons.append(f"{below} of {len(values)} get less than the highest score, {top:.3g}")
+            if len(scored) < len(rows):
+                reasons.append(f"{len(rows) - len(scored)} of {len(rows)} are not scored")
+                worst = next(row for row in rows if row["score"] is None)
+        elif mean is not None and mean - floor > CASES[case].share * (pay - floor) + EPSILON:
+            reasons.append(f"it gets {mean:.3g} on average, the right answer {pay:.3g}")
+        if failed:
+            reasons.append(f"the function fails on {len(failed)} of {len(rows)}: {failed[0]['reason']}")
+            worst = worst if len(reasons) > 1 else failed[0]
+        results.append(
+            {
+                **names,
+                "case": case,
+                "mean": mean,
+                "min": min(values, default=None),
+                "max": max(values, default=None),
+                "top_share": sum(value >= top - EPSILON for value in values) / len(rows),
+                "unscored": len(rows) - len(scored) - len(failed),
+                **{kind: sum(row["failure"] == kind for row in failed) for kind in ("errors", "crashes", "timeouts")},
+                "seconds": rows[0]["seconds"],
+                "suspicious": "; ".join(reasons),
+                "example": {name: worst[name] for name in ("index", "response", "score")},
+            }
+        )
+    return results
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """Print a table for each function and task, and a line for each suspicious case."""
+    columns = ("mean", "min", "max", "top_share", "unscored", "errors", "crashes", "timeouts", "seconds")
+    for path, task in dict.fromkeys((row["reward_function"], row["task"]) for row in results):
+        own = [row for row in results if (row["reward_function"], row["task"]) == (path, task)]
+        shown = [[row["case"], *("" if row[name] is None else cell(row, name) for name in columns)] for row in own]
+        print_table(f"{path} {task}".strip(), ("case", *columns), shown, width=120)
+    for row in results:
+        if row["suspicious"]:
+            where = f"{row['reward_function']} {row['task']}".strip()
+            example = row["example"]
+            response = json.dumps(example["response"][:80], ensure_ascii=False)
+            print(
+                f"suspicious: {where}: {row['case']}: {row['suspicious']} (row {example['index']}: {response} got "
+                f"{example['score']})"
+            )
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the program; exits with status 1 when a case is suspicious, else returns the results."""
+    results = run(parse(CheckRewardArgs, argv))
+    if any(row["suspicious"] for row in results):
+        sys.exit(1)
+    return results
+
+
+if __name__ == "__main__":
+    main()
