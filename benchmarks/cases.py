@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.inputs import SIZES, DataSize, write_data, write_models
+from benchmarks.inputs import SIZES, DataSize, even_lengths, write_data, write_models
 from benchmarks.peers.install import interpreter
 
 HERE = Path(__file__).resolve().parent
@@ -45,6 +45,7 @@ class Case:
     peers: list[Side] = field(default_factory=list)
     goal: float | None = None  # minimum of ours over the peer's; with `less_is_better` the maximum
     limit_goal: float | None = None  # minimum share of the machine's limit
+    memory_goal: float | None = None  # maximum of our peak memory over the peer's
     units: float | None = None  # work of a repetition; None if each repetition reports it
     floor: dict[str, Any] | None = None  # inputs of the machine's limit
     less_is_better: bool = False
@@ -62,18 +63,26 @@ class Scale:
     batch: int  # demonstrations per optimiser step; half as many pairs
     steps: int  # optimiser steps of a repetition
     prompts: int  # of a rollout by the engine
-    rollout: int  # samples of an iteration of PPO or RLOO
+    rollout: int  # samples of an iteration of PPO
     slots: int = 32
     max_new_tokens: int = 128
     ppo_new_tokens: int = 64
-    samples: int = 8  # per prompt, of the engine
-    rloo_samples: int = 4
+    samples: int = 8  # per prompt, of the engine and of GRPO
+    grpo_prompts: int = 8  # of an iteration
+    grpo_tokens: int = 32  # mean tokens of a response
+    grpo_ratios: tuple[int, ...] = (1, 4, 16)  # mean tokens of a prompt to those of a response
+
+    def prompts_of(self, ratio: int) -> list[int]:
+        """Tokens of the prompts of an iteration of GRPO."""
+        return even_lengths(self.grpo_prompts, ratio * self.grpo_tokens)
 
 
-CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16)]
+CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16, grpo_prompts=4, grpo_ratios=(4,))]
 GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
 MEMORY = Scale("150M", 4, 1, 8, 8, slots=8, ppo_new_tokens=16)
-QUICK = [Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, rloo_samples=2)]
+QUICK = [
+    Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, grpo_prompts=2, grpo_tokens=4)
+]
 DIALOGUES = {"median_prompt": 80, "longest_prompt": 256, "median_text": 113, "spread": 1.0}  # roughly those of HH
 MEAN_SHARE = 0.2  # of the longest response, if lengths are skewed
 
@@ -116,6 +125,13 @@ class Bench:
             torch.save(rows[:prompts], folder / "prompts_train.pt")
         return folder
 
+    def long_prompts(self, scale: Scale, ratio: int) -> Path:
+        """The prompts of an iteration of GRPO, on average `ratio` times as long as its responses."""
+        folder = self.folder / "data" / f"{scale.size}-{ratio}-to-1"
+        if not folder.is_dir():
+            write_data(folder, DataSize(2, 2, 0), SIZES[scale.size].vocab_size, scale.prompts_of(ratio))
+        return folder
+
     def train_adapters(self, scale: Scale, folder: Path) -> None:
         """Train a reward model of LoRA adapters on the policy: one step of `lightrlhf.rm`."""
         logs = folder.with_name(f"{folder.name}-logs")
@@ -149,11 +165,11 @@ class Bench:
             "epochs": 100_000,
             "log_interval": never,
             "save_interval": never,
+            "eval_interval": 0,
             "logger": "csv",
             "accelerator": self.device,
             "precision": "bf16-mixed" if bf16 else "32-true",
         }
-        common |= {} if name == "rloo" else {"eval_interval": 0}  # the page's program does not evaluate
         job = {"kind": "train", "program": name, "flags": {k: str(v) for k, v in (common | flags | more).items()}}
         job |= {"steps": steps, "cuda": self.cuda}
         return Side(label, [sys.executable, "-m", "benchmarks.ours"], job)
@@ -207,7 +223,9 @@ def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]
             cases[f"rollout-{lengths}-{size}{kind}"] = partial(rollout, bench, scale, lengths, bf16, goal)
         for lengths, goal in (("full", 1.8), ("skewed", 3)):
             cases[f"ppo-{lengths}-{size}{kind}"] = partial(ppo, bench, scale, lengths, bf16, goal)
-        cases[f"rloo-{size}"] = partial(rloo, bench, scale, bf16)
+        for lengths, goal in (("full", 2), ("skewed", 3)):
+            for ratio in scale.grpo_ratios:
+                cases[f"grpo-{lengths}-{ratio}-{size}"] = partial(grpo, bench, scale, lengths, ratio, bf16, goal)
     if not bench.cuda:
         first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
         cases[f"rollout-samples-{first.size}-bf16"] = partial(rollout, bench, first, "samples", True, 3.5, no_bf16)
@@ -382,41 +400,51 @@ def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unava
     )
 
 
-def rloo(bench: Bench, scale: Scale, bf16: bool) -> Case:
-    """RLOO as built in howto/add_an_algorithm.md."""
-    longest, rows, k = scale.ppo_new_tokens, scale.rollout, scale.rloo_samples
-    models, prompts = bench.models(scale, longest), max(rows // k, 1)
-    data = bench.subset(scale, prompts)
+def grpo(bench: Bench, scale: Scale, lengths: str, ratio: int, bf16: bool, goal: float) -> Case:
+    """One update for each rollout, with a reward function and without a reference."""
+    prompts, k, mean = scale.grpo_prompts, scale.samples, scale.grpo_tokens
+    rows, longest = prompts * k, mean if lengths == "full" else round(mean / MEAN_SHARE)
+    models, data = bench.models(scale, longest if lengths == "skewed" else None), bench.long_prompts(scale, ratio)
     flags = {
         "sft_experiment_dir": models / "policy",
-        "rm_experiment_dir": models / "reward",
+        "reward_function": "benchmarks.inputs:even_words",
         "num_generations": k,
-        "mini_batch_size": prompts,
-        "micro_batch_size": prompts,
+        "rollout_size": prompts,
+        "rollout_mini_batch_size": rows,
+        "mini_batch_size": rows,
         "max_new_tokens": longest,
         "learning_rate": LEARNING_RATE,
     }
-    cuts = {"one batch": (rows, 1), "smaller batches": (max(rows // 4, 1), math.ceil(rows / max(rows // 4, 1)))}
+
+    def peer(batch: int, cache: str, **options: Any) -> Side:
+        cut = {"batch": batch, "accumulation": rows // batch, "samples": k, "options": options, "steps": 1}
+        label = f"GRPOTrainer, passes of {batch} rows, {cache}"
+        return bench.trl("grpo", label, models, data, bf16, max_new_tokens=longest, **cut)
+
+    page = 32  # tokens; left to itself its cache fills most of the memory
+    pages = {"page_size": page, "num_blocks": rows * math.ceil((max(scale.prompts_of(ratio)) + longest) / page)}
+    continuous = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": pages | {"max_batch_tokens": 2 * rows},
+    }
+
+    words = f"all {longest}" if lengths == "full" else f"mean {mean} of {longest}"
     return Case(
-        what=f"RLOO iteration, {scale.size}: {k} samples for each of {prompts} prompts, most stop early",
+        what=f"GRPO iteration, {scale.size}: {k} samples for each of {prompts} prompts, {words} tokens; "
+        f"prompts of {ratio * mean}",
         unit="samples",
         units=rows,
-        goal=5 if bench.cuda else None,
-        ours=[bench.program("rloo", "rloo", flags, bf16, 1, data)],
+        goal=goal,
+        memory_goal=0.7,
+        ours=[
+            bench.program("lightrlhf.grpo", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
+            for cut in sorted({bench.small_pass, k, 2 * k})
+        ],
         peers=[
-            bench.trl(
-                "rloo",
-                f"RLOOTrainer, {label}",
-                models,
-                data,
-                bf16,
-                batch=batch,
-                accumulation=accumulation,
-                samples=k,
-                max_new_tokens=longest,
-                steps=1,
-            )
-            for label, (batch, accumulation) in cuts.items()
+            peer(k // 2, "dynamic cache"),
+            peer(k // 2, "static cache", cache_implementation="static"),
+            peer(k // 4, "continuous batching", **continuous),
+            peer(k, "continuous batching", **continuous),
         ],
     )
 

@@ -102,8 +102,16 @@ def make_tokenizer(vocab_size: int):
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
-def write_data(folder: Path, size: DataSize, vocab_size: int) -> None:
-    """Write `finetune`, `preference` and `prompts` splits with the tokenizer, in the format of data preparation."""
+def even_words(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The reward of GRPO: the share of words with an even number."""
+    return [sum(word[-1] in "02468" for word in text.split()) / max(len(text.split()), 1) for text in completions]
+
+
+def write_data(folder: Path, size: DataSize, vocab_size: int, prompt_lengths: list[int] | None = None) -> None:
+    """Write `finetune`, `preference` and `prompts` splits with the tokenizer, in the format of data preparation.
+
+    prompt_lengths: of the prompts to answer, instead of `size.prompts` drawn ones.
+    """
     folder.mkdir(parents=True)
     make_tokenizer(vocab_size).save_pretrained(folder / "tokenizer")
     generator = torch.Generator().manual_seed(1)
@@ -130,7 +138,7 @@ def write_data(folder: Path, size: DataSize, vocab_size: int) -> None:
         start = prompt()
         sides = {"chosen_input_ids": torch.cat([start, chosen]), "rejected_input_ids": torch.cat([start, rejected])}
         preference.append({"prompt_len": len(start), **sides})
-    prompts = [prompt() for _ in range(size.prompts)]
+    prompts = [ids(length) for length in prompt_lengths] if prompt_lengths else [prompt() for _ in range(size.prompts)]
     prompts = [{"prompt_len": len(ids), "input_ids": ids, "columns": {}} for ids in prompts]
     for name, rows in (("finetune", finetune), ("preference", preference), ("prompts", prompts)):
         torch.save(rows, folder / f"{name}_train.pt")
@@ -147,3 +155,10 @@ def lengths(count: int, median: float, longest: int, spread: float, generator: t
     """Log-normal lengths, at least 4 tokens."""
     drawn = torch.exp(math.log(median) + spread * torch.randn(count, generator=generator))
     return drawn.clamp(4, longest).long().tolist()
+
+
+def even_lengths(count: int, mean: int, spread: float = 0.7) -> list[int]:
+    """Log-normal lengths of this mean, evenly through the distribution, so that a few have its shape."""
+    places = (torch.arange(count) + 0.5) / count
+    drawn = torch.exp(spread * torch.special.ndtri(places))
+    return (drawn * mean / drawn.mean()).round().long().tolist()

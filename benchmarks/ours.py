@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import linecache
-import re
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.worker import Gate, job, versions
+from benchmarks.worker import Gate, count_tokens, job, versions
 from lightrlhf.training.run import Run
 
 PACKAGES = ("torch", "transformers", "lightning")
-PAGE = Path(__file__).resolve().parents[1] / "howto" / "add_an_algorithm.md"
 
 
 def main() -> None:
     work = job()
     gate = Gate(work["steps"], versions(*PACKAGES), torch.cuda.max_memory_allocated if work["cuda"] else None)
+    count_tokens(gate)
     if work["kind"] == "generate":
         generate(work, gate)
     else:
@@ -38,19 +33,8 @@ def train(work: dict[str, Any], gate: Gate) -> None:
             yield step
 
     Run.steps = gated
-    program = rloo() if work["program"] == "rloo" else importlib.import_module(work["program"])
+    program = importlib.import_module(work["program"])
     program.main([word for flag, value in work["flags"].items() for word in (f"--{flag}", str(value))])
-
-
-def rloo() -> Any:
-    """The program `rloo.py` of howto/add_an_algorithm.md."""
-    code = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "rloo.py").write_text(code, encoding="utf-8")
-        sys.path.insert(0, folder)
-        program = importlib.import_module("rloo")
-        linecache.getlines(program.__file__, program.__dict__)  # the parser reads the help of flags from the source
-    return program
 
 
 def generate(work: dict[str, Any], gate: Gate) -> None:

@@ -20,6 +20,7 @@ import re
 import statistics
 import subprocess
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -237,7 +238,8 @@ def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str,
 
 
 def side_result(case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
-    return {
+    tokens = [run["tokens"] for run in runs if run["tokens"]]
+    return ({"tokens": statistics.median(tokens)} if tokens else {}) | {
         "per_second": spread([(case.units or run["units"]) / run["seconds"] for run in runs]),
         "seconds": spread([run["seconds"] for run in runs]),
         "busy": spread([run["busy"] for run in runs]),  # CPU seconds: least affected by load on the machine
@@ -342,13 +344,17 @@ def table(results: dict[str, Any]) -> str:
     versions = {**versions, **({"trl": " and ".join(trl)} if trl else {})}
     days = sorted(case["date"] for case in cases.values())
     when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    lines = [
+    measured = (
         f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest).",
+        + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest)."
+    )
+    lines = [
+        *textwrap.wrap(measured, 120),
         "",
-        "| work | ours, fastest setting | the peer's fastest setting | ratio | goal | | of the limit | memory, both |",
-        "|---|---|---|---|---|---|---|---|",
+        "| work | ours, fastest setting | the peer's fastest setting | ratio | goal | | of the limit | memory, both | "
+        "tokens computed, both |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(row(case) for case in cases.values()),
     ]
     return "\n".join(lines) + "\n"
@@ -360,12 +366,18 @@ def row(case: dict[str, Any]) -> str:
 
 def cells_of(case: dict[str, Any]) -> list[str]:
     unit = case["unit"]
-    cells = [case["what"], "", "", "", "", verdict(case), "", ""]
+    cells = [case["what"], "", "", "", "", verdict(case), "", "", ""]
     if "ours" in case:
         cells[1] = f"{case['ours']['label']}: {number(case['ours']['per_second']['median'])} {unit}/s"
     if "peer" in case:
         cells[2] = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
         cells[7] = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"
+        if goal := case.get("memory_goal"):
+            share = case["ours"]["peak_bytes"] / case["peer"]["peak_bytes"]
+            cells[7] += f" = {share:.2f} (goal ≤ {goal:g}, {'met' if share <= goal else 'missed'})"
+        if "tokens" in case["ours"] and "tokens" in case["peer"]:
+            counts = [case[side]["tokens"] for side in ("ours", "peer")]
+            cells[8] = f"{number(counts[0])} / {number(counts[1])} = {counts[0] / counts[1]:.2f}"
     if "memory" in case:
         cells[2] = case["memory"]["label"]
         cells[7] = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
@@ -391,7 +403,7 @@ def number(value: float) -> str:
 
 def short_table(results: dict[str, Any]) -> str:
     """The ratios only."""
-    lines = ["| work | peer | ours / theirs | goal | |", "|---|---|---|---|---|"]
+    lines = ["| work | beside | ours / theirs | goal | |", "|---|---|---|---|---|"]
     for case in results["cases"].values():
         what, ours, peer, ratio, goal, met, *_ = cells_of(case)
         lines.append(f"| {what} | {peer.partition(':')[0]} | {ours if 'value' in case else ratio} | {goal} | {met} |")
@@ -458,7 +470,7 @@ def main(argv: list[str] | None = None) -> None:
             result = measure(case, Path(work), threads, repetitions)
             if "ours" in result and case.floor:
                 result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
-            facts = ("what", "unit", "goal", "limit_goal", "less_is_better")
+            facts = ("what", "unit", "goal", "limit_goal", "memory_goal", "less_is_better")
             kept[name] = {fact: getattr(case, fact) for fact in facts} | {"date": today} | result
             results["cases"] = {each: kept[each] for each in cases if each in kept}
             write_text(folder / f"{args.suite}.json", json.dumps(results, indent=1))

@@ -2,10 +2,10 @@
 
 A worker is started with its job as JSON. Between two steps it calls its `Gate`, which waits for a line on standard
 input: `{"repetition": 1}` starts a repetition of a fixed number of steps, which is answered with its seconds, its units
-of work and the process's peak memory so far. End of input ends the process. So two workers can alternate on one
-machine, and neither loads anything within its measured time.
+of work, the tokens its models read and the process's peak memory so far. End of input ends the process. So two workers
+can alternate on one machine, and neither loads anything within its measured time.
 
-Imports the standard library only: peers run this file in their own environments.
+Imports the standard library, and torch where it counts: peers run this file in their own environments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gate:
 
     def __init__(self, steps: int, versions: dict[str, str], gpu_peak: Callable[[], int] | None = None) -> None:
         self.steps, self.gpu_peak = steps, gpu_peak
-        self.left = self.units = 0
+        self.left = self.units = self.tokens = 0
         self.started = self.started_busy = 0.0
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # output of libraries goes to the log
@@ -40,18 +40,32 @@ class Gate:
                 return
             seconds, busy = time.perf_counter() - self.started, time.process_time() - self.started_busy
             memory = self.gpu_peak() if self.gpu_peak else peak_memory()
-            self._answer({"seconds": seconds, "busy": busy, "units": self.units, "peak_bytes": memory})
+            counts = {"units": self.units, "tokens": self.tokens}
+            self._answer({"seconds": seconds, "busy": busy, "peak_bytes": memory, **counts})
         else:
             self._answer(self._first_answer)
         if not sys.stdin.readline():
             sys.stdout.flush()
             os._exit(0)  # within a training run, without saving
-        self.left, self.units = self.steps, 0.0
+        self.left, self.units, self.tokens = self.steps, 0.0, 0
         self.started, self.started_busy = time.perf_counter(), time.process_time()
 
     def _answer(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
+
+
+def count_tokens(gate: Gate) -> None:
+    """Count the tokens of all forward passes from here on, padding included, where they are looked up."""
+    from torch.nn import Embedding
+
+    forward = Embedding.forward
+
+    def counted(self: Embedding, ids: Any) -> Any:
+        gate.tokens += ids.numel()
+        return forward(self, ids)
+
+    Embedding.forward = counted
 
 
 def peak_memory() -> int:

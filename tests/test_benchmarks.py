@@ -14,7 +14,8 @@ from helpers import CPU, ROOT, tiny_model
 
 from benchmarks import run as benchmark
 from benchmarks.cases import Bench, Case, Side, all_cases
-from benchmarks.inputs import EOS, SIZES, DataSize, write_data, write_models
+from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, write_data, write_models
+from benchmarks.worker import count_tokens
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.training.roofline import (
     Ceilings,
@@ -102,6 +103,16 @@ def test_a_repetition_is_so_many_steps_and_counts_what_they_did(tmp_path):
     assert (result["ours"]["units"], result["peer"]["units"]) == (15, 2)
 
 
+def test_the_tokens_that_models_read_are_counted(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)  # put back after the test
+    gate, model = SimpleNamespace(tokens=0), tiny_model("llama")
+    count_tokens(gate)
+    model(torch.ones(2, 5, dtype=torch.int64))
+    assert gate.tokens == 10
+
+
 @pytest.mark.parametrize("dies", [0, 1, 2, 3])
 def test_a_peer_that_dies_leaves_a_row_that_says_so(tmp_path, dies):
     peer = side(tmp_path, "p", dies=dies)
@@ -185,6 +196,20 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
         benchmark.insert("cpu", tmp_path)
 
 
+def test_memory_and_tokens_of_both_sides_stand_in_the_table():
+    def row(memory: int, **sides: int) -> str:
+        made = {"goal": 2, "memory_goal": 0.7, "what": "w", "unit": "u", "less_is_better": False}
+        for name, peak in (("ours", memory), ("peer", 100 * 2**20)):
+            tokens = {"tokens": sides[name]} if name in sides else {}
+            made[name] = {"label": name, "per_second": {"median": 1.0}, "peak_bytes": peak, **tokens}
+        return benchmark.row(made)
+
+    assert row(70 * 2**20, ours=250, peer=1000).endswith(
+        "| 70 MiB / 100 MiB = 0.70 (goal ≤ 0.7, met) | 250 / 1,000 = 0.25 |"
+    )
+    assert row(71 * 2**20).endswith("| 71 MiB / 100 MiB = 0.71 (goal ≤ 0.7, missed) |  |")
+
+
 def test_every_case_can_be_made(tmp_path):
     builders = {
         suite: all_cases(Bench(tmp_path, suite, quick=True), "no such instructions") for suite in ("cpu", "gpu")
@@ -192,6 +217,7 @@ def test_every_case_can_be_made(tmp_path):
     assert not list(tmp_path.iterdir())  # names alone write nothing
     made = {suite: {name: build() for name, build in cases.items()} for suite, cases in builders.items()}
     assert {"sft-tiny", "ppo-skewed-tiny", "rm-tiny-dialogues", "memory-tiny", "start"} <= set(made["cpu"])
+    assert {"grpo-full-1-tiny", "grpo-skewed-16-tiny"} <= set(made["cpu"])
     assert {"sft-tiny", "ppo-full-tiny-bf16"} <= set(made["gpu"])
     assert {name for name, one in made["gpu"].items() if one.limit_goal} == {
         "sft-tiny", "rollout-equal-tiny-bf16", "ppo-full-tiny-bf16", "ppo-skewed-tiny-bf16"
@@ -248,6 +274,17 @@ def test_data_is_the_same_each_time_and_its_lengths_are_skewed(tmp_path):
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, two))
     lengths = torch.tensor([len(row["input_ids"]) for row in one]).float()
     assert lengths.max() > 2.5 * lengths.median() and lengths.mean() > 1.1 * lengths.median()
+
+
+def test_prompts_of_given_lengths_have_the_mean_and_are_skewed(tmp_path):
+    lengths = even_lengths(8, 32)
+    assert sum(lengths) == 8 * 32 and sorted(lengths)[4] < 32 and max(lengths) > 2 * 32
+    write_data(tmp_path / "data", DataSize(2, 2, 0), 512, lengths)
+    assert [row["prompt_len"] for row in torch.load(tmp_path / "data" / "prompts_train.pt")] == lengths
+
+
+def test_the_reward_differs_between_responses():
+    assert even_words(["w2"] * 3, ["w2 w3 w4 w5", "w12", ""]) == [0.5, 1.0, 0.0]
 
 
 # -------------------------------------------------------------------------------------------------------- floors

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.worker import Gate, job, versions
+from benchmarks.worker import Gate, count_tokens, job, versions
 
 
 def main() -> None:
     work = job()
     gate = Gate(work["steps"], versions("torch", "transformers"))
+    count_tokens(gate)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(work["model"])

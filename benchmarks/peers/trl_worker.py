@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from worker import Gate, job, versions
+from worker import Gate, count_tokens, job, versions
 
 work = job()
 
@@ -63,6 +63,7 @@ def gated() -> tuple[Any, Gate]:
         versions("torch", "transformers", "trl"),
         torch.cuda.max_memory_allocated if work["cuda"] else None,
     )
+    count_tokens(gate)
 
     class Gated(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -126,22 +127,22 @@ def dpo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
     return trainer
 
 
-def rloo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
-    from trl import RLOOConfig, RLOOTrainer
+def grpo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    """One update for each rollout, the defaults otherwise; their length and the reward function are ours."""
+    from inputs import even_words
+    from trl import GRPOConfig, GRPOTrainer
 
-    data = dataset.from_list([{"prompt": tokenizer.decode(row["input_ids"])} for row in rows("prompts")])
-    args = RLOOConfig(
-        **settings(
-            num_generations=work["samples"], max_completion_length=work["max_new_tokens"], beta=0.05, temperature=1.0
-        )
-    )
-    return RLOOTrainer(
+    prompts = [row["input_ids"] for row in rows("prompts")]
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    assert tokenizer(texts)["input_ids"] == prompts, "the text is tokenised differently"
+    args = GRPOConfig(**settings(num_generations=work["samples"], max_completion_length=work["max_new_tokens"]))
+    assert (args.beta, args.loss_type, args.scale_rewards, args.temperature) == (0, "dapo", "group", 1)
+    return GRPOTrainer(
         load("CausalLM", "policy"),
-        reward_funcs=load("SequenceClassification", "reward"),
+        reward_funcs=even_words,
         args=args,
-        train_dataset=data,
+        train_dataset=dataset.from_list([{"prompt": text} for text in texts]),
         processing_class=tokenizer,
-        reward_processing_classes=tokenizer,
         callbacks=[callback],
     )
 
@@ -179,7 +180,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(f"{work['models']}/policy")
-    trainers = {"sft": sft, "reward": reward, "dpo": dpo, "rloo": rloo, "ppo": ppo}
+    trainers = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo, "ppo": ppo}
     trainers[work["kind"]](callback, gate, tokenizer, Dataset).train()
 
 
