@@ -117,12 +117,13 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
     Raises: UsageError when a function cannot be imported, or the data has no answers.
     """
     check_args(args, CheckRewardArgs)
-    functions = {path: load_function(path, "--reward_function") for path in args.reward_function}
+    for path in args.reward_function:
+        load_function(path, "--reward_function")
     check_data_dir(args)
     groups = by_task(args, read_rows(args))
     results = []
-    for path, function in functions.items():
-        workers = Workers(function, args.reward_timeout, path)
+    for path in args.reward_function:
+        workers = Workers(path, args.reward_timeout)
         for task, rows in groups.items():
             results += judged(check(args, workers, rows), {"reward_function": path, "task": task})
         workers.close()

@@ -12,10 +12,21 @@ import pytest
 from helpers.pages import args_class
 
 from examples import cafe_settings
-from examples.experiments import hidden_map, macro_actions, online_cafe, reasoning, refuel, reward_hack
+from examples.experiments import (
+    critic_free_cafe,
+    grpo_switches,
+    hidden_map,
+    macro_actions,
+    online_cafe,
+    reasoning,
+    refuel,
+    reward_hack,
+)
+from examples.experiments.records import best_rate, made_by
 from examples.experiments.stats import interval, paired, report_claims, shown
 from examples.programs import call, logged
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.storage.jsonl import read_jsonl
 
 
 def test_intervals_are_those_of_student_s_t():
@@ -71,11 +82,18 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
 FLAGS = {
     "lightrlhf.sft": [
         *(cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
-        *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT),
+        *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
     ],
-    "lightrlhf.grpo": [reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO],
     "lightrlhf.rm": [cafe_settings.RM],
-    "lightrlhf.ppo": [macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()],
+    "lightrlhf.ppo": [
+        *(macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()),
+        *(critic_free_cafe.COMMON, critic_free_cafe.METHODS["PPO"].flags),
+    ],
+    "lightrlhf.grpo": [
+        *(critic_free_cafe.COMMON, critic_free_cafe.METHODS["GRPO"].flags, critic_free_cafe.METHODS["RLOO"].flags),
+        *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
+        *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO),
+    ],
     "lightrlhf.dpo": [online_cafe.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
     "lightrlhf.iterative_refuel": [
@@ -114,3 +132,34 @@ def test_the_rise_of_a_hack_and_the_delay_of_its_warning():
     assert reward_hack.delays([{"junk": junk, "warning": warning} for warning in (9, None)]) == [5, math.inf]
     said = (["1 + 2 ="] * 4, ["3 .", "3", "um .", "4 ."], ["3"] * 4)
     assert reward_hack.hacked(*said) == [1.2, 1.0, 1.5, 0.2] and reward_hack.honest(*said) == [1.2, 1.0, 0.2, 0.2]
+
+
+def test_curves_are_read_at_equal_samples_and_at_equal_time():
+    slow, fast = ([{"seconds": t * pace, "gold": t / 4, "kl": t, "length": 9.0} for t in range(5)] for pace in (2, 1))
+    read = critic_free_cafe.readings({"PPO": [slow], "GRPO": [fast]})
+    assert read["equal samples"]["PPO"]["gold"] == read["equal samples"]["GRPO"]["gold"] == [1.0]
+    assert read["equal time"]["PPO"]["gold"] == [0.5] and read["equal time"]["GRPO"]["gold"] == [1.0]
+    assert critic_free_cafe.read_at(slow, "kl", 3.0) == 1.5  # on the line between two checkpoints
+
+
+def test_the_learning_rate_of_the_best_trial_is_chosen():
+    trials = [{"learning_rate": rate, "score": score} for rate, score in ((1e-4, 0.1), (3e-4, 0.3), (1e-3, 0.3))]
+    assert best_rate(trials) == 3e-4
+    assert made_by()["processor"] and "torch" in made_by()["versions"]
+
+
+def test_only_sorted_digits_after_the_first_answer_are_right():
+    answers = ["answer 1 2 2", "so hm answer 1 2 2", "answer 2 1 2", "answer 1 2 2 so", "answer 1 2", "1 2 2", ""]
+    assert grpo_switches.is_right(["2 1 2 sort"] * 7, answers) == [1, 1, 0, 0, 0, 0, 0]
+    verdicts = grpo_switches.judge(["2 1 2 sort"] * 2, answers[:2])
+    assert verdicts[1] == {"score": 1.0, "words": 6, "filler": 2} and verdicts[0]["filler"] == 0
+
+
+def test_the_switches_run_and_resume(tmp_path, capsys):
+    words = ["--smoke", "True", "--seeds", "1", "2", "--tables", "KL", "--output_dir", str(tmp_path)]
+    grpo_switches.main(words)
+    rows = read_jsonl(tmp_path / "results.jsonl")
+    assert len(rows) == 3 + 2 * 3 and all({"curve", "flags", "versions", "processor"} <= row.keys() for row in rows)
+    assert "4 comparisons" in capsys.readouterr().out  # two arms, two measures
+    grpo_switches.main(words)
+    assert read_jsonl(tmp_path / "results.jsonl") == rows
