@@ -10,7 +10,8 @@ prompts after training, never by the gold judge. Then seeds 1 to 5 are trained a
 core. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the samples answer the 400 test prompts, once each and with the
 same noise for all. Read: gold score (of the judge that no training stage uses), KL to the SFT policy in nats a
 response, length in tokens, at equal samples (the end) and at equal time: where the fastest method with that seed ended,
-each curve a line between two checkpoints. Time is what the run itself measured: sampling, scoring, advantages, updates.
+each curve a line between two checkpoints. Time is what the run itself measured of sampling, scoring, advantages and
+updates, times the share of the core that it had (CPU over wall time, one thread): other programs may take some.
 
 Gold is compared by the 95% interval of the paired difference over seeds, three pairs of methods, at equal samples and
 at equal time: six comparisons, not adjusted for their number. Results are stored as they come: the same command resumes
@@ -162,31 +163,33 @@ def read_steps(smoke: bool) -> tuple[int, ...]:
     return SMOKE_READ_AT if smoke else READ_AT
 
 
-def trained(folder: Path, method: str, seed: int, rate: float, smoke: bool, **flags: Any) -> str:
-    """The experiment dir of one run."""
+def trained(folder: Path, method: str, seed: int, rate: float, smoke: bool, **flags: Any) -> tuple[str, float]:
+    """The experiment dir of one run, and the share of the core that it had."""
     own = folder / f"seed-{seed}"
     data, start, reward = prepared(own, seed, smoke)
     program, own_flags, rate_flag = METHODS[method]
     where = {"data_dir": data, "sft_experiment_dir": start, "rm_experiment_dir": reward, "seed": seed}
     where |= {"log_dir": own / "logs" / method, "max_steps": read_steps(smoke)[-1], rate_flag: rate}
-    return logged(own / "output.txt", program, **where, **COMMON, **own_flags, **flags)
+    began = time.process_time(), time.perf_counter()
+    experiment = logged(own / "output.txt", program, **where, **COMMON, **own_flags, **flags)
+    return experiment, min((time.process_time() - began[0]) / (time.perf_counter() - began[1]), 1.0)
 
 
 def run_trial(folder: Path, method: str, rate: float, smoke: bool) -> dict[str, Any]:
     """Train with one learning rate on seed 0; returns the reward model's score on validation prompts."""
     end, iters = read_steps(smoke)[-1], {"eval_iters": 1} if smoke else {}
-    experiment = trained(folder, method, 0, rate, smoke, eval_interval=end, save_interval=end, **iters)
+    experiment, share = trained(folder, method, 0, rate, smoke, eval_interval=end, save_interval=end, **iters)
     rows = read_metrics(experiment)
     last = next(row for row in reversed(rows) if "val/score" in row)
     row = {"method": method, "seed": 0, "learning_rate": rate, "score": last["val/score"], "kl": last["val/kl"]}
     print(f"{method}, trial: {rate:g} has score {row['score']:.3f}, KL {row['kl']:.1f}", flush=True)
-    return row | {"seconds": seconds_by_step(rows)[-1]}
+    return row | {"seconds": seconds_by_step(rows, share)[-1], "share_of_core": share}
 
 
 def run_seed(folder: Path, method: str, seed: int, rate: float, smoke: bool) -> dict[str, Any]:
     """Train one method; returns its curve, measured on test prompts."""
     steps = read_steps(smoke)
-    experiment = trained(folder, method, seed, rate, smoke, eval_interval=0, save_interval=steps[0], keep_last=0)
+    experiment, share = trained(folder, method, seed, rate, smoke, eval_interval=0, save_interval=steps[0], keep_last=0)
     by_step = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
     own = folder / f"seed-{seed}"
     _, start, reward = prepared(own, seed, smoke)
@@ -194,22 +197,25 @@ def run_seed(folder: Path, method: str, seed: int, rate: float, smoke: bool) -> 
     models["rm_experiment_dir"] = reward
     flags = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": 8 if smoke else None}
     results = logged(own / "output.txt", evaluate, **models, **flags, accelerator="cpu")
-    seconds = [0.0, *seconds_by_step(read_metrics(experiment))]
+    seconds = [0.0, *seconds_by_step(read_metrics(experiment), share)]
     names = {"gold": "gold", "kl": "kl", "mean_length": "length", "reward": "reward", "win_rate": "win_rate"}
     curve = [
         {"samples": step * RESPONSES, "seconds": seconds[step]} | {names[key]: row[key] for key in names if key in row}
         for step, row in zip([0, *steps], results)
     ]
     print(f"{method}, seed {seed}: " + ", ".join(f"{name} {curve[-1][name]:.3f}" for name in MEASURES), flush=True)
-    return {"method": method, "seed": seed, "learning_rate": rate, "curve": curve}
+    return {"method": method, "seed": seed, "learning_rate": rate, "curve": curve, "share_of_core": share}
 
 
-def seconds_by_step(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds of training up to each step, the sum of what a run measured of it; rows: of `metrics.jsonl`."""
+def seconds_by_step(rows: Sequence[dict[str, Any]], share: float) -> list[float]:
+    """Seconds of training up to each step, by what a run measured of it at this share of the core.
+
+    rows: of `metrics.jsonl`.
+    """
     total, sums = 0.0, []
     for row in rows:
         if "time/update" in row:
-            total += sum(row.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "resample", "update"))
+            total += share * sum(row.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "resample", "update"))
             sums.append(total)
     return sums
 
