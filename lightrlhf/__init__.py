@@ -11,13 +11,23 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "dpo", "online_dpo", "refuel", "iterative_refuel", "online_refuel")
-PROGRAMS += ("reflect_rl", "generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge")
+PROGRAMS: tuple[str, ...] = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "refuel", "iterative_refuel")
+PROGRAMS += (
+    "online_refuel",
+    "reflect_rl",
+    "generate",
+    "annotate",
+    "evaluate",
+    "evaluate_env",
+    "evaluate_dialogues",
+    "judge",
+)
 PROGRAMS += ("estimate", "plot")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",
     "RMArgs": "lightrlhf.rm",
     "PPOArgs": "lightrlhf.ppo",
+    "GRPOArgs": "lightrlhf.grpo",
     "DPOArgs": "lightrlhf.dpo",
     "OnlineDPOArgs": "lightrlhf.online_dpo",
     "RefuelArgs": "lightrlhf.refuel",

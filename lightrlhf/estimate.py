@@ -24,7 +24,7 @@ FLOAT = 4  # bytes; weights, gradients and optimiser state are float32 in every 
 QUANTISED = {8: 1.0, 4: 0.5 + 4 / 64}  # bytes by bits; nf4 has a scale for each 64 weights
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
-MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4}  # models in memory when none shares a backbone
+MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4, "grpo": 2}  # models in memory when none shares a backbone
 CHUNK = 4096  # predictions whose logits are in memory at a time
 SAMPLING: dict[str, Any] = {
     "do_sample": True,
@@ -41,10 +41,10 @@ SAMPLING |= {"eos_ids": [], "stop_strings": []}
 class EstimateArgs(ModelArgs):
     """Estimate the memory of a training run on one device."""
 
-    algorithm: Literal["sft", "rm", "ppo", "dpo"] = "sft"
-    """Program of the run; `ppo` with a reward model of the policy's size."""
+    algorithm: Literal["sft", "rm", "ppo", "grpo", "dpo"] = "sft"
+    """Program of the run; `ppo` and `grpo` with a reward model of the policy's size, `grpo` without a KL."""
     share_backbone: bool = True
-    """PPO with `finetune_mode` lora: all roles share the base weights."""
+    """PPO or GRPO with `finetune_mode` lora: all roles share the base weights."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
@@ -52,11 +52,11 @@ class EstimateArgs(ModelArgs):
     micro_batch_size: int = 8
     """Examples per forward and backward pass; a pair counts as one."""
     rollout_mini_batch_size: int = 32
-    """PPO: rows of a rollout decoded at a time."""
+    """PPO, GRPO: rows of a rollout decoded at a time."""
     sequence_length: int = 512
     """Tokens of an example, prompt and response."""
     max_new_tokens: int = 128
-    """PPO: longest response."""
+    """PPO, GRPO: longest response."""
 
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
         name: (default, "it changes no memory; leave it out") for name, default in SAMPLING.items()
@@ -208,7 +208,7 @@ def estimate(args: EstimateArgs, shape: dict[str, Any]) -> dict[str, float]:
         "activations": number * tokens * numbers + logits,
         "cache": 0,
     }
-    if args.algorithm == "ppo":
+    if args.algorithm in ("ppo", "grpo"):
         columns = args.rollout_mini_batch_size * max(args.sequence_length, args.max_new_tokens)
         parts["cache"] = number * columns * shape["cache"] * shape["layers"]
     parts["peak"] = (

@@ -32,6 +32,7 @@ PREFERRED = (
     "objective/score",
     "audit/score",
     "objective/kl",
+    "objective/zero_std_ratio",
     "objective/entropy",
     "completions/mean_length",
     "completions/truncated_ratio",

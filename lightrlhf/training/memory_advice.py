@@ -41,7 +41,7 @@ def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, worl
     """
     flags = []
     longest: int = getattr(args, "max_new_tokens", 1)
-    samples = hasattr(args, "rollout_mini_batch_size") and phase in ("rollout", "score", "evaluation")
+    samples = hasattr(args, "rollout_mini_batch_size") and phase in ("rollout", "score", "resample", "evaluation")
     size = "rollout_mini_batch_size" if samples else "micro_batch_size"
     half = getattr(args, size) // 2
     if phase != "setup" and half:

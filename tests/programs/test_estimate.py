@@ -39,6 +39,15 @@ def test_ppo_counts_four_models_or_one_backbone(tmp_path, tokenizer):
     assert parts(folder, "--algorithm", "ppo")["weights"] == 4 * base
 
 
+def test_grpo_counts_policy_and_reward_model(tmp_path, tokenizer):
+    folder = save_model("llama", tmp_path, tokenizer)
+    one, two = parts(folder), parts(folder, "--algorithm", "grpo")
+    assert two["weights"] == 2 * one["weights"] and two["gradients"] == one["gradients"]
+    assert two["cache"] == parts(folder, "--algorithm", "ppo")["cache"] > 0
+    lora = [parts(folder, "--finetune_mode", "lora", "--algorithm", name)["weights"] for name in ("sft", "grpo")]
+    assert lora[0] == lora[1]
+
+
 def test_weights_saved_in_4_bits_count_as_such(tmp_path, tokenizer, capsys):
     folder = save_model("llama", tmp_path, tokenizer)
     flags = ["--finetune_mode", "lora"]

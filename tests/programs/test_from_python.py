@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, save_model, tiny_model, weights
+from helpers.rewards import vowels
 
 import lightrlhf
-from lightrlhf import DPOArgs, PPOArgs, RMArgs, SFTArgs, StopTraining, UsageError, dpo, ppo, rm, sft
+from lightrlhf import DPOArgs, GRPOArgs, PPOArgs, RMArgs, SFTArgs, StopTraining, UsageError, dpo, grpo, ppo, rm, sft
 
 SMALL = {"accelerator": "cpu", "micro_batch_size": 2, "mini_batch_size": 4, "log_interval": 1, "lr_warmup_steps": 0}
 PROMPTS = ["Guest: a tea, please.\n", "Guest: two muffins.\n", "Guest: a latte!\n", "Guest: water.\n"] * 2
@@ -53,6 +54,19 @@ def test_ppo_trains_given_objects_and_records_them(tokenizer, tmp_path):
     card = (last_checkpoint(folder) / "README.md").read_text()
     assert given["policy"] in card and given["reward"] in card
     assert folder.parent.name == "prompts" and folder.parent.parent.name == "given"
+
+
+def test_grpo_trains_given_objects_on_several_rewards(tokenizer, tmp_path):
+    model = model_of(tokenizer)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    sizes = {"num_generations": 2, "rollout_size": 2, "rollout_mini_batch_size": 4, "max_new_tokens": 6}
+    args = GRPOArgs(
+        log_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, eval_interval=0, resample_rounds=2, **SMALL, **sizes
+    )
+    rewards = [short, vowels]
+    folder = grpo.train(args, policy=model, tokenizer=tokenizer, prompts=PROMPTS, reward=rewards)
+    assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert {"reward/short", "reward/vowels"} <= metrics(folder)[0].keys()
 
 
 @pytest.mark.parametrize("flags", [{}, {"finetune_mode": "lora"}], ids=["all", "lora"])

@@ -372,6 +372,7 @@ def test_the_flags_that_help_fit_the_phase_and_what_is_set():
     flags = memory_flags(args, "rollout", 2**32, 10**9, 1)
     assert [flag.split()[0] for flag in flags][:2] == ["--rollout_mini_batch_size", "--max_new_tokens"]
     assert flags[0] == "--rollout_mini_batch_size 8 (that allocation becomes 2.00 GiB)"
+    assert memory_flags(args, "resample", 2**32, 10**9, 1) == flags  # of GRPO, which samples there too
     flags = memory_flags(args, "update", 2**32, 10**9, 1)
     assert flags[0].startswith("--micro_batch_size 4 ")
     assert "--finetune_mode lora (saves 11.18 GiB of gradients and moments)" in flags  # 12 bytes of 10**9 parameters
