@@ -24,12 +24,14 @@ from helpers.votes import STARTS, cast
 from lightrlhf.cli.args import DataArgs, DataSetsArgs, EvalArgs, GenerationArgs, ModelArgs, RolloutLogArgs, TrainArgs
 from lightrlhf.plot import read_metrics
 
-ALGORITHMS = ("sft", "rm", "ppo", "dpo", "online_dpo", "reflect_rl")
+ALGORITHMS = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "reflect_rl")
 TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
 ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_generations", "4"]
 ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
 ACT = ["--max_steps", "1", "--rollout_size", "4", "--num_envs", "4", "--eval_interval", "1", "--levels", "full", *CPU]
+GROUPS = [*LEARN, "--num_generations", "2", "--rollout_size", "2", "--rollout_mini_batch_size", "4"]
+GROUPS += ["--max_new_tokens", "6", "--overlong_buffer", "2"]
 EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"]
 TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
@@ -39,6 +41,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
+    "lightrlhf.grpo": GROUPS,
     "lightrlhf.dpo": LEARN,
     "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.judge": ["--accelerator", "cpu"],
@@ -52,7 +55,6 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.refuel": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
     "lightrlhf.iterative_refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
     "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
-    "rloo": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
@@ -74,7 +76,8 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
         shutil.copytree(experiment, target)
     data = ["--data_dir", str(folder / "data" / "cafe" / "tiny"), "--log_dir", str(folder / "logs")]
     scored = ["--rm_experiment_dir", rm_dir]
-    for name, models in (("ppo", scored), ("dpo", []), ("online_dpo", scored)):
+    audited = [*scored, "--init_kl_coeff", "0.1", "--audit_function", "helpers.rewards:vowels"]
+    for name, models in (("ppo", scored), ("grpo", audited), ("dpo", []), ("online_dpo", scored)):
         program = importlib.import_module(f"lightrlhf.{name}")
         program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
     reflect_rl = importlib.import_module("lightrlhf.reflect_rl")
@@ -185,6 +188,19 @@ def test_the_program_of_the_page_on_python(working_dir, capsys):
     assert len(scores) == 3 and max(scores) < 0
     given = json.loads(Path(experiment, "args.json").read_text())["given"]
     assert given.keys() == {"policy", "tokenizer", "prompts", "reward"}
+
+
+def test_the_test_of_the_page_on_algorithms_passes_and_fails_without_the_clip(tmp_path, monkeypatch):
+    save_modules((ROOT / "howto" / "add_an_algorithm.md").read_text(encoding="utf-8"), tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss, test = (importlib.import_module(name) for name in ("gmpo", "test_gmpo"))
+    try:
+        test.test_gmpo_equals_the_paper()
+        monkeypatch.setattr(loss, "RANGE", 9.0)
+        with pytest.raises(AssertionError):
+            test.test_gmpo_equals_the_paper()
+    finally:
+        del sys.modules["gmpo"], sys.modules["test_gmpo"]
 
 
 def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, monkeypatch):
