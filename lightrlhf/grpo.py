@@ -92,6 +92,7 @@ from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import count_parameters, policy_inputs, vocabulary_size
+from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.functions import RewardFunctions
@@ -287,7 +288,10 @@ def train(
         with run.phase("rollout"):
             rollout = sample_groups(run, model, reference, examples, index, range(len(index)), tokenizer, step)
         if step == 0:
-            check_start(rollout if reference else rescored(run, model, rollout))
+            if reference:
+                check_start(rollout)
+            else:
+                check_start(rescored(run, model, rollout), "those of a forward pass")
         with run.phase("score"):
             scores = rewards(rollout, tokenizer)
             audits = audit.score(rollout, tokenizer)  # (B,), never trained on
@@ -354,9 +358,13 @@ def sample_groups(
 
 
 def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
-    """The rollout with the policy as its own reference: what a forward pass gives for what was sampled."""
-    with run.autocast():
-        scored = score_logprobs(model, rollout, run.args.temperature, run.args.rollout_mini_batch_size)
+    """The rollout with the policy as its own reference: what a forward pass gives for what was sampled.
+
+    Of separate rows, as where a pass gives the log-probabilities of the rollout: a packed one rounds differently.
+    """
+    batch, module = rollout.extend(Batch, group=None), getattr(model, "module", model)
+    with run.autocast(), unsharded(module):  # ranks run different numbers of passes
+        scored = score_logprobs(model, batch, run.args.temperature, run.args.rollout_mini_batch_size)
     return dataclasses.replace(rollout, ref_logprobs=scored)
 
 

@@ -86,11 +86,11 @@ def sample_rollout(
         return generate_rollout(actor, reference, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
 
 
-def check_start(rollout: Rollout) -> None:
+def check_start(rollout: Rollout, reference: str = "the reference's") -> None:
     """Raises: RunFailure when policy and reference, which start from the same weights, differ in the first rollout."""
     gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
     if not gap < 1e-2:
-        raise RunFailure(f"before the first update the policy's log-probabilities differ from the reference's by {gap}")
+        raise RunFailure(f"before the first update the policy's log-probabilities differ from {reference} by {gap}")
 
 
 def response_kl(rollout: Rollout) -> Tensor:

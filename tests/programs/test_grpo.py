@@ -257,6 +257,12 @@ def test_the_ratio_is_one_and_the_kl_zero_before_the_first_update(cafe_data, bas
     assert first["policy/clipfrac"] == 0 and first["policy/loss"] == pytest.approx(0, abs=1e-2)
 
 
+def test_what_is_scored_by_a_pass_in_bf16_agrees_with_a_pass(cafe_data, base_model, tmp_path):
+    """Without a reference, too, whose place a pass of packed groups would take, which rounds differently."""
+    more = ["--reward_function", "helpers.rewards:vowels", "--precision", "bf16-mixed", "--max_steps", "1"]
+    assert metrics(main(flags(cafe_data, base_model, tmp_path, *more)))
+
+
 def test_without_a_kl_there_is_no_reference_and_no_kl_is_logged(cafe_data, base_model, tmp_path):
     logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:vowels")))
     assert "objective/kl" not in logged[0]

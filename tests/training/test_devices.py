@@ -37,6 +37,7 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "several": ["sft", "--experiment_name", "several", "--data_weights", "1", "2"],  # of two sets
     "max_kl": ["ppo", "--experiment_name", "max_kl", "--max_kl", "1e-3", "--ppo_epochs", "4"],
     "grpo": ["grpo"],
+    "no_reference": ["grpo", "--experiment_name", "no_reference"],  # 81 rows at once, so ranks score 40 and 41
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
@@ -80,11 +81,13 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
         flags += ["--rollout_mini_batch_size", 2, "--adaptive_kl_coeff", True]
     else:
         flags += ["--learning_rate", "1e-2"]
-    if program == "grpo":  # 39 rows in the second step, so that the seventh of 13 groups lies on both ranks
+    if PROGRAMS[program][0] == "grpo":  # 39 rows in the second step, so that the seventh of 13 groups lies on both ranks
         flags += ["--rollout_size", global_batch // ranks, "--num_generations", 3, "--max_new_tokens", 6]
         flags += ["--mini_batch_size", 3 * global_batch // ranks, "--ppo_epochs", 2, "--rollout_mini_batch_size", 2]
         flags += ["--reward_function", "helpers.rewards:many_vowels", "--resample_rounds", 2]
         flags += ["--advantage", "batch_std", "--init_kl_coeff", "0.1"]
+    if program == "no_reference":
+        flags += ["--rollout_size", 2 * global_batch // ranks, "--rollout_mini_batch_size", 1, "--init_kl_coeff", 0]
     return [str(flag) for flag in flags]
 
 
