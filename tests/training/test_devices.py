@@ -81,7 +81,7 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
         flags += ["--rollout_mini_batch_size", 2, "--adaptive_kl_coeff", True]
     else:
         flags += ["--learning_rate", "1e-2"]
-    if PROGRAMS[program][0] == "grpo":  # 39 rows in the second step, so that the seventh of 13 groups lies on both ranks
+    if PROGRAMS[program][0] == "grpo":  # 39 rows in the second step: the seventh of 13 groups lies on both ranks
         flags += ["--rollout_size", global_batch // ranks, "--num_generations", 3, "--max_new_tokens", 6]
         flags += ["--mini_batch_size", 3 * global_batch // ranks, "--ppo_epochs", 2, "--rollout_mini_batch_size", 2]
         flags += ["--reward_function", "helpers.rewards:many_vowels", "--resample_rounds", 2]
