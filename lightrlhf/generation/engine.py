@@ -308,6 +308,8 @@ def generate(
     """
     if args.stop_strings and tokenizer is None:
         raise ValueError("stop_strings requires a tokenizer")
+    if not prompts:  # of a rank without rows
+        return Completions([], [], [], 0.0)
     model = policy.model
     check_room(model, prompts, args)
     with inference(policy), policy.active(), no_gradients(model):

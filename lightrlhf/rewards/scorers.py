@@ -238,6 +238,8 @@ class FunctionScorer:
         """
         responses = [as_seen(sample, self.takes_messages) for sample in samples]
         self.failures = Counter()
+        if not responses:  # of a rank without rows; functions expect some
+            return []
         if self.timeout:
             self.workers = self.workers or Workers(self.path, self.timeout)
             results = self.workers.run(responses)

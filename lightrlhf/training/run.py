@@ -228,7 +228,8 @@ class Run(Generic[AnyArgs]):
 
     def noise(self, num_rows: int, width: int, *key: int) -> Tensor:
         """This rank's rows of uniform numbers (num_rows of all ranks, width) that depend on seed and `key` only."""
-        return torch.stack(self.shard(torch.rand(num_rows, width, generator=self.generator(*key))))
+        mine = self.shard(range(num_rows))
+        return torch.rand(num_rows, width, generator=self.generator(*key))[mine]
 
     # ------------------------------------------------------------------------------------------------- learning
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
