@@ -50,7 +50,7 @@ from lightrlhf.cli.args import (
     check_data_dir,
     check_positive,
 )
-from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
@@ -95,7 +95,7 @@ from lightrlhf.models.roles import count_parameters, policy_inputs, vocabulary_s
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.audit import RewardAudit
-from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards.functions import RewardFunctions, failure_of
 from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Rewards, Scores
@@ -182,6 +182,15 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditAr
             raise ValueError(f"--dual_clip {self.dual_clip} must be above 1; 3 is usual")
         if self.dual_clip is not None and self.loss_type != "clip":
             raise ValueError(f"--dual_clip {self.dual_clip} requires --loss_type clip, not {self.loss_type}")
+        if self.importance_sampling_level == "sequence" and self.loss_type == "reinforce":
+            raise ValueError("--importance_sampling_level sequence: --loss_type reinforce has no ratio; leave one out")
+        if self.kl_placement == "loss" and not self.init_kl_coeff:
+            raise ValueError("--kl_placement loss requires --init_kl_coeff above 0, such as 0.001")
+        if self.advantage == "maxrl" and self.normalize_each_reward:
+            raise ValueError(
+                "--advantage maxrl divides by the mean score of a prompt, which --normalize_each_reward makes 0; "
+                "leave one of them out"
+            )
         if self.num_generations < 2 and self.advantage != "none":
             raise ValueError(
                 f"--advantage {self.advantage} compares the responses to a prompt; give --num_generations above 1, "
@@ -210,9 +219,9 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditAr
             )
 
     def load_loss(self) -> TokenLoss:
-        """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported."""
+        """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported or called."""
         if self.loss_type not in LOSSES:
-            return load_function(self.loss_type, "--loss_type", LOSS_SHAPE, takes_columns=False)
+            return own_loss(self.loss_type)
         return make_loss(self.loss_type, self.clip_coeff, self.upper_range, self.dual_clip)
 
     @property
@@ -310,7 +319,8 @@ def train(
                 scores = scores.replaced(keep, rewards(fresh, tokenizer))
                 audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
                 rollout = joined([rollout.select(keep), fresh])
-                index = [dict(zip(missing, others)).get(group, old) for group, old in enumerate(index)]
+                for group, other in zip(missing, others):
+                    index[group] = other
         with run.phase("update"):
             run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
@@ -430,18 +440,48 @@ def estimate_advantages(
             kl = torch.where(total.isnan(), total, response_kl(rollout))  # (B,)
             advantages = advantages - kl_coeff * advantages_of(kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
-    if args.normalize_advantages:
-        advantages = whiten(advantages, scored.action_mask, sum_over_ranks=sum_over_ranks)
+    if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
+        whitened = whiten(advantages.double(), scored.action_mask, sum_over_ranks=sum_over_ranks)
+        advantages = whitened.to(advantages.dtype)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
     return learned.extend(GRPOBatch, advantages=advantages, weights=torch.zeros_like(advantages))
 
 
 # ------------------------------------------------------------------------------------------------------- the update
+def own_loss(path: str) -> TokenLoss:
+    """A loss by its import path. Raises: UsageError unless it gives losses for a trial batch.
+
+    The loss that is returned raises RunFailure where the function fails, or returns anything but a loss for each token.
+    """
+    function = load_function(path, "--loss_type", LOSS_SHAPE, takes_columns=False)
+
+    def loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
+        try:
+            losses = function(logprobs, log_ratio, advantages, action_mask) if len(logprobs) else logprobs
+        except Exception as problem:  # whatever a user's function raises
+            raise RunFailure(f"--loss_type {path} failed with {failure_of(problem)}; it is {LOSS_SHAPE}") from problem
+        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+            found = f"{tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            raise RunFailure(
+                f"--loss_type {path} returned {found} for {tuple(logprobs.shape)} tokens; it is {LOSS_SHAPE}"
+            )
+        if not losses.requires_grad:
+            raise RunFailure(f"--loss_type {path} returned losses without a gradient; compute them from logprobs")
+        return losses
+
+    trial = torch.full((2, 3), -1.0, requires_grad=True)
+    try:
+        loss(trial, trial + 1, torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    except RunFailure as problem:
+        raise UsageError(str(problem)) from None
+    return loss
+
+
 def update(
     run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: TokenLoss, num_groups: int, step: int
 ) -> Metrics:
-    """All optimiser steps of one rollout; returns means over them."""
+    """All optimiser steps of one rollout; returns means over those that a metric is known of."""
     args = run.args
     num_rows = math.ceil(run.total(len(batch)) / run.world_size)
     parts = (
@@ -450,7 +490,8 @@ def update(
         for minibatch in minibatches(batch, args.mini_batch_size, num_rows, num_groups, run.generator(step, epoch, -2))
     )
     metrics = [update_minibatch(run, model, minibatch, loss, num_groups) for minibatch in parts]
-    return {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
+    known = {name: [row[name] for row in metrics if not math.isnan(row[name])] for name in metrics[0]}
+    return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 
 
 def minibatches(
@@ -492,14 +533,10 @@ def update_minibatch(
             outside = ((used < 1 - args.clip_coeff) | (used > 1 + args.upper_range)).float()
             terms = [outside.sum(), (ratio - 1 - difference[mask]).sum(), ratio.sum(), mask.sum()]
             sums += torch.stack([total.detach(), *terms])
-    total, clipped, approxkl, ratios, count = run.sum_over_ranks(sums).tolist()
-    return {
-        "policy/loss": total,
-        "policy/clipfrac": clipped / max(count, 1),
-        "policy/approxkl": approxkl / max(count, 1),
-        "policy/ratio": ratios / max(count, 1),
-        "policy/grad_norm": run.optimize("policy"),
-    }
+    total, *of_tokens, count = run.sum_over_ranks(sums).tolist()
+    means = [value / count if count else math.nan for value in of_tokens]  # where none has an advantage there is none
+    named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means))
+    return {"policy/loss": total, **named, "policy/grad_norm": run.optimize("policy")}
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation

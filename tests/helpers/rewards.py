@@ -148,3 +148,16 @@ def echo(dialogues, seeds, **columns):
 def own_loss(logprobs, log_ratio, advantages, action_mask):
     """A policy loss: plain REINFORCE."""
     return -advantages * logprobs
+
+
+def mean_loss(logprobs, log_ratio, advantages, action_mask):
+    """A policy loss that is one number."""
+    return -(advantages * logprobs).mean()
+
+
+def constant_loss(logprobs, log_ratio, advantages, action_mask):
+    return (advantages * logprobs).detach()
+
+
+def loss_of_two(logprobs, advantages):
+    return -advantages * logprobs

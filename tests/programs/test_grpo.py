@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from helpers import CPU, RunOfOneStep, assert_same_gradients, metrics, rows_of
 from helpers.rollouts import rollout_of
 
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import joined
+from lightrlhf.generation.rollout import generate_rollout, row_means
 from lightrlhf.grpo import (
     GRPOArgs,
     GRPOBatch,
@@ -27,7 +30,8 @@ from lightrlhf.maths.groups import ADVANTAGES
 from lightrlhf.maths.policy_losses import AGGREGATIONS, LOSSES
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import share_prefixes
-from lightrlhf.rewards.scorers import Scores
+from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Scores
+from lightrlhf.training.run import Run
 
 EOS = 1
 PROMPT_ROWS = rows_of(6, 9, 3)
@@ -184,6 +188,14 @@ def test_rewards_to_go_and_whitening_make_reinforce_plus_plus():
     assert batch.advantages[batch.action_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_whitened_advantages_of_equal_scores_are_exactly_zero():
+    args = grpo_args(advantage="none", normalize_advantages=True)
+    many = dataclasses.replace(rollout_of(PROMPTS * 12, RESPONSES * 12), group=GROUP.repeat(12))
+    for score in (0.1, 0.2, 0.3, 0.6, 0.7, 0.9):
+        batch = estimate_advantages(args, many, scores_of([score] * 96), torch.ones(1), 3)
+        assert batch.advantages.abs().max() == 0
+
+
 def test_each_reward_can_be_normalised_before_the_sum():
     """GDPO: a reward of 1,000 and one of 1 weigh the same; one that does not apply adds nothing."""
     args = grpo_args(normalize_each_reward=True, advantage="mean")
@@ -273,6 +285,7 @@ def test_equal_scores_change_nothing(cafe_data, base_model, tmp_path):
     logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:constant")))
     assert [row["objective/zero_std_ratio"] for row in logged] == [1, 1]
     assert [row["policy/grad_norm"] for row in logged] == [0, 0]
+    assert "policy/ratio" not in logged[0]  # a mean over nothing
 
 
 def test_groups_without_a_signal_are_replaced_at_most_so_often(cafe_data, base_model, tmp_path):
@@ -305,12 +318,48 @@ def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, caps
             {"resample_rounds": 2, "data_dir": ["x", "y"], "data_weights": [1.0, 2.0]},
             "--resample_rounds 2 draws prompts",
         ),
+        ({"kl_placement": "loss"}, "--kl_placement loss requires --init_kl_coeff above 0"),
+        ({"loss_type": "reinforce", "importance_sampling_level": "sequence"}, "--loss_type reinforce has no ratio"),
+        ({"advantage": "maxrl", "normalize_each_reward": True}, "which --normalize_each_reward makes 0"),
         ({"resample_rounds": -1}, "--resample_rounds -1 must be at least 0"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_one_line(given, message):
     with pytest.raises(ValueError, match=message):
         grpo_args(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean_loss", "returned .. for .2, 3. tokens"),
+        ("constant_loss", "returned losses without a gradient"),
+        ("loss_of_two", "failed with TypeError: .* but 4 were given"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, message):
+    with pytest.raises(UsageError, match=f"--loss_type helpers.rewards:{name} {message}"):
+        grpo_args(loss_type=f"helpers.rewards:{name}").load_loss()
+
+
+def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):
+    """As where fewer responses are replaced, or fewer prompts held out, than there are ranks."""
+
+    def noise(rank: int, world_size: int) -> torch.Tensor:
+        run = SimpleNamespace(rank=rank, world_size=world_size, args=SimpleNamespace(seed=3))
+        run.shard, run.generator = partial(Run.shard, run), partial(Run.generator, run)
+        return Run.noise(run, 1, 5, 7)
+
+    assert noise(0, 2).shape == (0, 5) and torch.equal(noise(1, 2), noise(0, 1))
+
+    def rewards(prompts, completions, **columns):
+        return [len(max(completions))] * len(completions)  # it expects some
+
+    empty = generate_rollout(policy, policy, [], grpo_args(), tokenizer, noise(0, 2), 4)
+    scored = Rewards([FunctionScorer(rewards)], ("rewards",), torch.ones(1))(empty, tokenizer)
+    assert len(empty) == 0 and scored.total.shape == (0,) and scored.parts.shape == (0, 1)
+    assert len(joined([rollout(), empty])) == len(rollout())
+    assert math.isnan(row_means(RunOfOneStep(grpo_args()), [empty.lengths()], empty.truncated)[0])
 
 
 def test_adapters_at_a_rate_for_full_tuning_are_warned_of(cafe_data, base_model, tmp_path, capsys):

@@ -87,7 +87,8 @@ def flags_of(program: str, data, model, global_batch: int, ranks: int) -> list[s
         flags += ["--reward_function", "helpers.rewards:many_vowels", "--resample_rounds", 2]
         flags += ["--advantage", "batch_std", "--init_kl_coeff", "0.1"]
     if program == "no_reference":
-        flags += ["--rollout_size", 2 * global_batch // ranks, "--rollout_mini_batch_size", 1, "--init_kl_coeff", 0]
+        flags += ["--rollout_size", 2 * global_batch // ranks, "--mini_batch_size", 6 * global_batch // ranks]
+        flags += ["--rollout_mini_batch_size", 1, "--init_kl_coeff", 0]
     return [str(flag) for flag in flags]
 
 
