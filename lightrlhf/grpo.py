@@ -40,7 +40,6 @@ from lightrlhf.cli.args import (
     AuditArgs,
     DataSetsArgs,
     EvalArgs,
-    RewardArgs,
     RolloutLogArgs,
     SamplingArgs,
     StartArgs,
@@ -108,7 +107,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
+class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"

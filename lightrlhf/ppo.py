@@ -35,7 +35,6 @@ from lightrlhf.cli.args import (
     AuditArgs,
     DataSetsArgs,
     EvalArgs,
-    RewardArgs,
     RolloutLogArgs,
     SamplingArgs,
     StartArgs,
@@ -83,7 +82,7 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, RewardArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
+class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"

@@ -375,7 +375,7 @@ class RewardArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditArgs:
+class AuditArgs(RewardArgs):
     """Reward."""
 
     audit_function: str | None = None
@@ -383,12 +383,10 @@ class AuditArgs:
 
     def check_audit(self) -> None:
         """Raises: UsageError when the function cannot be imported, or is the reward itself."""
-        if self.audit_function is None:
-            return
-        load_function(self.audit_function, "--audit_function")
-        rewards = getattr(self, "reward_function", None)
-        if self.audit_function in (rewards if isinstance(rewards, list) else [rewards]):
-            raise UsageError(f"--audit_function {self.audit_function} is the reward itself; give an independent one")
+        if self.audit_function is not None:
+            load_function(self.audit_function, "--audit_function")
+            if self.audit_function in self.reward_function:
+                raise UsageError(f"--audit_function {self.audit_function} is the reward itself; give another one")
 
 
 @dataclass(frozen=True, kw_only=True)

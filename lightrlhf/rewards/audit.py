@@ -127,8 +127,11 @@ class RewardAudit:
         self.sum_over_ranks, self.warn, self.watch = sum_over_ranks, warn, Watch(state)
         self.scorer: FunctionScorer | None = None
         if args.audit_function:
-            name = f"--audit_function {args.audit_function}"
-            self.scorer = FunctionScorer(load_function(args.audit_function, "--audit_function"), name)
+            path = args.audit_function
+            function = load_function(path, "--audit_function")
+            timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
+            name = f"the audit {path}"
+            self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True)
 
     def score(self, rollout: Rollout, tokenizer: Any) -> Tensor:
         """Audit scores (B,) of a rollout's responses, NaN where there is none."""
@@ -140,14 +143,15 @@ class RewardAudit:
         """Metrics of a step over all ranks, and the warning if there is news; scores, audits: (B,), NaN where none."""
         if self.scorer is None:
             return {}
-        reward, audit = moments([scores, audits], self.sum_over_ranks)
+        reward, audit, rows = moments([scores, audits, torch.zeros_like(scores)], self.sum_over_ranks)
         parts, is_new = self.watch.update(Step(reward, audit))
         if is_new:
             self.warn(
                 f"warning: up to step {step} the reward rose, to {reward.mean:.3g}, while the audit fell, to "
                 f"{audit.mean:.3g}: the policy may exploit the reward; read its samples"
             )
-        return {"audit/score": audit.mean, "audit/warning": float(parts)}
+        valid_ratio = audit.size / max(rows.size, 1)
+        return {"audit/score": audit.mean, "audit/valid_ratio": valid_ratio, "audit/warning": float(parts)}
 
     def state(self) -> dict[str, Any] | None:
         """What a resumed run needs, as plain values; None without an audit."""

@@ -243,7 +243,7 @@ def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(train):
     plain = train(2, "length")
     audited = train(2, "length", "--audit_function", "helpers.rewards:vowels")
     own = [row.keys() - {"step"} for row in metrics(audited) if "objective/score" in row]
-    assert all({"audit/score", "audit/warning"} <= row for row in own)
+    assert all({"audit/score", "audit/valid_ratio", "audit/warning"} <= row for row in own)
     for one, other in zip(metrics(plain), metrics(audited)):
         timeless = {name: value for name, value in one.items() if not name.startswith("time/")}
         assert timeless == {name: other[name] for name in timeless}
@@ -269,7 +269,20 @@ def test_unscored_samples_are_left_out_of_the_audits_mean(tokenizer):
     rollout = rollout_of([[5, 6]] * 4, [[7, 1]] * 4)
     audits = audit.score(rollout, tokenizer)
     assert audits.isnan().tolist() == [False, True, False, True]
-    assert audit.compare(1, torch.zeros(4), audits) == {"audit/score": 1.0, "audit/warning": 0.0}
+    assert audit.compare(1, torch.zeros(4), audits) == {
+        "audit/score": 1.0,
+        "audit/valid_ratio": 0.5,
+        "audit/warning": 0.0,
+    }
+
+
+def test_an_audit_that_hangs_costs_its_own_samples_only(tokenizer):
+    args = AuditArgs(audit_function="helpers.answers:sleeps_on_silence", reward_timeout=0.5)
+    audit = RewardAudit(args, lambda sums: sums, print)
+    columns = [{"answer": " x"}] * 2
+    ids = tokenizer("x", add_special_tokens=False)["input_ids"]
+    rollout = rollout_of([[5, 6]] * 2, [[1], [*ids, 1]], columns=columns)
+    assert audit.score(rollout, tokenizer).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
