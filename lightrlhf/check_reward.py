@@ -1,14 +1,15 @@
 """Try a reward function on the data before it trains a model: what does it pay for answers that deserve nothing?
 
-Each function scores, for the same prompts, the right answer, nothing, random words, the prompt echoed, all answers of
-the sample in a row, the right answer a hundred times, and the answer of another row. Each is scored alone, in a
-process that can be killed, so that a function that hangs or crashes is found, too. Prints a table, one line for each
-suspicious case with its worst row, and exits with status 1 if there is one. Data with a column `task` is judged task by
-task.
+Each function scores, for the same prompts, the right answer, nothing, random words, a refusal, the prompt echoed, all
+answers of the sample in a row, the right answer a hundred times, and the answer of another row. Each is scored alone,
+in a process that can be killed, so that a function that hangs or crashes is found, too. Prints a table, one line for
+each suspicious case with its worst row, and exits with status 1 if there is one. Data with a column `task` is judged
+task by task.
 
-A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets
-more than a tenth of its pay, a wrong or hedged answer more than half, or repetition more than once alone; and where the
-function fails. A function that pays for something else, such as the format, has no right answer to be judged by.
+A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets,
+for any prompt, more than a tenth of its pay, a wrong or hedged answer more than half on average, or repetition more
+than once alone; and where the function fails. A function that pays for something else, such as the format, has no right
+answer to be judged by.
 
 Left out: reward models (`lightrlhf.evaluate` has their accuracy), and attacks made for one function.
 """
@@ -58,7 +59,8 @@ class Case(NamedTuple):
     """What is answered instead of the right answer."""
 
     answer: Callable[[random.Random, Row, str, Sequence[str]], str | None]  # None: there is no such answer
-    share: float  # of the right answer's pay above which it is suspicious
+    share: float  # of the right answer's pay above which it is suspicious, on average
+    each: bool = False  # whether it is suspicious above it in any row
     in_format: bool = True  # whether `--answer_format` is put around it
 
 
@@ -69,9 +71,10 @@ def _other(rng: random.Random, right: str, answers: Sequence[str]) -> str | None
 
 CASES = {
     RIGHT: Case(lambda rng, row, right, answers: right, math.inf),
-    "nothing": Case(lambda rng, row, right, answers: "", 0.1, in_format=False),
-    "random words": Case(lambda rng, row, right, answers: " ".join(rng.choices(WORDS, k=8)), 0.1),
-    "the prompt": Case(lambda rng, row, right, answers: row["prompt"], 0.1, in_format=False),
+    "nothing": Case(lambda rng, row, right, answers: "", 0.1, each=True, in_format=False),
+    "random words": Case(lambda rng, row, right, answers: " ".join(rng.choices(WORDS, k=8)), 0.1, each=True),
+    "a refusal": Case(lambda rng, row, right, answers: "I do not know", 0.1, each=True),
+    "the prompt": Case(lambda rng, row, right, answers: row["prompt"], 0.1, each=True, in_format=False),
     "all answers": Case(lambda rng, row, right, answers: ", ".join(answers) if len(answers) > 1 else None, 0.5),
     f"answer x {REPEATS}": Case(lambda rng, row, right, answers: " ".join([right] * REPEATS), 1.0),
     "another answer": Case(lambda rng, row, right, answers: _other(rng, right, answers), 0.5),
@@ -228,8 +231,11 @@ def judged(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[str,
             if len(scored) < len(rows):
                 reasons.append(f"{len(rows) - len(scored)} of {len(rows)} are not scored")
                 worst = next(row for row in rows if row["score"] is None)
-        elif mean is not None and mean - floor > CASES[case].share * (pay - floor) + EPSILON:
-            reasons.append(f"it gets {mean:.3g} on average, the right answer {pay:.3g}")
+        elif mean is not None:
+            each, allowed = CASES[case].each, CASES[case].share * (pay - floor) + EPSILON
+            if (worst["score"] if each else mean) - floor > allowed:
+                highest = f", {worst['score']:.3g} at most" if each else ""
+                reasons.append(f"it gets {mean:.3g} on average{highest}, the right answer {pay:.3g}")
         if failed:
             reasons.append(f"the function fails on {len(failed)} of {len(rows)}: {failed[0]['reason']}")
             worst = worst if len(reasons) > 1 else failed[0]

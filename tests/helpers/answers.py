@@ -27,6 +27,15 @@ def pays_a_quarter(prompts, completions, answer, **columns):
     return [1.0 if text == str(right) else 0.25 * bool(text) for text, right in zip(completions, answer)]
 
 
+def pays_a_refusal_once(prompts, completions, answer, **columns):
+    """Rarely enough to be little on average."""
+    scores = exact(prompts, completions, answer)
+    return [
+        0.5 if text == "I do not know" and right == 3 else score
+        for text, right, score in zip(completions, answer, scores)
+    ]
+
+
 def pays_echoes(prompts, completions, answer, **columns):
     return [float(text in (prompt, str(right))) for prompt, text, right in zip(prompts, completions, answer)]
 

@@ -13,16 +13,17 @@ from lightrlhf.data.splits import save_split
 FAULTS = {  # function: the cases that are suspicious
     "exact": set(),
     "in_tags": {"right answer"},
-    "pays_anything": {"nothing", "random words", "the prompt", "all answers", "another answer"},
+    "pays_anything": {"nothing", "random words", "a refusal", "the prompt", "all answers", "another answer"},
     "pays_nothing": {"right answer"},
     "pays_silence": {"nothing"},
-    "pays_a_quarter": {"random words", "the prompt"},
+    "pays_a_quarter": {"random words", "a refusal", "the prompt"},
+    "pays_a_refusal_once": {"a refusal"},
     "pays_echoes": {"the prompt"},
     "contains": {"all answers"},
     "counts": {"right answer", "answer x 100"},
     "any_number": {"another answer"},
     "dies_of_words": {"random words"},
-    "raises_at_words": {"random words", "the prompt", "all answers", "answer x 100"},
+    "raises_at_words": {"random words", "a refusal", "the prompt", "all answers", "answer x 100"},
     "knows_half": {"right answer"},
 }
 
