@@ -135,7 +135,7 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, Sampling
     normalize_rewards: bool = field(default=False, metadata=RARE)
     """Shift and scale a reward model's scores by the mean and deviation stored with it."""
     normalize_each_reward: bool = field(default=False, metadata=RARE)
-    """Of several rewards, give each mean 0 and deviation 1 in its group before they are summed (GDPO)."""
+    """Give each reward mean 0 and deviation 1 in its group before their sum (GDPO, with `--advantage batch_std`)."""
     loss_type: str = "clip"
     """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -303,11 +303,12 @@ def train(
         with run.phase("score"):
             scores = rewards(rollout, tokenizer)
             audits = audit.score(rollout, tokenizer)  # (B,), never trained on
-        metrics = group_metrics(run, rollout, scores, len(index))
+        metrics = group_metrics(run, rollout, scores, rewards.weights, len(index))
         metrics |= audit.compare(run.step + 1, scores.total, audits)
         with run.phase("resample"):
             for number in range(1, args.resample_rounds + 1):
-                missing = uninformative(run, rollout, scores.total, len(index))  # numbers of groups
+                combined = combined_scores(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
+                missing = uninformative(run, rollout, combined, len(index))  # numbers of groups
                 if not missing:
                     break
                 others = random_prompts(run, len(examples), len(missing), step, number)
@@ -399,6 +400,28 @@ def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     return scores - args.overlong_penalty * over
 
 
+def combined_scores(
+    args: GRPOArgs,
+    rollout: Rollout,
+    scores: Scores,
+    reward_weights: Tensor,
+    num_groups: int,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Tensor:
+    """The weighted sum of the rewards, (B,), of each first made mean 0 and deviation 1 in its group on request (GDPO).
+
+    NaN where a response is not scored, or by a number beyond float32.
+    """
+    total = torch.where(scores.total.isfinite(), scores.total, math.nan)
+    if not args.normalize_each_reward:
+        return total
+    parts = []
+    for part, weight in zip(scores.parts.T, reward_weights):
+        moments = group_moments(part, rollout.group, num_groups, sum_over_ranks)
+        parts.append(weight * group_advantages(part, moments, standardised))
+    return torch.where(total.isnan(), total, torch.stack(parts).sum(0).to(total.dtype))
+
+
 def estimate_advantages(
     args: GRPOArgs,
     rollout: Rollout,
@@ -417,10 +440,7 @@ def estimate_advantages(
         """(B,), NaN where there is none -> (B,)."""
         return group_advantages(values, group_moments(values, rollout.group, num_groups, sum_over_ranks), estimator)
 
-    total = scores.total
-    if args.normalize_each_reward:  # GDPO, 2601.05242; the sum keeps mean 0 in each group
-        parts = [weight * advantages_of(part, standardised) for part, weight in zip(scores.parts.T, reward_weights)]
-        total = torch.where(total.isnan(), total, torch.stack(parts).sum(0))
+    total = combined_scores(args, rollout, scores, reward_weights, num_groups, sum_over_ranks)
     total = shaped(args, rollout, total)
     if args.advantage == "maxrl" and bool((total < 0).any()):
         raise RunFailure(
@@ -539,7 +559,9 @@ def update_minibatch(
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation
-def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int) -> Metrics:
+def group_metrics(
+    run: Run[GRPOArgs], rollout: Rollout, scores: Scores, reward_weights: Tensor, num_groups: int
+) -> Metrics:
     """Metrics of what was sampled first, before groups are replaced, over all ranks."""
     args = run.args
     rewards = shaped(args, rollout, scores.total)  # (B,)
@@ -549,7 +571,8 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_grou
     if args.init_kl_coeff:
         k3 = torch.where(rollout.action_mask, kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
         (metrics["objective/kl_k3"],) = row_means(run, [k3], torch.ones_like(rollout.truncated))
-    equal = len(uninformative(run, rollout, scores.total, num_groups))
+    combined = combined_scores(args, rollout, scores, reward_weights, num_groups, run.sum_over_ranks)
+    equal = len(uninformative(run, rollout, combined, num_groups))
     counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
     metrics |= reward_metrics(run, scores)
     return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts

@@ -10,10 +10,10 @@ Fixed before any of these runs: the hack's rise is the first of three steps in a
 samples have the word (a tenth and a half are reported, too); measured is the step of the first warning minus that of
 the rise. Claims: on each hacked run the warning comes at most 10 steps after the rise, and at most one honest run
 warns. One run of each arm on seed 0, which is not among the 20, came before: the honest one learned, the hack took over
-slowly, and the quarter was chosen with that seen. The first round missed its first claim: in 7 of the 19 hacks the policy mostly said the
-word behind a right digit, where this audit sees little harm. The second round, on seeds 21 to 40, was fixed after that
-and before its runs: the audit wants the right digit alone; all else is the same. Prints a table; `results.jsonl` holds
-the curves of each run as they come: the same command resumes after a kill.
+slowly, and the quarter was chosen with that seen. The first round missed its first claim: in 7 of the 19 hacks the
+policy mostly said the word behind a right digit, where this audit sees little harm. The second round, on seeds 21 to
+40, was fixed after that and before its runs: the audit wants the right digit alone; all else is the same. Prints a
+table; `results.jsonl` holds the curves of each run as they come: the same command resumes after a kill.
 
     python -m examples.experiments.reward_hack
     python -m examples.experiments.reward_hack --first_seed 21 --output_dir reward_hack_2

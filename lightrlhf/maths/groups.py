@@ -85,7 +85,7 @@ def batch_standardised(scores: Tensor, moments: Moments) -> Tensor:
 
 
 def leave_one_out(scores: Tensor, moments: Moments) -> Tensor:
-    """r - mean of the others of its group = n / (n - 1) (r - mean) (RLOO, Ahmadian et al. 2024, 2402.14740, eq. 3)."""
+    """r - mean of the others of its group = n / (n - 1) (r - mean) (RLOO, Ahmadian et al. 2024, 2402.14740)."""
     return (scores - moments.mean) * moments.size / (moments.size - 1).clamp(min=1)
 
 

@@ -19,6 +19,7 @@ from lightrlhf.generation.rollout import generate_rollout, row_means
 from lightrlhf.grpo import (
     GRPOArgs,
     GRPOBatch,
+    combined_scores,
     estimate_advantages,
     main,
     minibatches,
@@ -208,6 +209,22 @@ def test_each_reward_can_be_normalised_before_the_sum():
     third = 3**0.5 / 3
     expected = torch.tensor([2 * third - 2 * root, -third + 2 * root, -third])
     assert torch.allclose(found, expected - expected.mean(), atol=1e-4)
+
+
+def test_normalised_rewards_decide_whether_a_group_has_a_signal():
+    """The sums of group 0 are equal, those of the normalised rewards are not."""
+    scores = scores_of([2.0, 0.0, 1.0, 0, 0, 0, 0, 0], [-2.0, 0.0, -1.0, 0, 0, 0, 0, 0])
+    weights = torch.tensor([1.0, 2.0])
+    for changes, expected in (({}, [0, 1, 2]), ({"normalize_each_reward": True}, [1, 2])):
+        args = grpo_args(**changes)
+        combined = combined_scores(args, rollout(), scores, weights, 3)
+        assert uninformative(RunOfOneStep(args), rollout(), combined, 3) == expected
+
+
+def test_a_score_beyond_float32_is_no_score():
+    scores = scores_of([math.inf, 0.0, 0.5, 0, 0, 0, 0, 0])
+    batch = estimate_advantages(grpo_args(), rollout(), scores, torch.ones(1), 3)
+    assert not batch.action_mask[0].any() and batch.advantages.isfinite().all() and batch.advantages[2].max() > 0
 
 
 def test_length_is_penalised_softly_and_cut_responses_can_be_left_out():
