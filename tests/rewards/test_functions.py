@@ -227,7 +227,8 @@ def test_a_function_that_cannot_be_imported_elsewhere_is_refused():
 
 
 HUNG = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
 from lightrlhf.rewards.scorers import FunctionScorer, Sample
 from helpers.rewards import length, shaky
 busy = FunctionScorer(length, timeout=600.0, path="helpers.rewards:length")
