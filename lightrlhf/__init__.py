@@ -22,7 +22,7 @@ PROGRAMS += (
     "evaluate_dialogues",
     "judge",
 )
-PROGRAMS += ("estimate", "plot")
+PROGRAMS += ("estimate", "plot", "check_reward")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",
     "RMArgs": "lightrlhf.rm",
