@@ -14,8 +14,8 @@ each curve a line between two checkpoints. Time is what the run itself measured 
 updates, times the share of the core that it had (CPU over wall time, one thread): other programs may take some.
 
 Gold is compared by the 95% interval of the paired difference over seeds, three pairs of methods, at equal samples and
-at equal time: six comparisons, not adjusted for their number. Results are stored as they come: the same command resumes
-after a kill.
+at equal time: six comparisons, not adjusted for their number. A run takes 20 to 50 seconds, all of them about half an
+hour of one core. Results are stored as they come: the same command resumes after a kill.
 
     python -m examples.experiments.critic_free_cafe
 """
