@@ -6,7 +6,7 @@ fine-tuned on 6,000 demonstrations in which each digit is wrong with a chance of
 before wrong as before right answers. So long lists are often wrong in all of a group's responses, and short ones soon
 right in all. (Number of demonstrations, their noise, length of lists and steps were set with the default arm on seed
 100, in five trials, until the base was right on part of the lists of each length and 100 steps at some rate improved
-it; no other arm was looked at but for its time.)
+it; of the other arms only dynamic sampling was run, once, on an easier version, to see its time.)
 
 Every arm is `lightrlhf.grpo` with one switch changed, 100 steps of 16 prompts with eight responses each; no full cross.
 The learning rate is the best of three on seed 0 **for the default arm alone** (std, token, no KL, one update a
