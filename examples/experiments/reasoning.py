@@ -111,15 +111,15 @@ BASE_SFT = CPU | {
 }
 RATES = (3e-5, 1e-4, 3e-4)  # of the trials; 3e-4 was the best of (3e-4, 1e-3, 3e-3) for all three at 64 steps
 SFT = CPU | {
-    "learning_rate": 1e-3,
+    "learning_rate": 3e-4,
     "max_steps": STEPS,
     "mini_batch_size": PROMPTS,
     "micro_batch_size": PROMPTS,
     "log_interval": 4,
 }
-RAFT = CPU | {"learning_rate": 1e-3, "epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "log_interval": 4}
+RAFT = CPU | {"learning_rate": 3e-4, "epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "log_interval": 4}
 GRPO = CPU | {
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-4,
     "max_steps": STEPS,
     "num_generations": K,
     "rollout_size": PROMPTS,
