@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightrlhf.maths.groups import group_advantages, group_moments, leave_one_out
+from lightrlhf.maths.groups import ADVANTAGES as GROUP_ADVANTAGES
+from lightrlhf.maths.groups import group_advantages, group_moments
 from lightrlhf.maths.ops import policy_loss
 from lightrlhf.maths.policy_losses import LOSSES, kl_loss, make_loss, sequence_log_ratio
 from lightrlhf.maths.sampling_gap import CORRECTIONS, GapSize, gap_size, importance_weights
@@ -82,6 +83,8 @@ def test_a_ratio_beyond_floats_is_cut(kind):
         "sequence_mask": [[1, 1], [1, 1], [0, 0]],
     }[kind]
     assert importance_weights(logprobs, sampler, mask, kind, 2.0).tolist() == expected
+    size = gap_size(logprobs, sampler, mask, kind, 2.0)
+    assert size.sums[1] == sum(weight != 1 for row in expected for weight in row) and size.ratio_max == INF
     far = importance_weights(logprobs[:2], logprobs[:2] - 500, mask[:2], kind, INF)
     assert (far == INF).all()  # no bound, no cut; e^500 is beyond float32
 
@@ -348,22 +351,32 @@ def test_after_updates_sequence_weights_give_the_gradient_on_samples_of_pi_old(n
     assert (gradient(chances(SAMPLER)[:, None]) - expected).norm() > 0.05 * expected.norm()
 
 
-def test_a_baseline_of_the_others_of_a_group_stays_exact():
-    """Groups of two from mu with the other's score as baseline, all 225 of them: advantages are not weighted."""
+@pytest.mark.parametrize("name", ["rloo", "mean", "std"])
+def test_a_mean_of_a_group_keeps_the_gradient_exact_and_a_deviation_does_not(name):
+    """All 225 groups of two from mu, against those from pi_old: only a row's own loss is weighted."""
     pairs = torch.cartesian_prod(torch.arange(15), torch.arange(15))  # (225, 2)
     rows, group = pairs.flatten(), torch.arange(225).repeat_interleave(2)  # (450,) each
-    advantages = group_advantages(SCORES[rows], group_moments(SCORES[rows], group, 225), leave_one_out)
+    advantages = group_advantages(SCORES[rows], group_moments(SCORES[rows], group, 225), GROUP_ADVANTAGES[name])
     logits = LOGITS.clone().requires_grad_()
     logprobs = token_logprobs(logits)[rows]
     losses = make_loss("clip", 0.2, 0.28, None)(logprobs, logprobs - OLD[rows], advantages[:, None], MASK[rows])
-    chance = chances(SAMPLER)[pairs].prod(1)[group] / 2  # of the group, over its two rows
     weights = importance_weights(OLD[rows], SAMPLER[rows], MASK[rows], "sequence_mask", NO_BOUND)
 
-    def gradient(factors: Tensor) -> Tensor:
-        return -torch.autograd.grad((factors * losses)[MASK[rows]].sum(), logits, retain_graph=True)[0]
+    def gradient(policy: Tensor, factors: Tensor) -> Tensor:
+        chance = chances(policy)[pairs].prod(1)[group] / 2  # of the group, over its two rows
+        return -torch.autograd.grad((chance[:, None] * factors * losses)[MASK[rows]].sum(), logits, retain_graph=True)[
+            0
+        ]
 
-    assert torch.allclose(gradient(chance[:, None] * weights), exact_gradient(), atol=1e-12, rtol=0)
-    assert distance(gradient(chance[:, None])) > 0.05
+    plain = torch.ones_like(weights)
+    expected, found = gradient(OLD, plain), gradient(SAMPLER, weights)
+    if name == "std":
+        assert (found - expected).norm() > 0.05 * expected.norm()
+        return
+    share = 1.0 if name == "rloo" else 0.5  # of two rows, r - mean is half of r - r'
+    for gradients in (expected, found):
+        assert torch.allclose(gradients, share * exact_gradient(), atol=1e-12, rtol=0)
+    assert distance(gradient(SAMPLER, plain) / share) > 0.05
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
