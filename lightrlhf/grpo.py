@@ -19,8 +19,8 @@ without a score are in no baseline and not in the loss; groups of equal scores h
 `--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
 once, in sampling and in training. Dropout is off wherever log-probabilities are stored.
 
-Left out: an entropy bonus, a replay of earlier groups, sampling by another engine, and several turns, for which masks,
-weights and returns are ready.
+Left out: an entropy bonus, a replay of earlier groups, and several turns, for which masks, weights and returns are
+ready.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightrlhf.cli.args import (
     DataSetsArgs,
     EvalArgs,
     RolloutLogArgs,
-    SamplingArgs,
+    RolloutServerArgs,
     StartArgs,
     TrainArgs,
     check_args,
@@ -69,6 +69,7 @@ from lightrlhf.generation.rollout import (
     score_logprobs,
     store_sampling,
 )
+from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
 from lightrlhf.maths.groups import (
     ADVANTAGES,
     Estimator,
@@ -107,7 +108,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
+class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"
@@ -169,6 +170,7 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, Sampling
         self.check_generation()
         self.check_eval()
         self.check_rollout_log()
+        self.check_rollout_servers()
         self.check_data()
         check_positive(self, "learning_rate", "clip_coeff")
         for name in ("num_generations", "rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
@@ -238,6 +240,7 @@ class GRPOBatch(Batch):
     ref_logprobs: Tensor
     advantages: Tensor
     weights: Tensor  # of each token in the loss of its mini-batch
+    correction: Tensor | None = None  # factor of these, where servers sampled
 
 
 def train(
@@ -290,11 +293,22 @@ def train(
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
     stored = run.resumed["extra"] if run.resumed else {}
     audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
+    served = serve(run, actor, tokenizer)
+
+    def save() -> None:
+        store_sampling(actor, args, tokenizer)
+        run.save(actor, tokenizer, extra={"audit": audit.state()})
 
     for step in run.steps(num_steps):
+        following = None
+        if args.max_staleness and step + 1 < num_steps:
+            coming = run.global_batch(range(len(examples)), step + 1, args.rollout_size)
+            following = group_rows(run, examples, coming, step + 1)
         index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
-        with run.phase("rollout"):
-            rollout = sample_groups(run, model, reference, examples, index, range(len(index)), tokenizer, step)
+        with run.phase("rollout"), kept_without_servers(run, save):
+            rows, noise = group_rows(run, examples, index, step)
+            rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
+            rollout = numbered(run, rollout, range(len(index)))
         if step == 0:
             if reference:
                 check_start(rollout)
@@ -305,14 +319,16 @@ def train(
             audits = audit.score(rollout, tokenizer)  # (B,), never trained on
         metrics = group_metrics(run, rollout, scores, rewards.weights, len(index))
         metrics |= audit.compare(run.step + 1, scores.total, audits)
-        with run.phase("resample"):
+        with run.phase("resample"), kept_without_servers(run, save):
             for number in range(1, args.resample_rounds + 1):
                 combined = combined_scores(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
                 missing = uninformative(run, rollout, combined, len(index))  # numbers of groups
                 if not missing:
                     break
                 others = random_prompts(run, len(examples), len(missing), step, number)
-                fresh = sample_groups(run, model, reference, examples, others, missing, tokenizer, step, number)
+                rows, noise = group_rows(run, examples, others, step, number)
+                fresh = sample_rollout(run, model, reference, rows, noise, tokenizer, served)
+                fresh = numbered(run, fresh, missing)
                 keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
                 metrics["sampling/prompts"] += len(missing)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
@@ -334,37 +350,32 @@ def train(
             speed = {"time/tokens_per_second": tokens / sum(times.values())}
             run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, reference, rewards, held_out, tokenizer)
+            with run.phase("evaluation"), kept_without_servers(run, save):
+                results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):
-            store_sampling(actor, args, tokenizer)
-            run.save(actor, tokenizer, extra={"audit": audit.state()})
+            save()
     return run.finish(results)
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
-def sample_groups(
-    run: Run[GRPOArgs],
-    model: nn.Module,
-    reference: nn.Module | None,
-    examples: Sequence[Row],
-    index: Sequence[int],
-    groups: Sequence[int],
-    tokenizer: Any,
-    *key: int,
-) -> Rollout:
-    """This rank's part of K responses to each of the prompts examples[index], which are the groups of these numbers.
+def group_rows(
+    run: Run[GRPOArgs], examples: Sequence[Row], index: Sequence[int], *key: int
+) -> tuple[list[Row], Tensor]:
+    """This rank's part of the prompts examples[index], each K times, and the noise (B, length) of their responses.
 
     Those of a prompt are next to each other; where ranks share rows evenly, a group may lie on two.
     """
     k = run.args.num_generations
     run.name_batch([i for i in index for _ in range(k)])
     rows = run.shard([examples[i] for i in index for _ in range(k)])
-    noise = run.noise(len(index) * k, run.args.max_new_tokens, *key)  # (B, length)
-    rollout = sample_rollout(run, model, reference, rows, noise, tokenizer)
-    numbers = torch.tensor(run.shard([group for group in groups for _ in range(k)]), dtype=torch.int64)
-    return dataclasses.replace(rollout, group=numbers.to(run.device))
+    return rows, run.noise(len(index) * k, run.args.max_new_tokens, *key)
+
+
+def numbered(run: Run[GRPOArgs], rollout: Rollout, groups: Sequence[int]) -> Rollout:
+    """The rollout of `group_rows` with the numbers of its groups."""
+    numbers = torch.tensor(run.shard([group for group in groups for _ in range(run.args.num_generations)]))
+    return dataclasses.replace(rollout, group=numbers.to(rollout.group))
 
 
 def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
@@ -530,6 +541,8 @@ def update_minibatch(
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, num_groups)
     minibatch.weights = token_weights(*counted, args.aggregation, args.max_new_tokens, run.sum_over_ranks)  # (b, T-1)
+    if minibatch.correction is not None:
+        minibatch.weights = minibatch.weights * minibatch.correction
     if args.loss_type in LOSSES and not kl_coeff:  # a response without an advantage has no gradient
         minibatch = minibatch.select((minibatch.advantages != 0).any(1).nonzero()[:, 0])
     sums = torch.zeros(5, device=run.device)
@@ -586,12 +599,13 @@ def evaluate(
     rewards: Rewards,
     rows: list[Row],
     tokenizer: Any,
+    served: ServedPolicy | None = None,
 ) -> Metrics:
     """Score, KL and length of one response to each held-out prompt, with the same noise each time."""
     args = run.args
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
-    rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer)
+    rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer, served)
     return evaluation_metrics(run, rollout, shaped(args, rollout, rewards(rollout, tokenizer).total), tokenizer)
 
 

@@ -36,7 +36,7 @@ from lightrlhf.cli.args import (
     DataSetsArgs,
     EvalArgs,
     RolloutLogArgs,
-    SamplingArgs,
+    RolloutServerArgs,
     StartArgs,
     TrainArgs,
     check_args,
@@ -60,6 +60,7 @@ from lightrlhf.generation.rollout import (
     sample_rollout,
     store_sampling,
 )
+from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
 from lightrlhf.models.given import critic_from, load_start
@@ -82,7 +83,7 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, SamplingArgs, RolloutLogArgs):
+class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
@@ -166,6 +167,7 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, SamplingA
         self.check_generation()
         self.check_eval()
         self.check_rollout_log()
+        self.check_rollout_servers()
         self.check_data()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
@@ -198,6 +200,7 @@ class PPOBatch(Batch):
     advantages: Tensor
     returns: Tensor
     segments: Tensor  # int64, number of each action's macro action in its row, -1 off actions
+    correction: Tensor | None = None  # weight of each action's policy loss, where servers sampled
 
     @property
     def num_segments(self) -> int:
@@ -255,12 +258,22 @@ def train(
     init_kl = stored.get("kl_coeff", args.init_kl_coeff)
     kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
     audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
+    served = serve(run, actor, tokenizer)
+
+    def asked(step: int) -> tuple[list[Row], Tensor]:
+        """This rank's prompts of a step, and noise (B, length)."""
+        rows = run.global_batch(examples, step, args.rollout_size)
+        return run.shard(rows), run.noise(len(rows), args.max_new_tokens, step)
+
+    def save() -> None:
+        store_sampling(actor, args, tokenizer)
+        run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value, "audit": audit.state()})
 
     for step in run.steps(num_steps):
-        rows = run.global_batch(examples, step, args.rollout_size)
-        with run.phase("rollout"):
-            noise = run.noise(len(rows), args.max_new_tokens, step)  # (B, length)
-            rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer)
+        following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
+        rows, noise = asked(step)
+        with run.phase("rollout"), kept_without_servers(run, save):
+            rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
@@ -279,7 +292,7 @@ def train(
         metrics |= macro_metrics(run, batch, parse_failures) | audit.compare(run.step + 1, scores.total, audits)
         metrics["objective/kl_coeff"] = kl_coeff.value
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
-            kl_coeff.update(metrics["objective/kl"], len(rows))
+            kl_coeff.update(metrics["objective/kl"], int(run.total(len(rows))))
 
         run.step += 1
         if run.due(args.log_interval, num_steps):
@@ -288,12 +301,11 @@ def train(
             speed = {"time/tokens_per_second": tokens / sum(times.values())}
             run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, reference, rewards_of, held_out, tokenizer)
+            with run.phase("evaluation"), kept_without_servers(run, save):
+                results = evaluate(run, model, reference, rewards_of, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):
-            store_sampling(actor, args, tokenizer)
-            run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value, "audit": audit.state()})
+            save()
     return run.finish(results)
 
 
@@ -409,7 +421,8 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
         more = i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
-            terms = (stats.logprobs, micro.logprobs, micro.advantages, micro.action_mask)  # (B, T-1) each
+            advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
+            terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (B, T-1) each
             loss = policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
             run.backward(loss / count, micro.places)
         with run.accumulate(critic, enabled=more):
@@ -447,13 +460,19 @@ def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Me
 
 @torch.no_grad()
 def evaluate(
-    run: Run[PPOArgs], actor: nn.Module, reference: nn.Module, rewards_of: Rewards, rows: list[Row], tokenizer: Any
+    run: Run[PPOArgs],
+    actor: nn.Module,
+    reference: nn.Module,
+    rewards_of: Rewards,
+    rows: list[Row],
+    tokenizer: Any,
+    served: ServedPolicy | None = None,
 ) -> Metrics:
     """Score, KL and length on held-out prompts, with the same noise each time."""
     args = run.args
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
-    rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer)
+    rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer, served)
     return evaluation_metrics(run, rollout, score(args, rollout, rewards_of, tokenizer).total, tokenizer)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightrlhf.cli.addresses import check_addresses
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
@@ -426,6 +427,77 @@ class SamplingArgs:
             raise ValueError(f"--eos_ids {min(self.eos_ids)} must be at least 0")
         if "" in self.stop_strings:
             raise ValueError("--stop_strings '' would end every response at once; give a text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Sampling on servers."""
+
+    rollout_server: list[str] = field(default_factory=list)
+    """Addresses of servers that sample in place of this process: vLLM, SGLang or `lightrlhf.serve`."""
+    exchange_dir: str | None = field(default=None, metadata=RARE)
+    """Folder that servers see, for weights; a file system in memory when not given."""
+    request_timeout: float = field(default=600.0, metadata=RARE)
+    """Seconds until an unanswered request counts as failed."""
+    health_timeout: float = field(default=600.0, metadata=RARE)
+    """Seconds to wait until every server is up, and for one when all have failed."""
+    max_sampling_kl: float | None = field(default=None, metadata=RARE)
+    """Largest KL a token between servers and trainer; when not given 1e-5, with bf16-mixed 0.01."""
+
+    def check_servers(self) -> None:
+        """Raises: ValueError, one line, when an address or a limit cannot be used."""
+        check_addresses(self.rollout_server, "--rollout_server", "http://localhost:8000")
+        twice = next((url for url in self.rollout_server if self.rollout_server.count(url) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--rollout_server {twice} is given twice; give each server once")
+        check_positive(self, "request_timeout", "health_timeout")
+        if self.max_sampling_kl is not None:
+            check_positive(self, "max_sampling_kl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutServerArgs(SamplingArgs, ServerArgs):
+    """Sampling on servers."""
+
+    exchange_adapter: bool = field(default=False, metadata=RARE)
+    """Give servers the adapter of `--finetune_mode lora` alone, which they put on their base; else merged weights."""
+    max_staleness: Literal[0, 1] = 0
+    """At 1 servers sample the next rollout while this one is learned from, by weights one step older."""
+    sampling_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = field(
+        default="token_truncate", metadata=RARE
+    )
+    """Importance weights between servers and trainer, of tokens or sequences, truncated or masked; none: no weights."""
+    sampling_bound: float = field(default=2.0, metadata=RARE)
+    """Largest of these weights (C); masked ones are 0 outside [1 / C, C]."""
+    server_sleep: bool = field(default=False, metadata=RARE)
+    """Have servers free the accelerator's memory while this process learns, where both share one."""
+
+    def check_rollout_servers(self) -> None:
+        """Raises: ValueError, one line, when an option contradicts another."""
+        self.check_servers()
+        if not self.sampling_bound > 1:
+            raise ValueError(f"--sampling_bound {self.sampling_bound} must be above 1; 2 is usual")
+        if not self.rollout_server:
+            for name, default in (("max_staleness", 0), ("exchange_adapter", False), ("server_sleep", False)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"--{name} {getattr(self, name)} requires --rollout_server")
+            return
+        if self.server_sleep and self.max_staleness:
+            raise ValueError(
+                "--server_sleep True: at --max_staleness 1 servers sample all the time; leave one of them out"
+            )
+        if self.exchange_adapter and getattr(self, "finetune_mode", "lora") != "lora":
+            raise ValueError("--exchange_adapter True requires --finetune_mode lora")
+        if self.exchange_adapter and (getattr(self, "load_in_4bit", False) or getattr(self, "load_in_8bit", False)):
+            raise ValueError(
+                "--exchange_adapter True: a server's base is not quantised as that of this process; leave it out"
+            )
+        for flag, value, whole in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):
+            if value != whole:
+                raise ValueError(
+                    f"--{flag} {value} with --rollout_server: a server's log-probabilities would be those of the kept "
+                    f"tokens alone, another distribution than the one that learns; leave it at {whole}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

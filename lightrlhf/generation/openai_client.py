@@ -2,12 +2,10 @@
 
 Requests go to the servers in turn, several at a time, and replies are returned in the order of the requests. After a
 busy server (429, 5xx), a time-out, a broken connection or a reply that is no answer a request is retried, at the next
-server if there are several, with exponential backoff or after the server's Retry-After. The key is read from
-OPENAI_API_KEY and never written.
+server if there are several, with exponential backoff or after the server's Retry-After.
 
-Each request has a connection of its own, so that no surplus answer can pass for that of the next request; that costs
-0.2 to 0.4 ms a request to a server on the same machine. It has one deadline from connecting to the last byte. Only one
-choice, with text and an ordinary end, counts as an answer.
+Only one choice, with text and an ordinary end, counts as an answer. For token ids and weights that follow see
+`rollout_servers`.
 
 Left out: streaming, tools, images, and starting servers.
 """
@@ -19,31 +17,35 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import secrets
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import tenacity
 
+from lightrlhf.cli.addresses import KEY, check_addresses
 from lightrlhf.cli.args import RARE, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.generation.http_thread import (
+    Busy,
+    HttpThread,
+    message_of,
+    one_line,
+    reason_of,
+    text_of,
+)
 
-KEY = "OPENAI_API_KEY"
 LONGEST_WAIT = 60.0  # seconds between two attempts, without a Retry-After
 LONGEST_RETRY_AFTER = 600.0  # seconds
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
-LONGEST_REPLY = 16 * 2**20  # bytes after decompression: far above any completion
 HEALTH_DEADLINE = 10.0  # seconds
 # by finish_reason: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
 TRUNCATED = {"stop": False, "eos_token": False, "stop_sequence": False, "eos": False, "end_turn": False}
@@ -69,21 +71,7 @@ class RemoteArgs:
 
     def check_remote(self) -> None:
         """Raises: ValueError, one line, when an address or a limit cannot be used."""
-        for url in self.base_url:
-            try:
-                parts, port = urlsplit(url), httpx2.URL(url).port
-            except (ValueError, httpx2.InvalidURL) as problem:
-                raise ValueError(f"--base_url {url!r} is not an address: {problem}") from None
-            if (
-                parts.scheme not in ("http", "https")
-                or not parts.hostname
-                or port == 0
-                or parts.query
-                or parts.fragment
-            ):
-                raise ValueError(f"--base_url {url} is not an address such as http://localhost:8000/v1")
-            if parts.username or parts.password:
-                raise ValueError(f"--base_url at {parts.hostname} contains a password; put it into {KEY}")
+        check_addresses(self.base_url, "--base_url", "http://localhost:8000/v1")
         for name in ("max_workers", "max_attempts"):
             check_at_least(self, name, 1)
         check_positive(self, "request_timeout", "health_timeout")
@@ -98,14 +86,6 @@ class Reply:
     error: str | None = None
 
 
-class Busy(Exception):
-    """A failure after which a retry may succeed; `seconds` is the server's Retry-After."""
-
-    def __init__(self, reason: str, seconds: float | None = None) -> None:
-        super().__init__(reason)
-        self.seconds = seconds
-
-
 class Unanswered(Busy):
     """A completion without usable text; when retries do not help, it is reported like a refusal."""
 
@@ -117,26 +97,12 @@ class Servers:
         self.args, self.model, self.first_wait = args, model, first_wait
         self.urls = [url.rstrip("/") for url in args.base_url]
         self.told: set[str] = set()  # other models' names in answers
-        key = os.environ.get(KEY, "").strip()
-        if not (key.isascii() and (key.isprintable() or not key)):
-            raise UsageError(f"{KEY} has characters that no key has; set it again")
-        self.client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(None, connect=min(30.0, args.request_timeout)),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+        self.http = HttpThread(args.request_timeout)
         self.slots = asyncio.Semaphore(args.max_workers)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="requests", daemon=True)
-        self.thread.start()
 
     def close(self) -> None:
-        """End what is under way and the thread of the requests."""
-        if self.thread.is_alive():
-            self._start(self.client.aclose()).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join()
-            self.loop.close()
+        """End what is under way."""
+        self.http.close()
 
     def __enter__(self) -> Servers:
         return self
@@ -151,7 +117,7 @@ class Servers:
         """
         end = time.monotonic() + self.args.health_timeout
         for url in self.urls:
-            while problem := self._start(self._health_problem(url)).result():
+            while problem := self.http.start(self._health_problem(url)).result():
                 if time.monotonic() > end:
                     raise RunFailure(
                         f"--base_url {url} did not answer within {self.args.health_timeout:g} s ({problem}); "
@@ -171,21 +137,18 @@ class Servers:
         answered = refused = 0
         try:
             for number, request in itertools.islice(numbered, 4 * self.args.max_workers):
-                waiting.append(self._start(self._ask(number, request)))
+                waiting.append(self.http.start(self._ask(number, request)))
             while waiting:
                 reply = waiting.popleft().result()
                 answered, refused = answered + (reply.error is None), refused + (reply.error is not None)
                 if not answered and refused >= MAX_REFUSALS:
                     raise RunFailure(f"--base_url {self.urls[0]} refuses every request: {reply.error}")
                 for number, request in itertools.islice(numbered, 1):
-                    waiting.append(self._start(self._ask(number, request)))
+                    waiting.append(self.http.start(self._ask(number, request)))
                 yield reply
         finally:
             for future in waiting:  # replies that are no longer needed
                 future.cancel()
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _ask(self, number: int, request: dict[str, Any]) -> Reply:
         attempts = itertools.count(number)
@@ -206,7 +169,7 @@ class Servers:
                 return Reply(error=str(problem))
             except (Busy, httpx2.RequestError) as problem:
                 raise RunFailure(
-                    f"--base_url {url} failed {self.args.max_attempts} times, last with: {_message(problem)}; "
+                    f"--base_url {url} failed {self.args.max_attempts} times, last with: {message_of(problem)}; "
                     "complete rows are kept, run the same command to resume"
                 ) from None
         raise AssertionError("tenacity returns or raises")
@@ -218,29 +181,29 @@ class Servers:
             text = json.dumps({"model": self.model, **request}, ensure_ascii=False, allow_nan=False)
             content = text.encode("utf-8")
         except ValueError as problem:  # half of a surrogate pair, NaN
-            raise UsageError(f"a request to --base_url {url} cannot be written: {_one_line(str(problem))}") from None
+            raise UsageError(f"a request to --base_url {url} cannot be written: {one_line(str(problem))}") from None
         asked = hashlib.sha256(content).hexdigest()[:16]
         headers = {"Content-Type": "application/json", "X-Request-Id": f"lightrlhf-{asked}-{secrets.token_hex(4)}"}
-        response = await self._send("POST", url + path, self.args.request_timeout, content=content, headers=headers)
+        response = await self.http.send("POST", url + path, self.args.request_timeout, content=content, headers=headers)
         status = response.status_code
         if status == 429 or status in (408, 409, 425) or status >= 500:
-            raise Busy(f"status {status}: {_reason(response)}", _retry_after(response))
+            raise Busy(f"status {status}: {reason_of(response)}", _retry_after(response))
         if status in (400, 413, 422):
-            return Reply(error=f"status {status}: {_reason(response)}")
+            return Reply(error=f"status {status}: {reason_of(response)}")
         if status in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {status}); set {KEY}")
         if status != 200:
-            elsewhere = _one_line(response.headers.get("location", ""))
+            elsewhere = one_line(response.headers.get("location", ""))
             raise RunFailure(
                 f"--base_url {url} answered {path} with status {status}"
-                + (f", a redirection to {elsewhere}" if elsewhere else f": {_reason(response)}")
+                + (f", a redirection to {elsewhere}" if elsewhere else f": {reason_of(response)}")
             )
         try:
             body = json.loads(response.content)
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            raise Busy(f"a reply that is not a completion: {_one_line(_text(response))[:200]!r}")
+            raise Busy(f"a reply that is not a completion: {one_line(text_of(response))[:200]!r}")
         for echo in (response.headers.get("x-request-id", ""), str(body.get("id", ""))):
             if (other := REQUEST_ID.search(echo)) and other[1] != asked:
                 raise Busy("the reply to another request")
@@ -248,25 +211,11 @@ class Servers:
         self._tell_other_model(url, body.get("model"))
         return reply
 
-    async def _send(self, method: str, url: str, deadline: float, **more: Any) -> httpx2.Response:
-        """The whole response. Raises: Busy when it is not complete at the deadline, in seconds, or too long."""
-        content = bytearray()
-        try:
-            async with asyncio.timeout(deadline), self.client.stream(method, url, **more) as response:
-                async for piece in response.aiter_bytes():
-                    content += piece
-                    if len(content) > LONGEST_REPLY:
-                        raise Busy(f"a reply of more than {LONGEST_REPLY:,} bytes")
-        except TimeoutError:
-            raise Busy(f"no whole reply within {deadline:g} s") from None
-        headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() != "content-encoding"]
-        return httpx2.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
-
     def _tell_other_model(self, url: str, name: object) -> None:
         """Say once that answers are of a model by another name than asked for."""
         if isinstance(name, str) and name.partition("@")[0] != self.model and name not in self.told:  # name@revision
             self.told.add(name)
-            print(f"--base_url {url} answers as {_one_line(name)}, asked for {self.model}", file=sys.stderr)
+            print(f"--base_url {url} answers as {one_line(name)}, asked for {self.model}", file=sys.stderr)
 
     def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
         problem = state.outcome.exception() if state.outcome else None
@@ -277,11 +226,11 @@ class Servers:
     async def _health_problem(self, url: str) -> str | None:
         deadline = min(HEALTH_DEADLINE, self.args.health_timeout)
         try:
-            response = await self._send("GET", url.removesuffix("/v1") + "/health", deadline)
+            response = await self.http.send("GET", url.removesuffix("/v1") + "/health", deadline)
             if response.status_code in (401, 403, 404, 405):  # no such path; every server has /models
-                response = await self._send("GET", url + "/models", deadline)
+                response = await self.http.send("GET", url + "/models", deadline)
         except (Busy, httpx2.RequestError) as problem:
-            return _message(problem)
+            return message_of(problem)
         if response.status_code in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {response.status_code}); set {KEY}")
         return None if response.status_code == 200 else f"status {response.status_code}"
@@ -291,24 +240,24 @@ def _reply(body: dict[str, Any], chat: bool) -> Reply:
     """The one answer of a completion. Raises: Busy for anything else; Unanswered when it has no usable text."""
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices:
-        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+        raise Busy(f"a reply that is not a completion: {one_line(json.dumps(body))[:200]!r}")
     choice, more = choices[0], len(choices) - 1
     if not isinstance(choice, dict):
-        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+        raise Busy(f"a reply that is not a completion: {one_line(json.dumps(body))[:200]!r}")
     index, message = choice.get("index"), choice.get("message" if chat else "text")
     if more or (index is not None and (type(index) is not int or index != 0)):
         raise Busy(f"an answer that was not asked for: {len(choices)} choices, the first with index {index!r}"[:200])
     if not isinstance(message, dict):  # of a plain completion it is the text
         message = {"content": None if chat else message, "role": "none" if chat else None}
     if message.get("role") not in (None, "assistant"):
-        raise Busy(f"a reply that is not a completion: {_one_line(json.dumps(body))[:200]!r}")
+        raise Busy(f"a reply that is not a completion: {one_line(json.dumps(body))[:200]!r}")
     text, end = message.get("content"), choice.get("finish_reason")
     refusal = message.get("refusal") or message.get("tool_calls")
     if refusal or (isinstance(end, str) and end in NO_ANSWER):
         why = f": {refusal}" if isinstance(refusal, str) else ""
-        return Reply(error=_one_line(f"not answered, finish_reason {end}{why}")[:300])
+        return Reply(error=one_line(f"not answered, finish_reason {end}{why}")[:300])
     if not isinstance(end, str) or end not in TRUNCATED:
-        raise Busy(_one_line(f"an answer with finish_reason {end!r}")[:200])
+        raise Busy(one_line(f"an answer with finish_reason {end!r}")[:200])
     if text is None and TRUNCATED[end]:  # a model that was still reasoning
         return Reply(error="not answered, no text before finish_reason length")
     if text is None:
@@ -333,29 +282,3 @@ def _retry_after(response: httpx2.Response) -> float | None:
         except (TypeError, ValueError, OverflowError):
             return None
     return None if math.isnan(seconds) else min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
-
-
-def _reason(response: httpx2.Response) -> str:
-    """A server's reason for a refusal, in one line."""
-    try:
-        body = json.loads(response.content)
-        error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
-        text = error.get("message", error) if isinstance(error, dict) else error
-        text = text if isinstance(text, str) else json.dumps(text)
-    except (ValueError, RecursionError):
-        text = _text(response)
-    return _one_line(text)[:300] or response.reason_phrase
-
-
-def _text(response: httpx2.Response) -> str:
-    """The start of a body, whatever its Content-Type says of the encoding."""
-    return response.content[:5000].decode("utf-8", "replace")
-
-
-def _message(problem: Exception) -> str:
-    return _one_line(str(problem))[:300] or type(problem).__name__
-
-
-def _one_line(text: str) -> str:
-    """Text of a server without line breaks, control characters of terminals and halves of surrogate pairs."""
-    return " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in text[:5000]).split())

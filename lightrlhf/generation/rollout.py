@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,10 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
-from lightrlhf.generation.engine import generate
+from lightrlhf.generation.engine import Completions, generate
+from lightrlhf.generation.served import Asked, ServedPolicy
 from lightrlhf.maths.ops import masked_mean
+from lightrlhf.maths.sampling_gap import gap_size, importance_weights
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, inference, policy_inputs
 from lightrlhf.models.sharding import unsharded
@@ -32,24 +35,24 @@ def generate_rollout(
     tokenizer: Any,
     uniforms: Tensor,
     num_slots: int,
+    served: ServedPolicy | None = None,
+    following: Asked | None = None,
 ) -> Rollout:
     """Sample a response to each prompt row and score it under policy and reference at the same temperature.
 
-    uniforms: (B, max_new_tokens), the only source of randomness. The policy's log-probabilities are those it sampled
-    with; under autocast and with quantised weights, where a decoding step and a forward pass round differently, they
-    come from a forward pass, or ratios would not start at 1. Those of no reference are NaN.
+    uniforms: (B, max_new_tokens), the only source of randomness; served: the servers that sample in place of this
+    process, following: what is asked of them next. Log-probabilities of no reference are NaN.
     """
-    prompts = [[int(i) for i in row["input_ids"]] for row in rows]
+    prompts = prompt_ids(rows)
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
+    staleness = 0
+    if served is not None:
+        sampled, staleness = served.sample(prompts, uniforms, following)
     with unsharded(module):
-        sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), uniforms, num_slots, tokenizer)
+        if served is None:
+            sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), uniforms, num_slots, tokenizer)
         batch = response_batch(prompts, sampled.responses, tokenizer.pad_token_id).to(next(policy.parameters()).device)
-        if torch.is_autocast_enabled(batch.input_ids.device.type) or is_quantised(module.model):
-            logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
-        else:
-            sampled_with = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
-            logprobs = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
-            logprobs[batch.action_mask] = sampled_with.to(logprobs)
+        logprobs, gap = old_logprobs(policy, batch, sampled, args, num_slots, is_served=served is not None)
     ref_logprobs = torch.full_like(logprobs, math.nan)
     if reference is not None:
         ref_logprobs = score_logprobs(reference, batch, args.temperature, num_slots)
@@ -61,9 +64,38 @@ def generate_rollout(
         truncated=torch.tensor(sampled.truncated, dtype=torch.bool, device=batch.input_ids.device),
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
+        sampling_gap=gap,
+        staleness=staleness,
         columns=[row.get("columns", {}) for row in rows],
         removed_mass=sampled.removed_mass,
     )
+
+
+def old_logprobs(
+    policy: nn.Module, batch: Batch, sampled: Completions, args: SamplingArgs, num_slots: int, is_served: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log pi_old of the actions, (B, T-1), and the log-ratio of the policy to a server that sampled them, or None.
+
+    pi_old is what sampled, unless a forward pass of the same weights gives other numbers and a ratio would not start
+    at 1: under autocast and with quantised weights, where a decoding step rounds differently, and on a server whose
+    gap is corrected. There it is a forward pass.
+    """
+    sampled_with = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
+    values = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
+    sampled_with[batch.action_mask] = values.to(sampled_with)
+    module: Any = getattr(policy, "module", policy)
+    rounds = torch.is_autocast_enabled(batch.input_ids.device.type) or is_quantised(module.model)
+    if not (rounds or is_served):
+        return sampled_with, None
+    scored = score_logprobs(policy, batch, args.temperature, num_slots)
+    gap = torch.where(batch.action_mask, scored - sampled_with, 0.0) if is_served else None
+    bypassed = is_served and getattr(args, "sampling_correction", "none") == "none"
+    return (sampled_with if bypassed else scored), gap
+
+
+def prompt_ids(rows: Sequence[Row]) -> list[list[int]]:
+    """The ids of prompt rows."""
+    return [[int(i) for i in row["input_ids"]] for row in rows]
 
 
 def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_size: int) -> Tensor:
@@ -78,12 +110,58 @@ def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_si
 
 # ------------------------------------------------------------------------------------------------- in a training loop
 def sample_rollout(
-    run: Run[Any], actor: nn.Module, reference: nn.Module | None, rows: Sequence[Row], noise: Tensor, tokenizer: Any
+    run: Run[Any],
+    actor: nn.Module,
+    reference: nn.Module | None,
+    rows: Sequence[Row],
+    noise: Tensor,
+    tokenizer: Any,
+    served: ServedPolicy | None = None,
+    following: tuple[Sequence[Row], Tensor] | None = None,
 ) -> Rollout:
-    """This rank's rollout in the run's precision; noise: (B, max_new_tokens) uniform numbers."""
+    """This rank's rollout in the run's precision; noise: (B, max_new_tokens) uniform numbers.
+
+    following: rows and noise of the next rollout, which servers sample from now on.
+    Raises: RunFailure when a server samples from other probabilities than those of its weights.
+    """
     args = run.args
+    asked = following and (prompt_ids(following[0]), following[1])
     with run.autocast():
-        return generate_rollout(actor, reference, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
+        settings = (args, tokenizer, noise, args.rollout_mini_batch_size)
+        rollout = generate_rollout(actor, reference, rows, *settings, served, asked)
+    gap = rollout.sampling_gap
+    if gap is None:
+        return rollout
+    if not rollout.staleness and served is not None:
+        check_gap(run, rollout, served)
+    if args.sampling_correction == "none":
+        return rollout
+    weights = importance_weights(gap, rollout.action_mask, args.sampling_correction, args.sampling_bound)
+    return dataclasses.replace(rollout, correction=weights)
+
+
+def check_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
+    """Raises: RunFailure, with what was found out, when servers sampled from other probabilities than the policy's."""
+    metrics, args = gap_metrics(run, rollout), run.args
+    limit = args.max_sampling_kl or (1e-5 if args.precision == "32-true" else 1e-2)
+    if not metrics["sampling/kl"] <= limit:
+        raise RunFailure(
+            f"servers sample from other probabilities than the policy at step {run.step + 1}: KL "
+            f"{metrics['sampling/kl']:.2g} a token, above {limit:g}, largest ratio {metrics['sampling/ratio_max']:.3g};"
+            f" {served.diagnose(rollout, limit)}"
+        )
+
+
+def gap_metrics(run: Run[Any], rollout: Rollout) -> Metrics:
+    """Size of the gap between servers and trainer over all ranks; nothing where this process sampled."""
+    gap, args = rollout.sampling_gap, run.args
+    if gap is None:
+        return {}
+    kind = None if args.sampling_correction == "none" else args.sampling_correction
+    size = gap_size(gap, rollout.action_mask, kind, args.sampling_bound)
+    largest = max(run.gather(float(size.ratio_max)))
+    total = size._replace(sums=run.sum_over_ranks(size.sums), ratio_max=torch.tensor(largest))
+    return total.metrics() | {"sampling/staleness": float(rollout.staleness)}
 
 
 def check_start(rollout: Rollout, reference: str = "the reference's") -> None:
@@ -115,7 +193,7 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Te
         "completions/mean_length": length,
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
-    }
+    } | gap_metrics(run, rollout)
     score, reward = row_means(run, [scores, rewards.sum(1)], ~scores.isnan())
     return {"objective/score": score, "objective/reward": reward} | metrics
 

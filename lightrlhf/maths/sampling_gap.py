@@ -62,20 +62,20 @@ CORRECTIONS: dict[str, Correction] = {
 }
 
 
-def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, bound: float) -> Tensor:
-    """Weight of each action in the loss, in the type of `logprobs` and without a gradient, 0 elsewhere: (B, T-1).
+def importance_weights(log_ratio: Tensor, mask: Tensor, kind: str, bound: float) -> Tensor:
+    """Weight of each action in the loss, in the type of `log_ratio` and without a gradient, 0 elsewhere: (B, T-1).
 
-    logprobs, sampler_logprobs: (B, T-1) of pi and mu, both at the temperature of sampling and over the same tokens; mu
-    finite at actions (mask, bool). kind: a name of `CORRECTIONS`; bound: C, above 1, infinity for none. A weight is
+    log_ratio: (B, T-1) of log pi - log mu, both at the temperature of sampling and over the same tokens, mu finite at
+    actions (mask, bool). kind: a name of `CORRECTIONS`; bound: C, above 1, infinity for none. A weight is
     exactly 1 where pi = mu, and never NaN, since a ratio that overflows is out of bounds.
     """
     level, cut = CORRECTIONS[kind]
-    return torch.where(mask, cut(level(log_ratios(logprobs, sampler_logprobs, mask)), bound), 0.0).to(logprobs.dtype)
+    return torch.where(mask, cut(level(of_actions(log_ratio, mask)), bound), 0.0).to(log_ratio.dtype)
 
 
-def log_ratios(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+def of_actions(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """log r_t at actions, 0 elsewhere, (B, T-1), float64: so that padding does not change a sum over thousands."""
-    return torch.where(mask, logprobs.detach().double() - sampler_logprobs.detach().double(), 0.0)
+    return torch.where(mask, log_ratio.detach().double(), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------------- size
@@ -92,15 +92,13 @@ class GapSize(NamedTuple):
         return {"sampling/kl": means[0], "sampling/ratio_max": self.ratio_max.item(), "sampling/dropped": means[1]}
 
 
-def gap_size(
-    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str | None = None, bound: float = math.inf
-) -> GapSize:
+def gap_size(log_ratio: Tensor, mask: Tensor, kind: str | None = None, bound: float = math.inf) -> GapSize:
     """Size of the gap, of tensors as in `importance_weights`; without a kind nothing is cut.
 
     The KL at a token sampled from mu is estimated by k3, r - 1 - log r (Schulman 2020), as in verl's `rollout_corr`;
     infinite where pi = 0. An action is cut where its weight is truncated, masked, or 0.
     """
-    log_ratio = log_ratios(logprobs, sampler_logprobs, mask)
+    log_ratio = of_actions(log_ratio, mask)
     cut = torch.zeros_like(mask)
     if kind is not None:
         level, weigh = CORRECTIONS[kind]

@@ -48,6 +48,26 @@ def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> N
     _save_adapter(module, folder)
 
 
+def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
+    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone.
+
+    A tied head is written too: a server may have been started with one of its own, as vLLM has to be on a CPU.
+    """
+    from safetensors.torch import save_file
+
+    if as_adapter:
+        export(module, folder, base_dir)
+        return
+    model = merged_model(module)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.detach().cpu().contiguous()
+        places = {other.data_ptr() for other in stored.values()}
+        stored[name] = tensor.clone() if tensor.data_ptr() in places else tensor  # a file has no shared tensors
+    model.config.save_pretrained(folder)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _save_adapter(module: Role, folder: Path) -> None:
     model = module.model
     head = model.get_parameter("score.weight") if hasattr(model, "score") else None

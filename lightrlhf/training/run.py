@@ -142,6 +142,7 @@ class Run(Generic[AnyArgs]):
         self._logged: dict[str, None] = {}  # names of metrics, in order
         self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
+        self._endings: list[Callable[[], None]] = []  # of what the loop opened
         self._started = time.perf_counter()
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -171,6 +172,22 @@ class Run(Generic[AnyArgs]):
     def total(self, value: float) -> float:
         """Sum of a number over all ranks."""
         return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
+
+    def gather(self, value: Item) -> list[Item]:
+        """The values of all ranks, in their order; any object that can be pickled."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._collective():
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value, on all ranks; any object that can be pickled."""
+        if self.world_size == 1:
+            return value
+        with self._collective():
+            return self.fabric.broadcast(value)
 
     def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
         """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
@@ -463,6 +480,12 @@ class Run(Generic[AnyArgs]):
             raise KeyboardInterrupt from None
         finally:
             bar.close()
+            for end in self._endings:
+                end()
+
+    def on_end(self, end: Callable[[], None]) -> None:
+        """Call a function when the loop over `steps` ends, however that is."""
+        self._endings.append(end)
 
     def due(self, interval: int, num_steps: int) -> bool:
         """Whether something with this interval is due after the current step; always after the last step."""
@@ -561,7 +584,7 @@ class Run(Generic[AnyArgs]):
     def _save(
         self, module: Policy | ScalarModel, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
     ) -> None:
-        full = self._full(module)
+        full = self.full(module)
         state = {
             "step": self.step,
             **rng_states(self.device, self.world_size),
@@ -595,8 +618,8 @@ class Run(Generic[AnyArgs]):
         self._improved = False
         self.fabric.barrier()
 
-    def _full(self, module: Any) -> Any:
-        """The module itself, or a full copy of a sharded one."""
+    def full(self, module: Any) -> Any:
+        """The module itself, or a full copy of a sharded one, which all ranks gather."""
         for name, meta in self._meta_copies.items():
             if self.learners[name].module.module is module and is_sharded(module):
                 return materialize(meta, module, keep=self.is_first)

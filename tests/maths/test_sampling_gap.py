@@ -15,13 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightrlhf.maths import sampling_gap
 from lightrlhf.maths.groups import ADVANTAGES as GROUP_ADVANTAGES
 from lightrlhf.maths.groups import group_advantages, group_moments
 from lightrlhf.maths.ops import policy_loss
 from lightrlhf.maths.policy_losses import LOSSES, kl_loss, make_loss, sequence_log_ratio
-from lightrlhf.maths.sampling_gap import CORRECTIONS, GapSize, gap_size, importance_weights
+from lightrlhf.maths.sampling_gap import CORRECTIONS, GapSize
 
 INF, NAN = math.inf, math.nan
+
+
+def importance_weights(logprobs: Tensor, sampler: Tensor, *settings) -> Tensor:
+    """Weights of two sets of log-probabilities."""
+    return sampling_gap.importance_weights(logprobs.double() - sampler.double(), *settings).to(logprobs.dtype)
+
+
+def gap_size(logprobs: Tensor, sampler: Tensor, *settings) -> GapSize:
+    """Size of the gap between two sets of log-probabilities."""
+    return sampling_gap.gap_size(logprobs.double() - sampler.double(), *settings)
 
 
 # ------------------------------------------------------------------------------------------------------------ floats

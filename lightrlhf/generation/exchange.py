@@ -1,0 +1,103 @@
+"""The exchange folder: where a trainer writes the weights that servers load, a new folder for each version.
+
+A version's folder appears whole or not at all, its name is never used again, and the newest two are kept, for a server
+may still read the one before. All of it goes with the trainer; what a killed one left goes with the next that starts on
+the same machine.
+
+Left out: transfer without files, and cleaning up on machines other than the trainer's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.generation.rollout_servers import Target
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.saving import export_for_servers
+from lightrlhf.storage.locks import Lock, lock_folder
+from lightrlhf.storage.writing import make_folder, writing
+
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
+KEPT = 2  # versions
+PREFIX = "lightrlhf"
+
+
+class Exchange:
+    """The folder of one trainer below `--exchange_dir`; versions of it begin with a token of its own.
+
+    folder: a memory file system when not given, else the system's temporary folder.
+    Raises: UsageError when it cannot be written.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        memory = str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
+        self.root = Path(folder or memory).resolve()
+        self.token = secrets.token_hex(4)
+        with writing(f"--exchange_dir {self.root}", error=UsageError):
+            make_folder(self.root)
+        self._remove_left()
+        self.folder = self.root / f"{_prefix()}{self.token}"
+        lock = lock_folder(self.folder, "--exchange_dir")
+        self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
+        self.folder.chmod(0o755)  # a server may run as another user
+
+    def write(self, policy: Policy, step: int, base_dir: Path, as_adapter: bool = False) -> Target:
+        """Write the weights that a policy has at a step; the versions before the last one go.
+
+        base_dir: where the base of adapters is stored, if it is nowhere yet.
+        Raises: UsageError when there is no room, RunFailure when they cannot be written.
+        """
+        version = f"{self.token}-{step}"
+        place, partial = self.folder / f"version-{step}", self.folder / "partial"
+        self._check_space(policy)
+        with writing(f"--exchange_dir {self.root}"):  # neither hashed nor synchronised: no one reads it after a crash
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            export_for_servers(policy, partial, base_dir, as_adapter)
+            partial.rename(place)
+        mine = sorted(self.folder.glob("version-*"), key=lambda path: path.stat().st_mtime_ns)
+        for old in mine[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return Target(place, version, as_adapter)
+
+    def close(self) -> None:
+        """Remove the folder, which the end of the process does, too."""
+        self._end()
+
+    def _check_space(self, policy: Policy) -> None:
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in policy.model.state_dict().values())
+        free = shutil.disk_usage(self.root).free
+        if free < needed * 1.05:
+            raise UsageError(
+                f"--exchange_dir {self.root} has {free / 2**30:.1f} GiB free, the weights take up to "
+                f"{needed / 2**30:.1f} GiB a version; name a folder with more room that the servers see"
+            )
+
+    def _remove_left(self) -> None:
+        """Remove folders of trainers of this machine that were killed: nobody holds their locks."""
+        for folder in self._left():
+            with suppress(UsageError):
+                _remove(folder, lock_folder(folder), os.getpid())
+
+    def _left(self) -> Iterator[Path]:
+        with suppress(OSError):
+            yield from (path for path in self.root.glob(f"{_prefix()}*") if path.stat().st_uid == os.getuid())
+
+
+def _remove(folder: Path, lock: Lock, owner: int) -> None:
+    if os.getpid() == owner:  # not a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+def _prefix() -> str:
+    return f"{PREFIX}-{socket.gethostname()}-"

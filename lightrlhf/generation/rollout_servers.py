@@ -1,0 +1,693 @@
+"""Client of servers that sample for training: token ids in; token ids, log-probabilities and the weights' version out.
+
+Four verbs: sample, load weights of a version, pause and resume (around a load), and which version. Two dialects: the
+routes of vLLM, which `lightrlhf.serve` speaks too, and those of SGLang; which one a server speaks is found by asking.
+No tokenizer stands between: what a model read and sampled comes back as ids.
+
+Several servers share the work by what they finish. One that fails is left out and its prompts go to the others; one
+that comes back gets the current weights before any prompt. A version is read from a server before and after each
+request, and is set only once its weights are loaded, so no response of unknown weights is returned.
+
+Left out: transfer of weights over NCCL, requests of several versions, several models at a server, and starting servers
+(see `lightrlhf.serve`). Of SGLang the routes are those of its documentation; it was never run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import math
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import httpx2
+from torch import Tensor
+
+from lightrlhf.cli.addresses import KEY
+from lightrlhf.cli.args import SamplingArgs, ServerArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.generation.engine import Completions
+from lightrlhf.generation.http_thread import Busy, HttpThread, message_of, one_line, reason_of, text_of
+
+NO_VERSION = "none"  # while weights are loaded, and where a load failed
+PROBE_SECONDS = 1.0  # between two looks at a server that was left out
+SHORT_DEADLINE = 30.0  # seconds, of requests that compute nothing
+MAX_ATTEMPTS = 3  # at a chunk that a server answers wrongly or refuses for now
+CHUNKS_PER_SERVER = 4  # of the prompts of one call, where several servers share them
+BYTES_PER_TOKEN = 512  # at most, of a reply; vLLM writes about 60
+MOST_ROWS = 1024  # of a request; vLLM takes no more prompts by default
+RESETS = 60  # attempts to reset a prefix cache, one a second
+
+
+class ServersGone(RunFailure):
+    """No server is left; what was sampled before is kept."""
+
+
+class Wrong(Busy):
+    """An answer that is none to what was asked."""
+
+
+class Chunk(NamedTuple):
+    """Prompts of one request: groups of equal ones are next to each other."""
+
+    rows: range  # their places among those of the call
+    prompts: list[list[int]]
+    uniforms: Tensor  # (rows, max_new_tokens)
+
+
+class Response(NamedTuple):
+    """One response of a server."""
+
+    ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+@dataclass
+class Server:
+    """A server and what is known of it."""
+
+    url: str
+    dialect: Dialect | None = None  # found by asking
+    model: str = ""  # name of the served model
+    adapter: str = ""  # name of the adapter that requests ask for; the model itself when empty
+    is_out: bool = False  # left out until it has the current weights
+    reason: str = ""  # why
+    settings: dict[str, Any] = field(default_factory=dict)  # dtype, logprobs_mode and more, where it tells them
+
+
+class Target(NamedTuple):
+    """Weights that servers are to have."""
+
+    folder: Path
+    version: str
+    is_adapter: bool
+
+
+# ------------------------------------------------------------------------------------------------------------ dialects
+class Dialect(Protocol):
+    """How a kind of server is asked."""
+
+    name: str
+
+    async def sample(self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]) -> Any: ...
+
+    async def load(self, ask: Ask, server: Server, target: Target) -> None: ...
+
+    async def version(self, ask: Ask, server: Server) -> str: ...
+
+    async def sleep(self, ask: Ask, server: Server, asleep: bool) -> None: ...
+
+
+class Ask:
+    """Requests to one server. Raises: Busy for what may pass, RunFailure for what will not."""
+
+    def __init__(self, http: HttpThread, url: str, deadline: float) -> None:
+        self.http, self.url, self.deadline = http, url, deadline
+
+    async def __call__(self, path: str, body: Any = None, deadline: float = SHORT_DEADLINE, tokens: int = 0) -> Any:
+        """The JSON answer to a POST, or without a body to a GET; tokens: how many a long reply may have."""
+        method = "GET" if body is None else "POST"
+        longest = 16 * 2**20 + BYTES_PER_TOKEN * tokens
+        response = await self.http.send(method, self.url + path, deadline, longest, json=body)
+        status = response.status_code
+        if status in (401, 403):
+            raise RunFailure(f"--rollout_server {self.url} refused the key (status {status}); set {KEY}")
+        if status == 404:
+            raise RunFailure(f"--rollout_server {self.url} has no {path.partition('?')[0]} ({reason_of(response)})")
+        if status in (400, 413, 422):
+            raise RunFailure(f"--rollout_server {self.url} refused {path.partition('?')[0]}: {reason_of(response)}")
+        if status != 200:
+            raise Busy(f"{path.partition('?')[0]} answered with status {status}: {reason_of(response)}")
+        if not response.headers.get("content-type", "json").lower().count("json"):
+            return None  # a word for people
+        try:
+            return json.loads(response.content)
+        except (ValueError, RecursionError):
+            raise Wrong(f"a reply that is no JSON: {one_line(text_of(response))[:200]!r}") from None
+
+
+class VLLM:
+    """vLLM 0.26 and later in developer mode (VLLM_SERVER_DEV_MODE=1), and `lightrlhf.serve`."""
+
+    def __init__(self, takes_noise: bool) -> None:
+        self.takes_noise = takes_noise  # our own server, whose samples are bitwise those of the local engine
+        self.name = "lightrlhf" if takes_noise else "vLLM"
+
+    async def sample(
+        self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
+    ) -> list[Response]:
+        """The responses to a chunk, in order."""
+        groups = [list(rows) for _, rows in itertools.groupby(chunk.prompts)]
+        sizes = {len(rows) for rows in groups}
+        n = sizes.pop() if len(sizes) == 1 else 1
+        prompts = [rows[0] for rows in groups] if n > 1 else chunk.prompts
+        count, model = len(chunk.prompts), server.adapter or server.model
+        body = {
+            "model": model,
+            "prompt": prompts,
+            "n": n,
+            "max_tokens": args.max_new_tokens,
+            "temperature": args.temperature if args.do_sample else 0.0,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": sorted({*ends, *args.eos_ids}),
+            "stop": args.stop_strings or None,
+            "include_stop_str_in_output": True,
+            "ignore_eos": True,  # the ends are those of the policy, above
+            "skip_special_tokens": False,
+        }
+        room = server.settings.get("max_model_len")
+        longest = max(map(len, prompts)) + args.max_new_tokens
+        if type(room) is int and longest > room:  # vLLM would cut responses without a word
+            raise RunFailure(
+                f"--rollout_server {server.url} has room for {room} tokens, a prompt with its response needs "
+                f"{longest}; start it with --max-model-len {longest} or more, or lower --max_new_tokens"
+            )
+        if self.takes_noise:
+            body["noise"] = base64.b64encode(chunk.uniforms.float().numpy().astype("<f4").tobytes()).decode()
+        else:
+            body["cache_salt"] = await self.version(ask, server)  # keys and values of other weights are never reused
+        tokens = count * (args.max_new_tokens + len(max(prompts, key=len)))
+        reply = await ask("/v1/completions", body, ask.deadline, tokens)
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not isinstance(choices, list) or len(choices) != count:
+            raise Wrong(f"{len(choices) if isinstance(choices, list) else 'no'} choices for {count} responses")
+        if reply.get("model", model) != model:
+            raise Wrong(f"an answer of the model {reply['model']!r}, not of {model!r}")
+        ordered: dict[int, dict[str, Any]] = {}
+        for choice in choices:
+            if not isinstance(choice, dict) or type(choice.get("index")) is not int:
+                raise Wrong("a choice without an index")
+            ordered[choice["index"]] = choice
+        if sorted(ordered) != list(range(count)):
+            raise Wrong("choices whose indices are not those of the request")
+        responses = []
+        for row in range(count):
+            choice = ordered[row]
+            echo, values = choice.get("prompt_token_ids"), choice.get("logprobs")
+            if echo is not None and echo != chunk.prompts[row]:
+                raise Wrong(f"an answer to another prompt in choice {row}")
+            logprobs = values.get("token_logprobs") if isinstance(values, dict) else None
+            ids, end = choice.get("token_ids"), choice.get("finish_reason")
+            responses.append(checked_response(ids, logprobs, end, args, ends))
+        return responses
+
+    async def score(self, ask: Ask, server: Server, texts: list[list[int]]) -> list[list[float]]:
+        """Log-probability of each token after the first, read without cached prefixes, at temperature 1."""
+        body = {"model": server.adapter or server.model, "prompt": texts, "max_tokens": 1, "prompt_logprobs": 0}
+        salt = {} if self.takes_noise else {"cache_salt": secrets.token_hex(8)}
+        reply = await ask("/v1/completions", body | salt, ask.deadline, sum(map(len, texts)))
+        try:
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+            return [
+                [float(values[str(token)]["logprob"]) for token, values in zip(ids[1:], choice["prompt_logprobs"][1:])]
+                for ids, choice in zip(texts, choices, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as problem:
+            raise Wrong(f"prompt_logprobs that cannot be read: {message_of(problem)}") from None
+
+    async def load(self, ask: Ask, server: Server, target: Target) -> None:
+        """Load weights while sampling is paused, and set their version."""
+        await ask("/pause?mode=wait", {}, ask.deadline)
+        try:
+            await ask("/update_weight_version", {"new_version": NO_VERSION})
+            if target.is_adapter:
+                await self._load_adapter(ask, server, target)
+            else:
+                path = {"weights_path": str(target.folder)}
+                await ask("/collective_rpc", {"method": "reload_weights", "kwargs": path}, ask.deadline)
+            await self._reset_cache(ask)
+            await ask("/update_weight_version", {"new_version": target.version})
+        finally:
+            await ask("/resume", {})
+
+    async def _load_adapter(self, ask: Ask, server: Server, target: Target) -> None:
+        """Load an adapter under the name of its version, which was never used, and drop the one before."""
+        body = {"lora_name": target.version, "lora_path": str(target.folder)}
+        await ask("/v1/load_lora_adapter", body, ask.deadline)
+        roots = {str(model.get("id")): model.get("root") for model in await models_of(ask)}
+        if roots.get(target.version) != str(target.folder):
+            raise RunFailure(
+                f"--rollout_server {ask.url} serves adapter {target.version} from {roots.get(target.version)}, not "
+                f"from {target.folder}; restart the server"
+            )
+        old, server.adapter = server.adapter, target.version
+        if old in roots:
+            await ask("/v1/unload_lora_adapter", {"lora_name": old})
+
+    async def _reset_cache(self, ask: Ask) -> None:
+        """Drop cached keys and values of earlier weights; a server refuses while requests hold some."""
+        for _ in range(RESETS):
+            answer = await ask("/reset_prefix_cache", {})
+            if answer is None or answer.get("success", True):  # before 0.26 there is no answer
+                return
+            await asyncio.sleep(1.0)
+        raise Busy(f"its prefix cache could not be reset in {RESETS} attempts; other clients hold blocks of it")
+
+    async def version(self, ask: Ask, server: Server) -> str:
+        """The version of the weights that the server has."""
+        answer = await ask("/weight_info")
+        return str(answer.get("weight_version")) if isinstance(answer, dict) else NO_VERSION
+
+    async def sleep(self, ask: Ask, server: Server, asleep: bool) -> None:
+        """Free the server's memory of the accelerator, or take it again."""
+        await ask("/sleep?level=1" if asleep else "/wake_up", {}, ask.deadline)
+
+
+class SGLang:
+    """SGLang, as documented in its pages on reinforcement learning."""
+
+    name = "SGLang"
+
+    async def sample(
+        self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
+    ) -> list[Response]:
+        """The responses to a chunk, in order."""
+        options = {
+            "max_new_tokens": args.max_new_tokens,
+            "temperature": args.temperature if args.do_sample else 0.0,
+            "top_p": args.top_p,
+            "top_k": args.top_k or -1,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "stop_token_ids": sorted({*ends, *args.eos_ids}),
+            "stop": args.stop_strings or None,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
+        body = {"input_ids": chunk.prompts, "sampling_params": options, "return_logprob": True}
+        if server.adapter:
+            body["lora_path"] = [server.adapter] * len(chunk.prompts)
+        reply = await ask("/generate", body, ask.deadline, len(chunk.prompts) * args.max_new_tokens)
+        if not isinstance(reply, list) or len(reply) != len(chunk.prompts):
+            raise Wrong(f"{len(reply) if isinstance(reply, list) else 'no'} answers to {len(chunk.prompts)} prompts")
+        responses = []
+        for prompt, answer in zip(chunk.prompts, reply):
+            found = answer.get("meta_info") if isinstance(answer, dict) else None
+            meta: dict[str, Any] = found if isinstance(found, dict) else {}
+            pairs = meta.get("output_token_logprobs")
+            if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
+                raise Wrong("an answer without output_token_logprobs")
+            if meta.get("prompt_tokens", len(prompt)) != len(prompt):
+                raise Wrong("an answer to another prompt")
+            end = meta.get("finish_reason")
+            end = end.get("type") if isinstance(end, dict) else end
+            ids, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+            responses.append(checked_response(ids, logprobs, end, args, ends))
+        return responses
+
+    async def load(self, ask: Ask, server: Server, target: Target) -> None:
+        """Load weights while sampling is paused, and set their version."""
+        await ask("/pause_generation", {"mode": "retract"}, ask.deadline)
+        try:
+            if target.is_adapter:
+                body = {"lora_name": target.version, "lora_path": str(target.folder)}
+                await self._succeed(ask, "/load_lora_adapter", body)
+                old, server.adapter = server.adapter, target.version
+                if old:
+                    await self._succeed(ask, "/unload_lora_adapter", {"lora_name": old})
+                await self._succeed(ask, "/update_weight_version", {"new_version": target.version})
+            else:
+                given = {"model_path": str(target.folder), "weight_version": target.version}
+                await self._succeed(ask, "/update_weights_from_disk", given | {"flush_cache": True})
+        finally:
+            await ask("/continue_generation", {})
+
+    async def _succeed(self, ask: Ask, path: str, body: dict[str, Any]) -> None:
+        answer = await ask(path, body, ask.deadline)
+        if not isinstance(answer, dict) or not answer.get("success"):
+            told = one_line(str(answer.get("message") if isinstance(answer, dict) else answer))
+            raise RunFailure(f"--rollout_server {ask.url} refused {path}: {told[:300]}")
+
+    async def version(self, ask: Ask, server: Server) -> str:
+        """The version of the weights that the server has."""
+        answer = await ask("/get_model_info")
+        return str(answer.get("weight_version")) if isinstance(answer, dict) else NO_VERSION
+
+    async def sleep(self, ask: Ask, server: Server, asleep: bool) -> None:
+        """Free the server's memory of the accelerator, or take it again."""
+        await ask("/release_memory_occupation" if asleep else "/resume_memory_occupation", {}, ask.deadline)
+
+
+async def models_of(ask: Ask) -> list[dict[str, Any]]:
+    """The models and adapters that a server names."""
+    answer = await ask("/v1/models")
+    data = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(data, list) or not data or not all(isinstance(model, dict) for model in data):
+        raise Wrong("/v1/models names no model")
+    return data
+
+
+async def identify(ask: Ask, server: Server) -> None:
+    """Find out which dialect a server speaks, its model, and its settings. Raises: RunFailure for one of neither."""
+    try:
+        about = await ask("/version")
+    except RunFailure as problem:
+        if KEY in str(problem):
+            raise
+        about = None
+    version = about.get("version") if isinstance(about, dict) else None
+    if version is None:
+        try:
+            about = await ask("/get_model_info")
+        except RunFailure:
+            raise RunFailure(f"--rollout_server {ask.url} is neither vLLM nor SGLang nor lightrlhf.serve") from None
+        server.dialect, server.model = SGLang(), str(about.get("model_path", "default"))
+        return
+    server.dialect = VLLM(takes_noise=str(version).startswith("lightrlhf"))
+    server.model = next(str(model["id"]) for model in await models_of(ask) if not model.get("parent"))
+    try:
+        answer = await ask("/server_info?config_format=json")
+    except RunFailure:
+        raise RunFailure(
+            f"--rollout_server {ask.url} is not in developer mode, so weights cannot follow; start it by "
+            "python -m lightrlhf.serve, or with VLLM_SERVER_DEV_MODE=1"
+        ) from None
+    config = answer.get("vllm_config") if isinstance(answer, dict) else None
+    server.settings = dict(config.get("model_config") or {}) if isinstance(config, dict) else {}
+
+
+def checked_response(ids: Any, logprobs: Any, end: Any, args: SamplingArgs, ends: Sequence[int]) -> Response:
+    """A response as a server gave it. Raises: Wrong unless it is one that the model could have sampled."""
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise Wrong("a response without token ids; is the server too old to return them?")
+    if len(ids) > args.max_new_tokens:
+        raise Wrong(f"a response of {len(ids)} tokens, {args.max_new_tokens} were asked for")
+    if not isinstance(logprobs, list) or len(logprobs) != len(ids):
+        raise Wrong("a response without one log-probability for each token")
+    if not all(type(x) in (int, float) and math.isfinite(x) and x <= 1e-3 for x in logprobs):
+        raise Wrong("log-probabilities that are no numbers of at most 0")
+    last_is_end = ids[-1] in ends or ids[-1] in args.eos_ids
+    if end == "length" and len(ids) == args.max_new_tokens:
+        return Response(ids, [float(x) for x in logprobs], not last_is_end)
+    if end == "stop" and (last_is_end or args.stop_strings):
+        return Response(ids, [float(x) for x in logprobs], False)
+    if end == "stop":
+        raise Wrong(f"a response that ended at token {ids[-1]}, which is no end token of the policy")
+    raise Wrong(f"a response of {len(ids)} tokens with finish_reason {one_line(str(end))[:50]!r}")
+
+
+# ------------------------------------------------------------------------------------------------------------- servers
+class RolloutServers:
+    """The servers of `--rollout_server`, as one sampler.
+
+    Raises: RunFailure when one does not answer within `--health_timeout`, speaks no known dialect or refuses the key.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
+        self.servers = [Server(url.rstrip("/").removesuffix("/v1")) for url in args.rollout_server]
+        self.http = HttpThread(args.request_timeout)
+        self.target: Target | None = None
+        self._revivals: set[asyncio.Task[None]] = set()  # a loop keeps no task alive by itself
+        try:
+            self.http.start(self._connect()).result()
+        except BaseException:
+            self.http.close()
+            raise
+
+    def close(self) -> None:
+        """End what is under way."""
+        self.http.close()
+
+    def load(self, target: Target) -> None:
+        """Load weights into all servers; one that fails is left out. Raises: ServersGone when none took them."""
+        self.http.start(self._load_all(target)).result()
+
+    def start(
+        self, prompts: Sequence[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+    ) -> Future[Completions]:
+        """Sample one response to each prompt; equal prompts that are next to each other are read once.
+
+        uniforms: (B, max_new_tokens); our own server samples with them, others draw numbers of their own.
+        The future raises: ServersGone when no server is left for `--health_timeout`, RunFailure for what no server
+        would answer.
+        """
+        return self.http.start(self._sample(list(prompts), args, ends, uniforms))
+
+    def sample(
+        self, prompts: Sequence[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+    ) -> Completions:
+        """As `start`, waiting for the responses."""
+        return self.start(prompts, args, ends, uniforms).result()
+
+    def sleep(self, asleep: bool) -> None:
+        """Have all servers free the accelerator's memory, or take it again."""
+        self.http.start(self._sleep(asleep)).result()
+
+    def settings(self) -> list[tuple[str, dict[str, Any]]]:
+        """Address and settings of each server that is not left out."""
+        return [(server.url, server.settings) for server in self.servers if not server.is_out]
+
+    def score(self, texts: Sequence[list[int]]) -> list[tuple[str, list[list[float]]]]:
+        """Address, and log-probability of each token after the first, read without cached prefixes, at temperature 1.
+
+        Of each server that is not left out and can do so.
+        """
+        return self.http.start(self._score(list(texts))).result()
+
+    # ------------------------------------------------------------------------------------- in the requests' thread
+    async def _score(self, texts: list[list[int]]) -> list[tuple[str, list[list[float]]]]:
+        found = []
+        for server in self.servers:
+            if isinstance(server.dialect, VLLM) and not server.is_out:
+                try:
+                    found.append((server.url, await server.dialect.score(self._ask(server), server, texts)))
+                except (Busy, httpx2.RequestError, RunFailure):  # a server without this route explains nothing
+                    continue
+        return found
+
+    def _ask(self, server: Server) -> Ask:
+        return Ask(self.http, server.url, self.args.request_timeout)
+
+    async def _connect(self) -> None:
+        await asyncio.gather(*(self._wait_for(server) for server in self.servers))
+
+    async def _wait_for(self, server: Server) -> None:
+        """Wait until a server is up, and find out what it is."""
+        end = time.monotonic() + self.args.health_timeout
+        while True:
+            try:
+                return await self._look_at(server)
+            except (Busy, httpx2.RequestError) as problem:
+                if time.monotonic() > end:
+                    raise RunFailure(
+                        f"--rollout_server {server.url} did not answer within {self.args.health_timeout:g} s "
+                        f"({message_of(problem)}); start a server at this address, or give a longer --health_timeout"
+                    ) from None
+            await asyncio.sleep(min(PROBE_SECONDS, self.args.health_timeout / 10))
+
+    async def _look_at(self, server: Server) -> None:
+        """Raises: Busy while a server is not ready."""
+        response = await self.http.send("GET", server.url + "/health", SHORT_DEADLINE)
+        if response.status_code != 200:
+            raise Busy(f"/health answered with status {response.status_code}")
+        await identify(self._ask(server), server)
+
+    async def _load_all(self, target: Target) -> None:
+        is_first, self.target = self.target is None, target
+        waiting = [server for server in self.servers if not server.is_out]
+        results = await asyncio.gather(*(self._load(server) for server in waiting), return_exceptions=True)
+        for server, problem in zip(waiting, results):
+            if problem is None:
+                continue
+            if is_first or not isinstance(problem, Busy | httpx2.RequestError | RunFailure):
+                raise problem if isinstance(problem, RunFailure) else RunFailure(_failed(server, problem)) from problem
+            self._leave_out(server, problem)
+
+    async def _load(self, server: Server) -> None:
+        """Give a server the current weights, and check that it has them."""
+        assert self.target is not None and server.dialect is not None
+        ask = self._ask(server)
+        await server.dialect.load(ask, server, self.target)
+        found = await server.dialect.version(ask, server)
+        if found != self.target.version:
+            raise RunFailure(
+                f"--rollout_server {server.url} was given weights of version {self.target.version} and says that it "
+                f"has {one_line(found)[:80]}; does another trainer use it?"
+            )
+
+    def _leave_out(self, server: Server, problem: BaseException) -> None:
+        """Leave a server out until `_revive` has given it the current weights."""
+        server.is_out, server.reason = True, message_of(problem)
+        others = sum(not other.is_out for other in self.servers)
+        print(f"warning: {_failed(server, problem)}; it is left out, {others} go on", file=sys.stderr, flush=True)
+        task = asyncio.create_task(self._revive(server))
+        self._revivals.add(task)
+        task.add_done_callback(self._revivals.discard)
+
+    async def _revive(self, server: Server) -> None:
+        """Take a server back as soon as it answers, with the weights that are current then."""
+        while server.is_out:
+            await asyncio.sleep(PROBE_SECONDS)
+            target = self.target
+            try:
+                server.adapter = ""  # one that was started again has none
+                await self._look_at(server)
+                if target is not None:
+                    await self._load(server)
+            except (Busy, httpx2.RequestError, RunFailure) as problem:
+                server.reason = message_of(problem)
+                continue
+            if target is self.target:
+                server.is_out = False
+                print(f"--rollout_server {server.url} is back", file=sys.stderr, flush=True)
+
+    async def _sleep(self, asleep: bool) -> None:
+        for server in self.servers:
+            if not server.is_out and server.dialect is not None:
+                try:
+                    await server.dialect.sleep(self._ask(server), server, asleep)
+                except (Busy, httpx2.RequestError, RunFailure) as problem:
+                    self._leave_out(server, problem)
+
+    async def _sample(
+        self, prompts: list[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+    ) -> Completions:
+        if not prompts:
+            return Completions([], [], [], 0.0)
+        chunks = chunks_of(prompts, uniforms, len(self.servers))
+        work = _Work(deque(range(len(chunks))), [None] * len(chunks))
+        tasks = [asyncio.create_task(self._work(server, chunks, work, args, ends)) for server in self.servers]
+        try:
+            await _first_failure(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        rows = [row for responses in work.done for row in responses or []]
+        columns = ([row.ids for row in rows], [row.logprobs for row in rows], [row.truncated for row in rows])
+        return Completions(*columns, removed_mass=0.0)
+
+    async def _work(
+        self, server: Server, chunks: list[Chunk], work: _Work, args: SamplingArgs, ends: Sequence[int]
+    ) -> None:
+        """Sample chunks at one server until all are done, by whichever server."""
+        while not work.is_done:
+            if server.is_out:
+                self._check_any(work)
+                await work.wait(PROBE_SECONDS)
+                continue
+            work.last_seen = time.monotonic()
+            if not work.todo:
+                await work.wait(PROBE_SECONDS)  # another may fail and give its chunk back
+                continue
+            number = work.todo.popleft()
+            try:
+                work.finish(number, await self._sample_chunk(server, chunks[number], args, ends))
+            except (Busy, httpx2.RequestError) as problem:
+                work.give_back(number)
+                self._leave_out(server, problem)
+
+    async def _sample_chunk(
+        self, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
+    ) -> list[Response]:
+        """The responses of one request, all by the current weights. Raises: Busy after some attempts."""
+        dialect, ask = server.dialect, self._ask(server)
+        assert dialect is not None
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                await self._check_version(server)
+                responses: list[Response] = await dialect.sample(ask, server, chunk, args, ends)
+                await self._check_version(server)
+                return responses
+            except _OtherVersion:
+                raise
+            except Busy:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                await asyncio.sleep(attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _check_version(self, server: Server) -> None:
+        """Raises: Busy when a server has other weights than it was given, as after a restart."""
+        assert server.dialect is not None
+        if self.target is None:
+            return
+        found = await server.dialect.version(self._ask(server), server)
+        if found != self.target.version:
+            raise _OtherVersion(f"it has weights of version {one_line(found)[:80]}, not {self.target.version}")
+
+    def _check_any(self, work: _Work) -> None:
+        """Raises: ServersGone when all servers have been out for long."""
+        seconds = time.monotonic() - work.last_seen
+        if all(server.is_out for server in self.servers) and seconds > self.args.health_timeout:
+            reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
+            raise ServersGone(f"no --rollout_server has answered for {self.args.health_timeout:g} s ({reasons})")
+
+
+class _OtherVersion(Busy):
+    """A server that was started again, or that another trainer uses."""
+
+
+class _Work:
+    """The chunks of one call: which are to do, and the responses to those that are done."""
+
+    def __init__(self, todo: deque[int], done: list[list[Response] | None]) -> None:
+        self.todo, self.done = todo, done
+        self.last_seen = time.monotonic()  # when some server was in use
+        self._changed = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return all(responses is not None for responses in self.done)
+
+    def finish(self, number: int, responses: list[Response]) -> None:
+        self.done[number] = responses
+        self._tell()
+
+    def give_back(self, number: int) -> None:
+        self.todo.appendleft(number)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until a chunk is done or given back, at most so long."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            pass
+
+
+async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all tasks. Raises: what the first one to fail raised."""
+    for task in asyncio.as_completed(tasks):
+        await task
+
+
+def chunks_of(prompts: list[list[int]], uniforms: Tensor, num_servers: int) -> list[Chunk]:
+    """Cut prompts into requests: one for a single server, else some for each; a group of equal prompts stays whole."""
+    most = len(prompts) if num_servers == 1 else math.ceil(len(prompts) / (CHUNKS_PER_SERVER * num_servers))
+    most = min(most, MOST_ROWS)
+    ends: list[int] = []
+    start = 0
+    for _, rows in itertools.groupby(prompts):
+        end = start + len(list(rows))
+        if ends and end - (ends[-2] if len(ends) > 1 else 0) <= most:
+            ends[-1] = end
+        else:
+            ends.append(end)
+        start = end
+    starts = [0, *ends[:-1]]
+    return [Chunk(range(a, b), prompts[a:b], uniforms[a:b]) for a, b in zip(starts, ends)]
+
+
+def _failed(server: Server, problem: BaseException) -> str:
+    return f"--rollout_server {server.url} failed: {message_of(problem)}"

@@ -1,0 +1,220 @@
+"""The policy of a run on rollout servers: sampling there, learning here.
+
+Before a rollout the weights are written to the exchange folder and loaded by the servers, unless these have those of
+the step already. At `--max_staleness 1` the next rollout is asked for as soon as this one is there, so it is sampled,
+by weights one step older, while this one is learned from; all its groups have the same age. Only the first rank talks
+to servers: it samples for all ranks.
+
+Left out: an age of more than one step, and rollouts that are cut and continued by newer weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.batch import Rollout
+from lightrlhf.generation.engine import Completions
+from lightrlhf.generation.exchange import Exchange
+from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone, Target
+from lightrlhf.maths.sampling_gap import gap_size
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.training.run import Run
+
+Prompts = Sequence[list[int]]
+Asked = tuple[Prompts, Tensor]  # a rank's prompts, and uniform numbers (B, max_new_tokens)
+Result = TypeVar("Result")
+CHECKED_ROWS = 8  # responses that servers score a second time where a gap is found
+
+
+class Ahead(NamedTuple):
+    """A rollout that is sampled while another one is learned from."""
+
+    prompts: list[list[int]]
+    step: int  # of the weights that sample it
+    future: Future[Completions]
+
+
+class ServedPolicy:
+    """The policy of a run, as servers sample from it.
+
+    Raises: RunFailure when a server cannot be used, UsageError when the exchange folder cannot be written.
+    """
+
+    def __init__(self, run: Run[Any], policy: Policy, tokenizer: Any) -> None:
+        self.run, self.policy = run, policy
+        self.ends = end_ids(tokenizer, policy.model)
+        self.step_of_servers: int | None = None  # whose weights they have
+        self.ahead: Ahead | None = None  # on the first rank
+        self.target: Target | None = None
+        self._on_first(self._connect)
+        run.on_end(self.close)
+
+    def sample(self, prompts: Prompts, uniforms: Tensor, following: Asked | None = None) -> tuple[Completions, int]:
+        """A response to each of this rank's prompts, and how many steps old the weights were that sampled them.
+
+        following: what the next call will ask for, which is sampled from now on.
+        Raises: ServersGone, on all ranks, when no server is left.
+        """
+        run = self.run
+        parts = run.gather((list(prompts), uniforms))
+        everyone = joined(parts)
+        is_ahead = self._on_first(lambda: self.ahead is not None and self.ahead.prompts == everyone[0])
+        if not is_ahead:
+            self._publish()
+        completions, step = self._on_first(lambda: self._take_ahead() if is_ahead else self._sample(*everyone))
+        coming = run.gather(following)
+        if following is not None:
+            self._publish()
+            self._on_first(lambda: self._sample_ahead(*joined(coming)))
+        elif run.args.server_sleep:
+            self._on_first(lambda: self.servers.sleep(True))
+        start = sum(len(own) for own, _ in parts[: run.rank])
+        mine = slice(start, start + len(prompts))
+        columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
+        return Completions(*columns, removed_mass=0.0), run.step - step
+
+    def diagnose(self, rollout: Rollout, limit: float) -> str:
+        """What explains a gap between servers and trainer, and what to do; limit: of the KL a token."""
+        return self._on_first(lambda: self._diagnosis(rollout, limit))
+
+    def close(self) -> None:
+        """End what is under way, and remove the exchange folder."""
+        if self.run.is_first:
+            self.servers.close()
+            self.exchange.close()
+
+    # --------------------------------------------------------------------------------------------------- weights
+    def _publish(self) -> None:
+        """Give servers the weights of the current step, unless they have them."""
+        run = self.run
+        if self.step_of_servers == run.step:
+            return
+        full = run.full(self.policy)
+        self._on_first(lambda: self._load(full))
+        self.step_of_servers = run.step
+
+    def _load(self, full: Policy) -> None:
+        run = self.run
+        if self.ahead is not None:  # no weights change under a rollout
+            self.ahead.future.result()
+        if run.args.server_sleep and self.target is not None:
+            self.servers.sleep(False)
+        self.target = self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter)
+        self.servers.load(self.target)
+
+    # -------------------------------------------------------------------------------------------------- sampling
+    def _sample(self, prompts: list[list[int]], uniforms: Tensor) -> tuple[Completions, int]:
+        return self.servers.sample(prompts, self.run.args, self.ends, uniforms), self.run.step
+
+    def _sample_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> None:
+        future = self.servers.start(prompts, self.run.args, self.ends, uniforms)
+        self.ahead = Ahead(prompts, self.run.step, future)
+
+    def _take_ahead(self) -> tuple[Completions, int]:
+        assert self.ahead is not None
+        (_, step, future), self.ahead = self.ahead, None
+        return future.result(), step
+
+    def _diagnosis(self, rollout: Rollout, limit: float) -> str:
+        """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
+        precision = "float32" if self.run.args.precision == "32-true" else "bfloat16"
+        for url, settings in self.servers.settings():
+            dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
+            if dtype != precision:
+                return (
+                    f"{url} computes in {dtype}, this run in {precision}: start it with --dtype {precision}, or allow "
+                    f"the gap by a --max_sampling_kl above it"
+                )
+        if self.run.args.temperature != 1 or rollout.sampling_gap is None:
+            return "is another --temperature, model or --dtype there, or its cache of prefixes not reset?"
+        first = rollout.select(slice(0, CHECKED_ROWS))
+        texts = [prompt + response for prompt, response in zip(first.prompt_ids(), first.response_ids())]
+        gap = rollout.sampling_gap[: len(first), : first.action_mask.shape[1]]
+        is_bypassed = self.run.args.sampling_correction == "none"
+        pi = first.logprobs + gap if is_bypassed else first.logprobs  # (b, T-1) of the trainer's pass
+        for url, scores in self.servers.score(texts):
+            fresh = torch.zeros_like(pi)  # (b, T-1)
+            for row, values in enumerate(scores):
+                fresh[row, : len(values)] = torch.tensor(values)
+            kl = gap_size(pi - fresh, first.action_mask).metrics()["sampling/kl"]
+            if kl > limit:
+                return f"{url} has other weights than it was given (KL {kl:.2g} to these): {self._suspect()}"
+        return (
+            "without cached prefixes they agree, so keys and values of earlier weights were reused: a server's cache of "
+            "prefixes is not reset when weights change; start it without one, or update it"
+        )
+
+    def _suspect(self) -> str:
+        """Why a server may have other weights than it was given."""
+        if self.run.args.exchange_adapter:
+            return "an adapter's name was used before, or its base is not that of this run; restart it on the same base"
+        if getattr(self.policy.model.config, "tie_word_embeddings", False):
+            return (
+                "its head is tied to the embeddings, and vLLM on a CPU keeps the old one; start it by "
+                "python -m lightrlhf.serve, which unties it"
+            )
+        return "does another trainer use it? restart it on the model that this run starts from"
+
+    # ----------------------------------------------------------------------------------------------------- ranks
+    def _connect(self) -> None:
+        """Find the servers. Raises: RunFailure when one samples from another distribution than the run's."""
+        args = self.run.args
+        self.servers = RolloutServers(args)
+        self.exchange = Exchange(args.exchange_dir)
+        for url, settings in self.servers.settings():
+            mode = settings.get("logprobs_mode")
+            if args.temperature != 1 and mode not in (None, "processed_logprobs"):
+                raise RunFailure(
+                    f"--rollout_server {url} reports log-probabilities without --temperature {args.temperature} "
+                    f"(logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
+                )
+
+    def _on_first(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""
+        if self.run.world_size == 1:
+            return work()
+        answer: tuple[Any, UsageError | None] | None = None
+        if self.run.is_first:
+            try:
+                answer = work(), None
+            except UsageError as problem:
+                answer = None, problem
+        result, raised = self.run.broadcast(answer)
+        if raised is not None:
+            raise raised
+        return result
+
+
+def serve(run: Run[Any], policy: Policy, tokenizer: Any) -> ServedPolicy | None:
+    """The policy on the servers of `--rollout_server`; None when this process samples itself."""
+    return ServedPolicy(run, policy, tokenizer) if run.args.rollout_server else None
+
+
+@contextmanager
+def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[None]:
+    """Save a checkpoint where no server is left, so that the run goes on from this step when it is resumed.
+
+    Raises: RunFailure, in one line, then.
+    """
+    try:
+        yield
+    except ServersGone as problem:
+        if not run.step:
+            raise RunFailure(f"{problem}; no step was finished, start again") from None
+        if run.step not in [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)]:
+            save()
+        raise RunFailure(f"{problem}; start servers, then resume with --resume_from {run.directory}") from None
+
+
+def joined(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:
+    """What all ranks ask for, in their order."""
+    return [prompt for prompts, _ in parts for prompt in prompts], torch.cat([uniforms for _, uniforms in parts])
