@@ -15,7 +15,7 @@ PROGRAMS = [
     "reflect_rl",
 ]
 PROGRAMS += ["generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge", "estimate", "plot"]
-PROGRAMS += ["check_reward"]
+PROGRAMS += ["check_reward", "serve"]
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
@@ -23,7 +23,7 @@ EXTRAS = {
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],
-    "serve": ["transformers[serving]>=5.0"],
+    "serve": ["starlette>=1.0", "uvicorn>=0.30"],
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -34,7 +34,7 @@ EXTRAS = {
         "mypy>=1.15",
         "types-pyyaml>=6.0",
     ]
-    + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9"],
+    + ["gradio_client>=2.0", "httpx>=0.27", "psutil>=5.9", "transformers[serving]>=5.0"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder

@@ -22,7 +22,7 @@ PROGRAMS += (
     "evaluate_dialogues",
     "judge",
 )
-PROGRAMS += ("estimate", "plot", "check_reward")
+PROGRAMS += ("estimate", "plot", "check_reward", "serve")
 NAMES = {
     "SFTArgs": "lightrlhf.sft",
     "RMArgs": "lightrlhf.rm",

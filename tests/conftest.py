@@ -116,8 +116,8 @@ def rm_dir(cafe_data, sft_dir, logs):
 @pytest.fixture(scope="session")
 def transformers_serve(tmp_path_factory, tokenizer):
     """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
-    pytest.importorskip("uvicorn", reason="needs pip install -e '.[serve]'")
-    pytest.importorskip("fastapi", reason="needs pip install -e '.[serve]'")
+    pytest.importorskip("uvicorn", reason="needs pip install 'transformers[serving]'")
+    pytest.importorskip("fastapi", reason="needs pip install 'transformers[serving]'")
     folder = save_model("llama", tmp_path_factory.mktemp("served") / "tiny", tokenizer)
     tokenizer.save_pretrained(folder)
     with socket.socket() as free:

@@ -21,7 +21,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"training", "rewards"},
     {"generation"},
     {"envs"},
-    {"demo"},
+    {"demo", "serving"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 EDGES = {  # of programs to programs; all else goes through the rooms
@@ -138,7 +138,7 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 
 
 OPTIONAL = {"gymnasium", "gradio", "pandas", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
-OPTIONAL |= {"alfworld", "textworld", "starlette", "math-verify", "reasoning-gym"}
+OPTIONAL |= {"alfworld", "textworld", "starlette", "uvicorn", "math-verify", "reasoning-gym"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 

@@ -34,6 +34,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
 
     With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults, except for flags that the
     class lists as `ONCE`: what one call was asked for.
+    A first word that is no flag is the value of the class's `POSITIONAL` one, where it names one.
     Raises: SystemExit 2 with one line that names the flag, the value and the remedy.
     """
     from jsonargparse import ArgumentParser, set_parsing_settings
@@ -50,6 +51,8 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
             self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
             raise SystemExit(2)
 
+    if (first := getattr(args_class, "POSITIONAL", None)) and typed and not typed[0].startswith("-"):
+        typed = [f"--{first}={typed[0]}", *typed[1:]]
     words = [_expand_alias(word) for word in typed]
     lists = [f for f in fields if str(f.type).startswith("list")]
     words = join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})

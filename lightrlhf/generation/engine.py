@@ -13,7 +13,7 @@ captured graphs or a compiled step (steps run eagerly there without synchronisin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,6 +120,7 @@ class Slots:
         uniforms: Tensor,
         num_slots: int,
         prefixes: list[CachedPrefix | None] | None = None,
+        allowed: Sequence[int] | None = None,
     ) -> None:
         self.model, self.args, self.device, self.prefixes = model, args, model.device, prefixes
         num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
@@ -129,6 +130,7 @@ class Slots:
         self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
         self.removed = torch.zeros_like(self.logprobs)
+        self.allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=self.device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
         groups: dict[tuple[int, ...], list[int]] = {}  # rows of each distinct prompt
         for row, prompt in enumerate(prompts):
@@ -270,6 +272,8 @@ class Slots:
         row = self.row[slots]
         place = self.lengths[row].clamp(max=self.args.max_new_tokens - 1)
         seen = None if self.seen is None else self.seen[slots]
+        if self.allowed is not None:  # all others get probability 0
+            logits = torch.full_like(logits, -torch.inf).index_copy(-1, self.allowed, logits[:, self.allowed])
         token, logprob, removed = sample(logits, self.uniforms[row, place], self.args, seen)
         self.tokens[row, place] = token
         self.logprobs[row, place] = logprob
@@ -298,12 +302,15 @@ def generate(
     num_slots: int = 64,
     tokenizer: Any = None,
     prefixes: list[CachedPrefix | None] | None = None,
+    allowed: Sequence[int] | None = None,
+    before_step: Callable[[], None] | None = None,
 ) -> Completions:
     """Sample one response for each prompt; a prompt that occurs K times is prefilled once.
 
     prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: required for
-    stop strings only; prefixes: per-prompt KV caches of the previous call, reused, then updated in place. A row ends
-    at the first token at which its decoded text contains a stop string.
+    stop strings only; prefixes: per-prompt KV caches of the previous call, reused, then updated in place; allowed: the
+    only tokens that may be sampled, log-probabilities are then over them; before_step: called before each step, may
+    raise to end the call. A row ends at the first token at which its decoded text contains a stop string.
     Raises: UsageError when a prompt with its response does not fit into the model's positions.
     """
     if args.stop_strings and tokenizer is None:
@@ -314,7 +321,8 @@ def generate(
     check_room(model, prompts, args)
     with inference(policy), policy.active(), no_gradients(model):
         check_architecture(policy)
-        slots = decode_all(Slots(model, prompts, args, eos_ids, uniforms, num_slots, prefixes), tokenizer)
+        slots = Slots(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
+        decode_all(slots, tokenizer, before_step)
     return completions_of(slots, eos_ids, tokenizer)
 
 
@@ -325,6 +333,7 @@ def generate_steps(
     eos_ids: Sequence[int],
     uniforms: Tensor,
     tokenizer: Any = None,
+    allowed: Sequence[int] | None = None,
 ) -> Iterator[Completions]:
     """Streaming `generate` for one prompt: yields after each token; the last item equals `generate`.
 
@@ -337,7 +346,7 @@ def generate_steps(
         with policy.active(), no_gradients(policy.model):
             if slots is None:
                 check_architecture(policy)
-                slots = Slots(policy.model, [prompt], args, eos_ids, uniforms, num_slots=1)
+                slots = Slots(policy.model, [prompt], args, eos_ids, uniforms, num_slots=1, allowed=allowed)
                 slots.admit(torch.arange(1, device=slots.device))
             else:
                 slots.step()
@@ -363,8 +372,8 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Comp
     return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
-def decode_all(slots: Slots, tokenizer: Any) -> Slots:
-    """Step until every row has ended, refilling idle slots with waiting rows."""
+def decode_all(slots: Slots, tokenizer: Any, before_step: Callable[[], None] | None = None) -> Slots:
+    """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
     check_every = STEPS_BETWEEN_CHECKS.get(slots.device.type, 8)
     step = 0
@@ -382,6 +391,8 @@ def decode_all(slots: Slots, tokenizer: Any) -> Slots:
             slots.set_window(idle)
             if not slots.waiting() and int(idle.sum()) * 8 >= len(idle):
                 slots.compact(idle)
+        if before_step is not None:
+            before_step()
         slots.step()
 
 

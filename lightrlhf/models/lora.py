@@ -119,7 +119,16 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
     result: Any = set_peft_model_state_dict(model, stored, adapter_name=name)  # torch's named tuple of keys
     if result.unexpected_keys:
         raise UsageError(f"{source} holds an adapter that does not fit its base: no layer {result.unexpected_keys[0]}")
+    if missing := [key for key in result.missing_keys if ".lora_" in key and f".{name}." in key]:
+        raise UsageError(f"{source} holds an adapter that lacks {missing[0].replace(f'.{name}.', '.')}; restore it")
     return head
+
+
+def remove_adapter(model: PreTrainedModel, name: str) -> None:
+    """Remove an adapter from all layers that carry it."""
+    for layer in lora_layers(model).values():
+        layer.delete_adapter(name)
+    getattr(model, "peft_config", {}).pop(name, None)
 
 
 def _inject(config: Any, model: PreTrainedModel, name: str) -> None:

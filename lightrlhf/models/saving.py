@@ -128,6 +128,13 @@ def self_contained(folder: Path) -> Iterator[Path]:
     if base is None or not Path(base).is_dir():
         yield folder
         return
+    with merged_copy(folder) as merged:
+        yield merged
+
+
+@contextmanager
+def merged_copy(folder: Path) -> Iterator[Path]:
+    """Context manager: a copy of an adapter checkpoint, merged into its base, beside it."""
     model = _merged_from(str(folder))
     model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
     with TemporaryDirectory(dir=folder.parent) as temporary:

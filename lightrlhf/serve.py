@@ -1,0 +1,208 @@
+"""Serve a checkpoint over HTTP: to a trainer that samples there, or to any program that speaks OpenAI's routes.
+
+`python -m lightrlhf.serve DIR` starts vLLM or SGLang where one is installed, with the flags that training needs, else
+the library's own engine behind the same routes. It listens on the loopback and asks for a key: that of OPENAI_API_KEY,
+else one that is made and printed. Prompts may be token ids, ids and log-probabilities at the temperature come back, and
+the weights can be replaced while it runs.
+
+Left out: several models at a time, encryption, and several devices with our own engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_at_least, check_types, needs_package
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.generation.openai_client import KEY
+from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.lora import ADAPTER_CONFIG
+from lightrlhf.models.names import base_name, holds_reward_model, resolve
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.serving.commands import Launch, choose_engine, start
+from lightrlhf.serving.engine import Engine
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+READY = "serving"  # first word of the line that is printed once requests are answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """Serve a checkpoint to trainers and chat programs."""
+
+    POSITIONAL: ClassVar[str] = "model_name"
+
+    model_name: str = field(metadata=INPUT)
+    """Experiment dir, checkpoint, folder or hub name of the model; may be given without its flag."""
+    engine: Literal["auto", "vllm", "sglang", "lightrlhf"] = "auto"
+    """What samples; auto: vLLM where it is installed, else SGLang, else the library's own engine."""
+    python: str | None = None
+    """Interpreter of another environment in which vLLM or SGLang is installed."""
+    host: str = "127.0.0.1"
+    """Address to serve on; another one than the loopback requires a key in OPENAI_API_KEY and our own engine."""
+    port: int = 8000
+    """Port to serve on; 0: one that the system chooses, with our own engine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers to compute in: float32 for a run with `precision` 32-true, bfloat16 for bf16-mixed."""
+    served_model_name: str | None = field(default=None, metadata=RARE)
+    """Name by which requests call the model; `model_name` as it was given when not set."""
+    rollout_mini_batch_size: int = 64
+    """Slots of our own engine: rows decoded at a time."""
+    accelerator: str = "auto"
+    """cpu, cuda, mps or auto, of our own engine."""
+    enable_lora: bool = False
+    """Let vLLM or SGLang load adapters while they run, as a trainer with adapters needs; our own engine always does."""
+    max_lora_rank: int = field(default=64, metadata=RARE)
+    """Largest rank of those adapters."""
+    engine_flags: str = ""
+    """Further flags of vLLM or SGLang as they spell them, such as --engine_flags="--max-model-len 4096"."""
+    trust_remote_code: bool = field(default=False, metadata=RARE)
+    """Let a model run the code of its own repository."""
+    print_command: bool = False
+    """Only print the command that starts vLLM or SGLang."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        find_device(self.accelerator)
+        for name in ("rollout_mini_batch_size", "max_lora_rank"):
+            check_at_least(self, name, 1)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port {self.port} must lie in 0 to 65535")
+        if self.host not in LOOPBACK and not os.environ.get(KEY, "").strip():
+            raise ValueError(f"--host {self.host} lets others in; set a key in {KEY}, or use 127.0.0.1")
+        if self.engine == "lightrlhf" and (self.engine_flags or self.python):
+            name = "engine_flags" if self.engine_flags else "python"
+            raise ValueError(f"--{name} {getattr(self, name)} is of vLLM and SGLang, not of --engine lightrlhf")
+        if self.served_model_name == "":
+            raise ValueError("--served_model_name is empty; give a name")
+        try:
+            shlex.split(self.engine_flags)
+        except ValueError as problem:
+            raise ValueError(f"--engine_flags {self.engine_flags} cannot be split into words: {problem}") from None
+
+
+def run(args: ServeArgs) -> None:
+    """Serve until the process is ended."""
+    check_args(args, ServeArgs)
+    engine = choose_engine(args.engine, args.python)
+    source = resolve(args.model_name)
+    if holds_reward_model(source):
+        raise UsageError(f"{args.model_name} holds a reward model, which generates no text; give a language model")
+    if engine == "lightrlhf":
+        run_own(args, source)
+        return
+    if args.host not in LOOPBACK:
+        raise UsageError(f"--host {args.host}: routes of {engine} that change weights ask for no key; use 127.0.0.1")
+    if args.port == 0:
+        raise UsageError(f"--port 0: {engine} needs the number of a port; give one such as 8000")
+    launch = Launch(
+        engine=engine,
+        python=args.python or sys.executable,
+        model=str(Path(source).resolve()) if Path(source).is_dir() else source,
+        served_name=args.served_model_name or args.model_name,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        enable_lora=args.enable_lora,
+        max_lora_rank=args.max_lora_rank,
+        trust_remote_code=args.trust_remote_code,
+        more=args.engine_flags,
+    )
+    print(launch.shown(), flush=True)
+    if not args.print_command:
+        start(launch, find_key())
+
+
+def run_own(args: ServeArgs, source: str) -> None:
+    """Serve by the library's own engine. Raises: UsageError when the port is taken or a package is missing."""
+    if args.engine_flags:
+        raise UsageError(f"--engine_flags {args.engine_flags} is of vLLM and SGLang, and neither is installed here")
+    if args.print_command:
+        raise UsageError("--print_command True: neither vLLM nor SGLang is used, so there is no command")
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise UsageError(needs_package("lightrlhf.serve with our own engine", package, "serve"))
+    end_at_once()
+    with listening(args.host, args.port) as listener:
+        from lightrlhf.serving.app import App
+        from lightrlhf.serving.listening import serve
+
+        address = f"[{args.host}]" if ":" in args.host else args.host
+        engine = load_engine(args, source)
+        key = find_key()
+        ready = f"{READY} {engine.name} at http://{address}:{listener.getsockname()[1]}"
+        serve(App(engine, key).asgi, listener, ready)
+
+
+def load_engine(args: ServeArgs, source: str) -> Engine:
+    """The model on its device."""
+    tokenizer = load_tokenizer(None, source)
+    policy = load_policy(source, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer)
+    is_adapter = (Path(source) / ADAPTER_CONFIG).is_file()
+    return Engine(
+        policy.to(find_device(args.accelerator)),
+        tokenizer,
+        name=args.served_model_name or args.model_name,
+        root=source,
+        num_slots=args.rollout_mini_batch_size,
+        dtype=getattr(torch, args.dtype),
+        merged_into=base_name(source, "--model_name") if is_adapter else None,
+    )
+
+
+def find_key() -> str:
+    """The key of OPENAI_API_KEY, else a new one, which is printed. Raises: UsageError for one that no header takes."""
+    key = os.environ.get(KEY, "").strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{KEY} has characters that no key has; set it again")
+    if not key:
+        key = secrets.token_urlsafe(32)
+        print(f"key: export {KEY}={key}", flush=True)
+    return key
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Context manager: a bound socket; it listens once requests are answered. Raises: RunFailure when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as problem:
+            raise RunFailure(f"--host {host} --port {port}: {problem.strerror}; use another, or --port 0") from None
+        yield listener
+
+
+def end_at_once() -> None:
+    """Make SIGTERM and SIGINT end the process at once, with status 0 and 130: there is nothing to store."""
+
+    def end(number: int, frame: Any) -> None:
+        os._exit(130 if number == signal.SIGINT else 0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    run(parse(ServeArgs, argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The routes: vLLM's that a trainer needs, and OpenAI's completions and chat, as one ASGI app.
+
+All but /health ask for the key. Requests wait in one queue for one worker thread. While the server is paused new ones
+wait for /resume. A client that goes away ends its request before the next step.
+
+Left out: /tokenize and other routes that no trainer calls, and limits on how much a client with the key computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import secrets
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import lightrlhf
+from lightrlhf.cli.errors import first_line
+from lightrlhf.serving.engine import Choice, Engine
+from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, required
+
+LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
+Row = dict[str, Any]
+
+
+class App:
+    """State of the routes; `asgi` is the app."""
+
+    def __init__(self, engine: Engine, key: str) -> None:
+        self.engine, self.created = engine, int(time.time())
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.resumed, self.idle = asyncio.Event(), asyncio.Event()
+        self.resumed.set()
+        self.idle.set()
+        self.num_running = 0
+        routes = [
+            Route("/health", self.health),
+            Route("/version", self.show_version),
+            Route("/v1/models", self.models),
+            Route("/server_info", self.server_info),
+            Route("/v1/completions", partial(self.completions, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.completions, chat=True), methods=["POST"]),
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused),
+            Route("/collective_rpc", self.collective_rpc, methods=["POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+            Route("/weight_info", self.weight_info),
+            Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
+            Route("/sleep", self.nothing, methods=["POST"]),
+            Route("/wake_up", self.nothing, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping),
+        ]
+        handlers: Any = {Refusal: refused, HTTPException: not_served, ClientDisconnect: gone, Exception: failed}
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        self.asgi: ASGIApp = Guard(app, key)
+
+    # ------------------------------------------------------------------------------------------------------ completions
+    async def completions(self, request: Request, chat: bool) -> Response:
+        """Completions of prompts, or of messages."""
+        asked = read_completion(await read_body(request), self.engine.served(), chat)
+        identifier = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
+        head = {"id": identifier, "created": int(time.time()), "model": asked.model}
+        if asked.stream:
+            return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
+        cancelled = threading.Event()
+        job = self._queued(partial(self.engine.complete, asked, cancelled))
+        choices, version = await unless_gone(request, job, cancelled)
+        return JSONResponse(whole(self.engine.tokenizer, asked, head, choices, version))
+
+    async def _events(self, asked: Completion, head: Row) -> AsyncIterator[str]:
+        """Server-sent events: what each token adds, [DONE] at the end, or an error."""
+        loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
+
+        def emit(index: int, choice: Choice, version: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, choice, version))
+
+        job = asyncio.ensure_future(self._queued(partial(self.engine.stream, asked, cancelled, emit)))
+        job.add_done_callback(lambda _: pieces.put_nowait(None))
+        shown: dict[int, Choice] = {}
+        try:
+            while (piece := await pieces.get()) is not None:
+                index, choice, version = piece
+                row = chunk(self.engine.tokenizer, asked, head, index, choice, shown.get(index), version)
+                shown[index] = choice
+                if row is not None:
+                    yield event(row)
+            await job
+            if asked.include_usage:
+                yield event({**head, "object": object_of(asked, True), "choices": [], "usage": usage(asked, shown.values())})
+            yield "data: [DONE]\n\n"
+        except Refusal as problem:
+            yield event(error(str(problem), problem.status))
+        finally:
+            cancelled.set()
+            job.cancel()
+
+    async def _queued(self, work: Callable[[], Any]) -> Any:
+        """What a request's work returns, after those before it, and not while the server is paused."""
+        while not self.resumed.is_set():
+            await self.resumed.wait()
+        self.num_running += 1
+        self.idle.clear()
+        try:
+            return await self._in_worker(work)
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self.idle.set()
+
+    async def _in_worker(self, work: Callable[[], Any]) -> Any:
+        """What some work returns. Raises: Refusal, also for what the engine fails with, such as too little memory."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.worker, work)
+        except Refusal:
+            raise
+        except Exception as problem:
+            raise Refusal(report(problem), 500) from None
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+    async def pause(self, request: Request) -> Response:
+        """Let what runs end; answers when it has. New requests wait for /resume."""
+        if (mode := request.query_params.get("mode", "wait")) != "wait":
+            raise Refusal(f"mode {mode[:100]} is not served; use mode=wait")
+        self.resumed.clear()
+        await self.idle.wait()
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        self.resumed.set()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": not self.resumed.is_set()})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """`reload_weights` of a folder; no other method."""
+        body = await read_body(request)
+        if body.get("method") != "reload_weights":
+            raise Refusal("method must be reload_weights; no other is served")
+        given = body.get("kwargs")
+        (folder,) = required(given if isinstance(given, dict) else {}, "weights_path")
+        await self._in_worker(partial(self.engine.reload, folder))
+        return JSONResponse({"results": [None]})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Nothing to do: no request leaves a cache behind."""
+        return JSONResponse({"success": True})
+
+    async def update_weight_version(self, request: Request) -> Response:
+        (version,) = required(await read_body(request), "new_version")
+        await self._in_worker(lambda: setattr(self.engine, "version", version))
+        return JSONResponse({"message": "weight version updated", "weight_version": version})
+
+    async def weight_info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": self.engine.version})
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        name, folder = required(await read_body(request), "lora_name", "lora_path")
+        await self._in_worker(partial(self.engine.load_adapter, name, folder))
+        return JSONResponse({"message": f"adapter {name} is loaded"})
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        (name,) = required(await read_body(request), "lora_name")
+        await self._in_worker(partial(self.engine.unload_adapter, name))
+        return JSONResponse({"message": f"adapter {name} is unloaded"})
+
+    # ------------------------------------------------------------------------------------------------------ information
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def show_version(self, request: Request) -> Response:
+        return JSONResponse({"version": f"lightrlhf {lightrlhf.__version__}"})
+
+    async def models(self, request: Request) -> Response:
+        """The model and its adapters."""
+        engine = self.engine
+        names: list[tuple[str, str, str | None]] = [(engine.name, engine.root, None)]
+        names += [(name, adapter.folder, engine.name) for name, adapter in engine.adapters.items()]
+        fixed = {"object": "model", "created": self.created, "owned_by": "lightrlhf"}
+        fixed |= {"max_model_len": engine.served().positions}
+        data = [{"id": name, "root": root, "parent": parent, **fixed} for name, root, parent in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def server_info(self, request: Request) -> Response:
+        """What a trainer compares with its own settings, where vLLM has it."""
+        config: Row = {"model": self.engine.root, "dtype": str(self.engine.dtype), "logprobs_mode": "processed_logprobs"}
+        config |= {"max_model_len": self.engine.served().positions}
+        return JSONResponse({"vllm_config": {"model_config": config}})
+
+    async def nothing(self, request: Request) -> Response:
+        """Sleep and wake up: this engine shares no memory with a trainer that it could give back."""
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return JSONResponse({"is_sleeping": False})
+
+
+class Guard:
+    """ASGI middleware that asks for the key on all routes but /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            if len(given) != 1 or not hmac.compare_digest(given[0], self.expected):
+                refusal = JSONResponse(
+                    error("the key is missing or wrong; send it as: Authorization: Bearer KEY", 401), 401
+                )
+                return await refusal(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+async def read_body(request: Request) -> Row:
+    """The JSON object in a body. Raises: Refusal when it is too large, or is none."""
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > LARGEST_BODY:
+            raise Refusal(f"a body may have {LARGEST_BODY} bytes; send several requests", 413)
+    return read_json(bytes(content))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], cancelled: threading.Event) -> Any:
+    """What the work returns. Raises: ClientDisconnect, and sets `cancelled`, when the client goes away before."""
+    job, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([job, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientDisconnect
+        return job.result()
+    finally:
+        cancelled.set()
+        job.cancel()
+        leaving.cancel()
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+def object_of(asked: Completion, streamed: bool) -> str:
+    """OpenAI's name of what an answer is."""
+    if asked.chat:
+        return "chat.completion.chunk" if streamed else "chat.completion"
+    return "text_completion"
+
+
+def usage(asked: Completion, choices: Iterable[Choice]) -> Row:
+    """Numbers of tokens."""
+    prompt, sampled = sum(map(len, asked.prompts)), sum(len(choice.ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def whole(tokenizer: Any, asked: Completion, head: Row, choices: list[Choice], version: str) -> Row:
+    """The answer with all choices."""
+    rows = []
+    for index, (choice, prompt) in enumerate(zip(choices, asked.rows)):
+        row: Row = {"index": index, "finish_reason": choice.finish_reason}
+        if asked.chat:
+            row["message"] = {"role": "assistant", "content": choice.text}
+        else:
+            row["text"] = choice.text
+        row["logprobs"] = shown_logprobs(tokenizer, choice, 0, 0, asked.chat) if asked.logprobs else None
+        if asked.return_token_ids:
+            row["token_ids"] = choice.ids
+            if not asked.chat:
+                row["prompt_token_ids"] = prompt
+        rows.append(row)
+    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": usage(asked, choices)}
+    if asked.chat and asked.return_token_ids:
+        answer["prompt_token_ids"] = asked.prompts[0]
+    return {**answer, "weight_version": version}
+
+
+def chunk(
+    tokenizer: Any, asked: Completion, head: Row, index: int, choice: Choice, before: Choice | None, version: str
+) -> Row | None:
+    """What a choice has more than before; None if nothing shows yet."""
+    text, count = (before.text, len(before.ids)) if before else ("", 0)
+    more = choice.text[len(text) :] if choice.text.startswith(text) else ""
+    if not more and count == len(choice.ids) and choice.finish_reason is None:
+        return None
+    row: Row = {"index": index, "finish_reason": choice.finish_reason}
+    if asked.chat:
+        row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
+    else:
+        row["text"] = more
+    row["logprobs"] = shown_logprobs(tokenizer, choice, count, len(text), asked.chat) if asked.logprobs else None
+    if asked.return_token_ids:
+        row["token_ids"] = choice.ids[count:]
+        if before is None and not asked.chat:
+            row["prompt_token_ids"] = asked.rows[index]
+    answer = {**head, "object": object_of(asked, True), "choices": [row], "weight_version": version}
+    if before is None and asked.chat and asked.return_token_ids:
+        answer["prompt_token_ids"] = asked.prompts[0]
+    return answer
+
+
+def shown_logprobs(tokenizer: Any, choice: Choice, start: int, offset: int, chat: bool) -> Row:
+    """Log-probabilities of a choice's tokens from `start` on, whose text begins at `offset`, in OpenAI's form."""
+    values = choice.logprobs[start:]
+    tokens = [tokenizer.decode([index], clean_up_tokenization_spaces=False) for index in choice.ids[start:]]
+    if chat:
+        content = [
+            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, value in zip(tokens, values)
+        ]
+        return {"content": content}
+    offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def event(row: Row) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(row)}\n\n"
+
+
+def error(line: str, status: int) -> Row:
+    """The body of a refusal, in OpenAI's form."""
+    kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "BadRequestError"}
+    return {"error": {"message": line, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}}
+
+
+def report(problem: BaseException) -> str:
+    """One line on a failure that is no refusal, also on standard error."""
+    line = f"{type(problem).__name__}: {first_line(problem)[:300]}"
+    print(f"a request failed: {line}", file=sys.stderr, flush=True)
+    return line
+
+
+async def refused(request: Request, problem: Refusal) -> Response:
+    return JSONResponse(error(str(problem), problem.status), problem.status)
+
+
+async def not_served(request: Request, problem: HTTPException) -> Response:
+    line = f"{request.method} {request.url.path[:200]} is not served"
+    return JSONResponse(error(line, problem.status_code), problem.status_code)
+
+
+async def gone(request: Request, problem: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def failed(request: Request, problem: Exception) -> Response:
+    return JSONResponse(error(report(problem), 500), 500)
