@@ -168,7 +168,6 @@ class VLLM:
             "stop": args.stop_strings or None,
             "include_stop_str_in_output": True,
             "ignore_eos": True,  # the ends are those of the policy, above
-            "skip_special_tokens": False,
         }
         room = server.settings.get("max_model_len")
         longest = max(map(len, prompts)) + args.max_new_tokens

@@ -103,7 +103,9 @@ class App:
                     yield event(row)
             await job
             if asked.include_usage:
-                yield event({**head, "object": object_of(asked, True), "choices": [], "usage": usage(asked, shown.values())})
+                yield event(
+                    {**head, "object": object_of(asked, True), "choices": [], "usage": usage(asked, shown.values())}
+                )
             yield "data: [DONE]\n\n"
         except Refusal as problem:
             yield event(error(str(problem), problem.status))
@@ -200,7 +202,11 @@ class App:
 
     async def server_info(self, request: Request) -> Response:
         """What a trainer compares with its own settings, where vLLM has it."""
-        config: Row = {"model": self.engine.root, "dtype": str(self.engine.dtype), "logprobs_mode": "processed_logprobs"}
+        config: Row = {
+            "model": self.engine.root,
+            "dtype": str(self.engine.dtype),
+            "logprobs_mode": "processed_logprobs",
+        }
         config |= {"max_model_len": self.engine.served().positions}
         return JSONResponse({"vllm_config": {"model_config": config}})
 

@@ -71,7 +71,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         merged_into: str | None = None,
     ) -> None:
-        policy.requires_grad_(False).eval()
+        policy.eval()  # weights that require gradients, as in training: torch multiplies frozen ones in another order
         self.tokenizer, self.name, self.root, self.num_slots, self.dtype = tokenizer, name, root, num_slots, dtype
         self.policy, self.merged_into = policy, merged_into
         self.adapters: dict[str, Adapter] = {}

@@ -1,0 +1,158 @@
+"""Runs that sample on servers: bitwise those of the engine in the process, with one or several ranks, and resumed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import last_checkpoint, metrics, weights
+from helpers.serving import serving
+from helpers.tiny_runs import TinyRuns, experiment_of
+
+from lightrlhf.generation import served
+from lightrlhf.storage.checkpoint import checkpoints
+
+SERVED = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
+PROGRAMS = ("ppo", "grpo")
+NONE = ("--sampling_correction", "none")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cafe_data, talk_data, tokenizer) -> TinyRuns:
+    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def url(runs):
+    with serving(runs.model, rollout_mini_batch_size=32) as (address, _):
+        yield address
+
+
+def run(runs: TinyRuns, program: str, folder: Path, *more: object) -> Path:
+    """The experiment dir of a run of six steps that evaluates every third one."""
+    main = importlib.import_module(f"lightrlhf.{program}").main
+    main(runs.flags(program, folder, "--rollout_mini_batch_size", 32, "--eval_interval", 3, *more))
+    return experiment_of(folder)
+
+
+def learned(experiment: Path) -> list[dict[str, float]]:
+    """The metrics that do not depend on times, or on whether servers sampled."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in SERVED}
+        for row in metrics(experiment)
+    ]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_without_a_correction_a_run_is_bitwise_that_of_the_local_engine(program, runs, url, tmp_path):
+    local = run(runs, program, tmp_path / "local")
+    served = run(runs, program, tmp_path / "served", "--rollout_server", url, *NONE)
+    assert learned(local) == learned(served)
+    assert weights(last_checkpoint(local)) == weights(last_checkpoint(served))
+    gaps = [row for row in metrics(served) if "sampling/kl" in row]
+    assert len(gaps) == 6 and max(row["sampling/kl"] for row in gaps) < 1e-9
+    assert not any(name in row for row in metrics(local) for name in SERVED)
+
+
+@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_with_a_correction_weights_are_about_one_and_learning_is_the_same(program, kind, runs, url, tmp_path):
+    local = run(runs, program, tmp_path / "local")
+    served = run(runs, program, tmp_path / "served", "--rollout_server", url, "--sampling_correction", kind)
+    for one, other in zip(learned(local), learned(served), strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    gaps = [row for row in metrics(served) if "sampling/kl" in row]
+    assert all(abs(row["sampling/ratio_max"] - 1) < 1e-4 and row["sampling/dropped"] == 0 for row in gaps)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_run_that_was_cut_goes_on_bit_equal_beside_the_same_server(program, runs, url, tmp_path):
+    whole = run(runs, program, tmp_path / "whole", "--rollout_server", url)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    cut = experiment_of(tmp_path / "cut")
+    for folder in checkpoints(cut)[1:]:
+        shutil.rmtree(folder)
+    importlib.import_module(f"lightrlhf.{program}").main(["--resume_from", str(cut)])
+    assert learned(cut) == learned(whole)
+    assert weights(last_checkpoint(cut)) == weights(last_checkpoint(whole))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_step_stale_weights_sample_while_others_are_learned(program, runs, url, tmp_path):
+    stale = run(runs, program, tmp_path / "stale", "--rollout_server", url, "--max_staleness", 1)
+    rows = [row for row in metrics(stale) if "sampling/staleness" in row]
+    assert [row["sampling/staleness"] for row in rows] == [0, 1, 1, 1, 1, 1]
+    assert rows[0]["sampling/kl"] < 1e-9 < rows[1]["sampling/kl"]
+    fresh = learned(run(runs, program, tmp_path / "fresh", "--rollout_server", url))
+    same = {name: value for name, value in learned(stale)[0].items() if name in fresh[0]}
+    assert same == fresh[0]  # the first step has the same samples; the second has those of older weights
+    assert learned(stale)[1] != fresh[1]
+
+
+def test_two_ranks_sample_as_one(runs, url, tmp_path):
+    """The first rank asks for both; the rollout of a step is that of one rank with twice the size."""
+    one = run(runs, "ppo", tmp_path / "one", "--rollout_server", url, "--rollout_size", 8, "--mini_batch_size", 8)
+    two = run(runs, "ppo", tmp_path / "two", "--rollout_server", url, "--devices", 2)
+    for row, other in zip(learned(one), learned(two), strict=True):
+        assert row["step"] == other["step"]
+        names = [name for name in row if name.startswith(("objective", "completions", "val"))]
+        assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3, abs=1e-4)
+
+
+def test_the_exchange_folder_keeps_two_versions_and_goes_with_the_run(runs, url, tmp_path, monkeypatch):
+    seen = []
+    write = served.Exchange.write
+
+    def written(self, *args, **options):
+        target = write(self, *args, **options)
+        seen.append((target, sorted(path.name for path in self.folder.glob("version-*"))))
+        return target
+
+    monkeypatch.setattr(served.Exchange, "write", written)
+    run(runs, "grpo", tmp_path / "run", "--rollout_server", url, "--exchange_dir", tmp_path / "exchange")
+    assert [versions for _, versions in seen][-1] == ["version-5", "version-6"]
+    assert len({target.version for target, _ in seen}) == len(seen) == 7
+    assert not list((tmp_path / "exchange").iterdir())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--top_p", "0.9"], "--top_p 0.9 with --rollout_server"),
+        (["--top_k", "5"], "--top_k 5 with --rollout_server"),
+        (["--min_p", "0.1"], "--min_p 0.1 with --rollout_server"),
+        (["--sampling_bound", "1"], "--sampling_bound 1.0 must be above 1"),
+        (["--exchange_adapter", "True"], "--exchange_adapter True requires --finetune_mode lora"),
+        (["--max_staleness", "1", "--server_sleep", "True"], "--server_sleep True"),
+        (["--rollout_server", "nowhere"], "--rollout_server nowhere is not an address"),
+        (["--rollout_server", "http://a:1", "http://a:1"], "is given twice"),
+        (["--max_sampling_kl", "0"], "--max_sampling_kl 0.0 must be above 0"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path, capsys):
+    more = [] if "--rollout_server" in given else ["--rollout_server", "http://127.0.0.1:9"]
+    with pytest.raises(SystemExit) as stopped:
+        run(runs, "grpo", tmp_path, *more, *given)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2 and message in error
+
+
+def test_a_server_that_is_not_there_is_one_line_and_leaves_nothing(runs, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(runs, "ppo", tmp_path, "--rollout_server", "http://127.0.0.1:9", "--health_timeout", "0.5")
+    assert stopped.value.code == 1
+    assert "--rollout_server http://127.0.0.1:9 did not answer within 0.5 s" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("args.json"))
+
+
+def test_what_a_run_writes_has_the_flags_of_its_servers(runs, url, tmp_path):
+    experiment = run(runs, "ppo", tmp_path, "--rollout_server", url)
+    stored = json.loads((experiment / "args.json").read_text())
+    assert stored["rollout_server"] == [url] and stored["sampling_correction"] == "token_truncate"
+    assert all(math.isfinite(value) for row in metrics(experiment) for value in row.values())
+    assert torch.load(last_checkpoint(experiment) / "resume.pt", weights_only=False)["step"] == 6
