@@ -116,7 +116,11 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
         raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
     stored = {key.removeprefix(PREFIX): value for key, value in load_peft_weights(source, device="cpu").items()}
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)
-    result: Any = set_peft_model_state_dict(model, stored, adapter_name=name)  # torch's named tuple of keys
+    try:
+        result: Any = set_peft_model_state_dict(model, stored, adapter_name=name)  # torch's named tuple of keys
+    except RuntimeError as problem:  # another shape; the first line of its message says nothing
+        detail = " ".join(str(problem).split("\n")[1:2]).strip()
+        raise UsageError(f"{source} holds an adapter that does not fit its base: {detail}") from None
     if result.unexpected_keys:
         raise UsageError(f"{source} holds an adapter that does not fit its base: no layer {result.unexpected_keys[0]}")
     if missing := [key for key in result.missing_keys if ".lora_" in key and f".{name}." in key]:
@@ -127,6 +131,7 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
 def remove_adapter(model: PreTrainedModel, name: str) -> None:
     """Remove an adapter from all layers that carry it."""
     for layer in lora_layers(model).values():
+        layer._active_adapter = [one for one in layer.active_adapters if one != name]  # peft would pick another one
         layer.delete_adapter(name)
     getattr(model, "peft_config", {}).pop(name, None)
 

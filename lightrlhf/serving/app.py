@@ -35,6 +35,7 @@ from lightrlhf.serving.requests import Completion, Refusal, read_completion, rea
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 Row = dict[str, Any]
+Texts = Callable[[int], str]  # of token ids
 
 
 class App:
@@ -82,7 +83,7 @@ class App:
         cancelled = threading.Event()
         job = self._queued(partial(self.engine.complete, asked, cancelled))
         choices, version = await unless_gone(request, job, cancelled)
-        return JSONResponse(whole(self.engine.tokenizer, asked, head, choices, version))
+        return JSONResponse(whole(self.engine.token_text, asked, head, choices, version))
 
     async def _events(self, asked: Completion, head: Row) -> AsyncIterator[str]:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
@@ -97,7 +98,7 @@ class App:
         try:
             while (piece := await pieces.get()) is not None:
                 index, choice, version = piece
-                row = chunk(self.engine.tokenizer, asked, head, index, choice, shown.get(index), version)
+                row = chunk(self.engine.token_text, asked, head, index, choice, shown.get(index), version)
                 shown[index] = choice
                 if row is not None:
                     yield event(row)
@@ -275,7 +276,7 @@ def usage(asked: Completion, choices: Iterable[Choice]) -> Row:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def whole(tokenizer: Any, asked: Completion, head: Row, choices: list[Choice], version: str) -> Row:
+def whole(token_text: Texts, asked: Completion, head: Row, choices: list[Choice], version: str) -> Row:
     """The answer with all choices."""
     rows = []
     for index, (choice, prompt) in enumerate(zip(choices, asked.rows)):
@@ -284,7 +285,7 @@ def whole(tokenizer: Any, asked: Completion, head: Row, choices: list[Choice], v
             row["message"] = {"role": "assistant", "content": choice.text}
         else:
             row["text"] = choice.text
-        row["logprobs"] = shown_logprobs(tokenizer, choice, 0, 0, asked.chat) if asked.logprobs else None
+        row["logprobs"] = shown_logprobs(token_text, choice, 0, 0, asked.chat) if asked.logprobs else None
         if asked.return_token_ids:
             row["token_ids"] = choice.ids
             if not asked.chat:
@@ -297,7 +298,7 @@ def whole(tokenizer: Any, asked: Completion, head: Row, choices: list[Choice], v
 
 
 def chunk(
-    tokenizer: Any, asked: Completion, head: Row, index: int, choice: Choice, before: Choice | None, version: str
+    token_text: Texts, asked: Completion, head: Row, index: int, choice: Choice, before: Choice | None, version: str
 ) -> Row | None:
     """What a choice has more than before; None if nothing shows yet."""
     text, count = (before.text, len(before.ids)) if before else ("", 0)
@@ -309,7 +310,7 @@ def chunk(
         row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
     else:
         row["text"] = more
-    row["logprobs"] = shown_logprobs(tokenizer, choice, count, len(text), asked.chat) if asked.logprobs else None
+    row["logprobs"] = shown_logprobs(token_text, choice, count, len(text), asked.chat) if asked.logprobs else None
     if asked.return_token_ids:
         row["token_ids"] = choice.ids[count:]
         if before is None and not asked.chat:
@@ -320,10 +321,10 @@ def chunk(
     return answer
 
 
-def shown_logprobs(tokenizer: Any, choice: Choice, start: int, offset: int, chat: bool) -> Row:
+def shown_logprobs(token_text: Texts, choice: Choice, start: int, offset: int, chat: bool) -> Row:
     """Log-probabilities of a choice's tokens from `start` on, whose text begins at `offset`, in OpenAI's form."""
     values = choice.logprobs[start:]
-    tokens = [tokenizer.decode([index], clean_up_tokenization_spaces=False) for index in choice.ids[start:]]
+    tokens = [token_text(index) for index in choice.ids[start:]]
     if chat:
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}

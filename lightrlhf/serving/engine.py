@@ -76,6 +76,7 @@ class Engine:
         self.policy, self.merged_into = policy, merged_into
         self.adapters: dict[str, Adapter] = {}
         self.num_loaded, self.num_reloads = 0, 0
+        self.texts: dict[int, str] = {}  # of tokens
         self.version = "default"  # of the weights, a name that clients give
 
     def served(self) -> Served:
@@ -153,6 +154,12 @@ class Engine:
             text = text[: len(text) - longest].rstrip("\ufffd")
             return Choice(text, ids, logprobs, None)
         return Choice(text, ids, logprobs, "length" if truncated else "stop")
+
+    def token_text(self, index: int) -> str:
+        """The text of one token, remembered; half of a character is U+FFFD."""
+        if index not in self.texts:
+            self.texts[index] = self.tokenizer.decode([index], clean_up_tokenization_spaces=False)
+        return self.texts[index]
 
     # ---------------------------------------------------------------------------------------------------------- weights
     def reload(self, folder: str) -> None:

@@ -1,0 +1,633 @@
+"""Our own engine behind the routes: what it samples, what it refuses, and weights that change while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import save_model, tiny_model
+from helpers.processes import PATIENCE
+from helpers.trained import train_a_little
+from starlette.testclient import TestClient
+
+from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.data.tokens import decode, encode_prompt
+from lightrlhf.generation.engine import generate
+from lightrlhf.models import lora
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.serving import requests
+from lightrlhf.serving.app import App
+from lightrlhf.serving.engine import Cancelled, Engine
+
+KEY = "key of the tests"
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "a tea, please"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    path = save_model("llama", tmp_path_factory.mktemp("served") / "first", tokenizer)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, folder, tokenizer):
+    """A folder with other weights of the same shapes."""
+    policy = load_policy(str(folder), ModelArgs(), tokenizer)
+    train_a_little(policy)
+    policy.model.save_pretrained(path := tmp_path_factory.mktemp("served") / "second")
+    return path
+
+
+@pytest.fixture
+def policy(folder, tokenizer) -> Policy:
+    return load_policy(str(folder), ModelArgs(), tokenizer).eval()
+
+
+@pytest.fixture
+def engine(policy, tokenizer, folder) -> Engine:
+    return Engine(policy, tokenizer, "model", str(folder), num_slots=2)
+
+
+@pytest.fixture
+def client(engine):
+    with TestClient(App(engine, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+def ask(client, body: dict, path: str = TEXT) -> dict:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ids_of(client, **more) -> list[list[int]]:
+    """Sampled ids of the prompts, the same at each call with the same weights."""
+    body = {"prompt": PROMPTS, "max_tokens": 8, "seed": 3, "return_token_ids": True, **more}
+    return [choice["token_ids"] for choice in ask(client, body)["choices"]]
+
+
+def encoded(noise: torch.Tensor) -> str:
+    return base64.b64encode(noise.numpy().astype("<f4").tobytes()).decode()
+
+
+def events(client, body: dict, path: str = TEXT) -> list[dict]:
+    """The server-sent events of a stream, without the last, [DONE]."""
+    answer = client.post(path, json={**body, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
+@pytest.mark.parametrize(
+    "fields, flags",
+    [
+        ({}, {}),
+        ({"temperature": 0.7, "stop_token_ids": [31, 40]}, {"temperature": 0.7, "eos_ids": [31, 40]}),
+        ({"top_p": 0.8, "top_k": 20, "min_p": 0.01}, {"top_p": 0.8, "top_k": 20, "min_p": 0.01}),
+        ({"temperature": 0}, {"do_sample": False}),
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ],
+)
+def test_choices_are_bitwise_those_of_the_engine_with_the_same_noise(client, policy, tokenizer, fields, flags):
+    noise = torch.rand(6, 12)
+    rows = [prompt for prompt in PROMPTS for _ in range(2)]
+    local = generate(
+        policy, rows, GenerationArgs(max_new_tokens=12, **flags), end_ids(tokenizer, policy.model), noise, 2
+    )
+    body = {"model": "model", "prompt": PROMPTS, "n": 2, "max_tokens": 12, "noise": encoded(noise), "logprobs": 0}
+    answer = ask(client, {**body, "return_token_ids": True, **fields})
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == rows
+    assert [choice["token_ids"] for choice in answer["choices"]] == local.responses
+    assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == local.logprobs
+    assert [choice["finish_reason"] == "length" for choice in answer["choices"]] == local.truncated
+    assert [choice["text"] for choice in answer["choices"]] == [decode(tokenizer, ids) for ids in local.responses]
+
+
+def test_a_seed_gives_the_same_choices_again_and_no_seed_others(client):
+    assert ids_of(client) == ids_of(client) != ids_of(client, seed=4)
+    assert ids_of(client, seed=None) != ids_of(client, seed=None)
+
+
+def test_ignore_eos_samples_beyond_the_end_token(client, policy, tokenizer):
+    ends = end_ids(tokenizer, policy.model)
+    noise = torch.rand(64, 60)
+    body = {"prompt": PROMPTS[0], "n": 64, "max_tokens": 60, "noise": encoded(noise), "return_token_ids": True}
+    rows = [choice["token_ids"] for choice in ask(client, body)["choices"]]
+    assert any(row[-1] in ends and len(row) < 60 for row in rows)
+    rows = [choice["token_ids"] for choice in ask(client, {**body, "ignore_eos": True})["choices"]]
+    assert all(len(row) == 60 for row in rows) and any(set(row) & {*ends} for row in rows)
+
+
+def test_only_allowed_tokens_are_sampled_with_log_probabilities_over_them(client, policy):
+    allowed, temperature = [40, 9, 33], 0.6
+    body = {"prompt": PROMPTS, "n": 8, "max_tokens": 3, "seed": 1, "logprobs": 0, "return_token_ids": True}
+    answer = ask(client, {**body, "allowed_token_ids": allowed, "temperature": temperature})
+    assert {index for choice in answer["choices"] for index in choice["token_ids"]} == {*allowed}
+    for choice in answer["choices"]:
+        ids = torch.tensor([choice["prompt_token_ids"] + choice["token_ids"]])
+        logits = policy.model(ids, use_cache=False).logits[0, -4:-1, allowed] / temperature  # (3, A)
+        places = [allowed.index(index) for index in choice["token_ids"]]
+        expected = logits.log_softmax(-1)[torch.arange(3), places].tolist()
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_texts_become_ids_as_in_the_prepared_data_and_spell_no_control_token(client, tokenizer):
+    text = f"two teas {tokenizer.eos_token} please"
+    answer = ask(client, {"prompt": [text, "b"], "max_tokens": 1, "return_token_ids": True})
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [
+        encode_prompt(tokenizer, text),
+        encode_prompt(tokenizer, "b"),
+    ]
+    assert tokenizer.eos_token_id not in answer["choices"][0]["prompt_token_ids"]
+
+
+def test_chat_is_rendered_by_the_template(client, policy, tokenizer):
+    noise = torch.rand(2, 6)
+    prompt = encode_prompt(tokenizer, HELLO)
+    ends = end_ids(tokenizer, policy.model)
+    local = generate(policy, [prompt] * 2, GenerationArgs(max_new_tokens=6), ends, noise, 2)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a tea, "}, {"type": "text", "text": "please"}]}]
+    for messages in (HELLO, parts):
+        body = {"messages": messages, "max_completion_tokens": 6, "n": 2, "noise": encoded(noise), "logprobs": True}
+        answer = ask(client, {**body, "return_token_ids": True}, CHAT)
+        assert answer["object"] == "chat.completion" and answer["prompt_token_ids"] == prompt
+        assert [choice["token_ids"] for choice in answer["choices"]] == local.responses
+        messages = [choice["message"] for choice in answer["choices"]]
+        texts = [decode(tokenizer, ids) for ids in local.responses]
+        assert messages == [{"role": "assistant", "content": text} for text in texts]
+        values = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in answer["choices"]]
+        assert values == local.logprobs
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == sum(map(len, local.responses))
+
+
+def test_chat_goes_on_to_the_last_position_by_default(client, policy):
+    answer = ask(client, {"messages": HELLO, "seed": 1, "ignore_eos": True}, CHAT)
+    assert answer["usage"]["total_tokens"] == policy.model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_a_stream_has_the_parts_of_the_whole_answer(client, path, stop):
+    given = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": HELLO}
+    body = {**given, "max_tokens": 20, "n": 2, "seed": 5, "logprobs": 0 if path == TEXT else True}
+    body |= {"return_token_ids": True, "ignore_eos": True} | ({"stop": stop} if stop else {})
+    answer = ask(client, body, path)
+    rows = events(client, {**body, "stream_options": {"include_usage": True}}, path)
+    assert rows.pop()["usage"] == answer["usage"]
+    for choice in answer["choices"]:
+        own = [row["choices"][0] for row in rows if row["choices"][0]["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        assert [index for part in own for index in part["token_ids"]] == choice["token_ids"]
+        shown = [part["logprobs"] for part in own]
+        if path == TEXT:
+            assert "".join(part["text"] for part in own) == choice["text"]
+            assert [token for part in shown for token in part["tokens"]] == choice["logprobs"]["tokens"]
+            found = [value for part in shown for value in part["token_logprobs"]]
+            expected = choice["logprobs"]["token_logprobs"]
+        else:
+            assert own[0]["delta"]["role"] == "assistant"
+            assert "".join(part["delta"]["content"] for part in own) == choice["message"]["content"]
+            found = [token["logprob"] for part in shown for token in part["content"]]
+            expected = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert found == pytest.approx(expected, abs=1e-4)  # two rows at a time are rounded otherwise
+        assert len(own) > 2 or stop
+
+
+def test_a_stop_text_ends_a_response_and_is_shown_only_when_asked_for(client, tokenizer):
+    body = {"prompt": PROMPTS[0], "max_tokens": 60, "n": 8, "seed": 2, "ignore_eos": True}
+    without = ask(client, {**body, "stop": ["e"], "return_token_ids": True})["choices"]
+    shown = ask(client, {**body, "stop": "e", "include_stop_str_in_output": True, "return_token_ids": True})["choices"]
+    assert [choice["token_ids"] for choice in without] == [choice["token_ids"] for choice in shown]
+    assert {choice["finish_reason"] for choice in shown} >= {"stop"}
+    for cut, whole in zip(without, shown):
+        assert whole["text"] == decode(tokenizer, whole["token_ids"])
+        assert cut["text"] == whole["text"].partition("e")[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+GOOD = {"prompt": [5, 6], "max_tokens": 2}
+REFUSED = [
+    ({"model": "another"}, "unknown model 'another'; here are model"),
+    ({"prompt": None}, "prompt must be a text or a list of token ids"),
+    ({"prompt": []}, "prompt must be a text or a list of token ids"),
+    ({"prompt": ""}, "the prompt has no tokens"),
+    ({"prompt": [[5], []]}, "prompt 1 must be"),
+    ({"prompt": [5, 100_000]}, "prompt has the token id 100000; the model has"),
+    ({"prompt": [5, -1]}, "prompt must be"),
+    ({"prompt": [5, 1.0]}, "prompt must be"),
+    ({"prompt": [5, True]}, "prompt must be"),
+    ({"prompt": "\ud800"}, "prompt must be"),
+    ({"prompt": {"text": "a"}}, "prompt must be"),
+    ({"max_tokens": 300}, "does not fit into the 256 positions; use at most 254"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, not 0"),
+    ({"max_tokens": "5"}, "max_tokens must be"),
+    ({"n": 0}, "n must be a whole number from 1"),
+    ({"n": 10**9}, "n must be"),
+    ({"n": 16_384, "prompt": [[5]] * 4}, "more than one request may ask for"),
+    ({"temperature": -1}, "temperature must be a number of at least 0"),
+    ({"temperature": 1e-9}, "temperature 1e-09 is neither 0"),
+    ({"temperature": True}, "temperature must be"),
+    ({"temperature": "1"}, "temperature must be"),
+    ({"top_p": 0}, "top_p must be"),
+    ({"top_k": -2}, "top_k must be"),
+    ({"min_p": 2}, "min_p must be"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be"),
+    ({"seed": -1}, "seed must be"),
+    ({"seed": 2**64}, "seed must be"),
+    ({"logprobs": 5}, "logprobs must be 0"),
+    ({"stop": ""}, "stop must be"),
+    ({"stop": [1]}, "stop must be"),
+    ({"stop_token_ids": [10**30]}, "stop_token_ids has the token id"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must be a list of token ids, not empty"),
+    ({"allowed_token_ids": [100_000]}, "allowed_token_ids has the token id 100000"),
+    ({"noise": "%%"}, "noise is not base64"),
+    ({"noise": "AAAA"}, "noise must have 1 x 2 float32 numbers (8 bytes), not 3"),
+    ({"noise": encoded(torch.tensor([0.5, 1.0]))}, "noise must be numbers from 0 to below 1"),
+    ({"noise": encoded(torch.tensor([0.5, float("nan")]))}, "noise must be numbers from 0 to below 1"),
+    ({"stream": "yes"}, "stream must be true or false"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty is not served"),
+    ({"echo": True}, "echo is not served"),
+    ({"temprature": 0.5}, "unknown field 'temprature'"),
+]
+REFUSED_CHAT = [
+    ({"messages": None}, "messages must be a list"),
+    ({"messages": []}, "messages must be a list"),
+    ({"messages": ["hello"]}, "messages 0 must be an object"),
+    ({"messages": [{"role": "user", "content": 5}]}, "the content of messages 0 must be a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of messages 0"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "messages 0 has 'tool_calls'"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools is not served"),
+]
+
+
+def check_refusal(answer, status: int, words: str) -> None:
+    assert answer.status_code == status, answer.text
+    line = answer.json()["error"]["message"]
+    assert words in line and "\n" not in line and "Traceback" not in line, line
+
+
+@pytest.mark.parametrize("wrong, words", REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_a_wrong_field_is_a_400_with_one_line(client, wrong, words):
+    check_refusal(client.post(TEXT, content=json.dumps({**GOOD, **wrong})), 400, words)
+
+
+@pytest.mark.parametrize("body, words", REFUSED_CHAT, ids=[words[:40] for _, words in REFUSED_CHAT])
+def test_wrong_messages_are_a_400_with_one_line(client, body, words):
+    check_refusal(client.post(CHAT, json={"max_tokens": 2, **body}), 400, words)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "the body is not JSON"),
+        (b"{'prompt': 1}", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[1]", "the body must be a JSON object, not a list"),
+        (b'{"temperature": NaN}', "NaN is no number of JSON"),
+        (b'{"temperature": 1e999}', "temperature must be"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
+        (b"[" * 200_000, "the body is nested too deep"),
+        (b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}", "prompt 0 must be"),
+    ],
+)
+@pytest.mark.parametrize("path", [TEXT, "/update_weight_version", "/v1/load_lora_adapter"])
+def test_a_body_that_is_no_json_object_is_a_400_with_one_line(client, path, content, words):
+    if path != TEXT and b'{"' in content:
+        words = words if "JSON" in words else "must be given, a text"
+    check_refusal(client.post(path, content=content), 400, words)
+
+
+def test_too_large_a_body_is_refused(client, monkeypatch):
+    monkeypatch.setattr("lightrlhf.serving.app.LARGEST_BODY", 100)
+    check_refusal(client.post(TEXT, json={**GOOD, "user": "x" * 100}), 413, "a body may have 100 bytes")
+    ask(client, GOOD)
+
+
+def test_a_failure_of_the_engine_is_one_line_and_the_next_request_is_answered(client, engine, monkeypatch, capsys):
+    before = ids_of(client)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "complete", lambda *_: 1 // 0)
+        patch.setattr(engine, "stream", lambda *_: 1 // 0)
+        check_refusal(client.post(TEXT, json=GOOD), 500, "ZeroDivisionError: integer division")
+        answer = client.post(TEXT, json={**GOOD, "stream": True}).text
+        assert "ZeroDivisionError" in answer and "[DONE]" not in answer
+    assert ids_of(client) == before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_logits_that_are_not_finite_are_one_line(client, policy):
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[3] = float("nan")
+    check_refusal(client.post(TEXT, json=GOOD), 500, "logits that are not finite")
+
+
+def test_unknown_routes_and_methods_are_refused_in_json(client):
+    check_refusal(client.post("/v1/embeddings", json={}), 404, "POST /v1/embeddings is not served")
+    check_refusal(client.get(TEXT), 405, f"GET {TEXT} is not served")
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"bearer {KEY}x", KEY, "Bearer \xe9"])
+def test_every_route_but_health_asks_for_the_key(engine, header):
+    app = App(engine, KEY)
+    with TestClient(app.asgi) as client:
+        headers = {} if header is None else {b"authorization": header.encode("latin-1")}
+        assert client.get("/health", headers=headers).status_code == 200
+        paths = ["/version", "/v1/models", "/server_info", "/is_paused", "/weight_info", "/is_sleeping", "/nothing"]
+        posted = [TEXT, CHAT, "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+        posted += ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"]
+        for method, path in [("GET", path) for path in paths] + [("POST", path) for path in posted]:
+            check_refusal(client.request(method, path, headers=headers), 401, "the key is missing or wrong")
+    assert app.resumed.is_set()
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+def reload(client, folder) -> object:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    return client.post("/collective_rpc", json=body)
+
+
+def test_a_reload_turns_the_answers_into_those_of_the_new_weights(client, other, tokenizer):
+    before = ids_of(client)
+    fresh = Engine(load_policy(str(other), ModelArgs(), tokenizer), tokenizer, "model", str(other), num_slots=2)
+    with TestClient(App(fresh, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as expected:
+        assert reload(client, other).json() == {"results": [None]}
+        assert ids_of(client) == ids_of(expected) != before
+
+
+def test_the_version_is_that_of_the_weights(client, folder, other):
+    client.post("/update_weight_version", json={"new_version": "run-1"})
+    assert client.get("/weight_info").json() == {"weight_version": "run-1"}
+    assert ask(client, GOOD)["weight_version"] == "run-1"
+    assert {row["weight_version"] for row in events(client, GOOD)} == {"run-1"}
+    reload(client, other)
+    assert client.get("/weight_info").json()["weight_version"] != "run-1"  # before the client says what they are
+    check_refusal(client.post("/update_weight_version", json={"new_version": 5}), 400, "new_version must be given")
+
+
+def test_sharded_files_are_read_and_tied_weights_may_be_stored_once(tmp_path, tokenizer):
+    for tied in (False, True):
+        models = [tiny_model("llama", tie_word_embeddings=tied, vocab_size=len(tokenizer)) for _ in range(2)]
+        train_a_little(models[1])
+        models[1].save_pretrained(tmp_path / f"{tied}", max_shard_size="20KB")
+        assert len(list((tmp_path / f"{tied}").glob("*.safetensors"))) > 2
+        engine = Engine(Policy(models[0]), tokenizer, "model", "")
+        engine.reload(str(tmp_path / f"{tied}"))
+        for name, value in models[1].state_dict().items():
+            assert torch.equal(models[0].state_dict()[name], value), name
+
+
+def wrong_folders(tmp_path, folder, tokenizer) -> dict[str, str]:
+    """Folders that do not hold weights of this model, and words on why."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    norm, head = "model.norm.weight", "lm_head.weight"
+    nan = weights[norm].clone()
+    nan[1] = float("nan")
+    changed = {
+        "lacks": ({k: v for k, v in weights.items() if k != norm}, {}, f"it lacks {norm}"),
+        "more": ({**weights, "model.extra": weights[norm].clone()}, {}, "it has model.extra, the model has not"),
+        "shape": ({**weights, norm: weights[norm][:-1].clone()}, {}, f"its {norm} is 31, the model's 32"),
+        "nan": ({**weights, norm: nan}, {}, f"weights that are not finite: {norm}"),
+        "heads": (weights, {"num_attention_heads": 8}, "config.json has num_attention_heads 8, the model 4"),
+        "head": ({**weights, head: weights[head][:-1].clone()}, {}, f"its {head} is"),
+    }
+    found = {"": "weights_path must be given", str(tmp_path / "none"): "is no folder that this server can see"}
+    for name, (tensors, settings, words) in changed.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / name / "config.json").write_text(json.dumps(config | settings))
+        found[str(tmp_path / name)] = words
+    for name, content in (("cut", (folder / "model.safetensors").read_bytes()[:-1000]), ("empty", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        found[str(tmp_path / name)] = "cannot be read"
+    (tmp_path / "index").mkdir()
+    index = {"weight_map": {norm: f"../../{folder.name}/model.safetensors"}}
+    (tmp_path / "index" / "model.safetensors.index.json").write_text(json.dumps(index))
+    found[str(tmp_path / "index")] = "has no model.safetensors"
+    return found
+
+
+def test_a_wrong_folder_leaves_the_old_weights(client, engine, tmp_path, folder, tokenizer):
+    client.post("/update_weight_version", json={"new_version": "run-1"})
+    before = ids_of(client)
+    state = {name: value.clone() for name, value in engine.policy.model.state_dict().items()}
+    for path, words in wrong_folders(tmp_path, folder, tokenizer).items():
+        check_refusal(reload(client, path), 400, words)
+        for name, value in engine.policy.model.state_dict().items():
+            assert torch.equal(state[name], value), (path, name)
+    assert ids_of(client) == before
+    assert client.get("/weight_info").json() == {"weight_version": "run-1"}
+
+
+def test_no_other_method_is_called(client):
+    for body in ({}, {"method": "sleep"}, {"method": ["reload_weights"]}):
+        check_refusal(client.post("/collective_rpc", json=body), 400, "method must be reload_weights")
+    check_refusal(
+        client.post("/collective_rpc", json={"method": "reload_weights", "kwargs": [1]}), 400, "weights_path must"
+    )
+
+
+def test_while_paused_requests_wait_and_are_then_answered_by_the_new_weights(client, engine, other, monkeypatch):
+    reload(client, other)
+    expected = ids_of(client)
+    reload(client, engine.root)
+    old, arrived, served = ids_of(client), threading.Event(), engine.served
+    assert client.post("/pause?mode=wait").json() == {"status": "paused"}
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    monkeypatch.setattr(engine, "served", lambda: arrived.set() or served())
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ids_of, client)
+        assert arrived.wait(PATIENCE)
+        assert reload(client, other).status_code == 200  # behind it in the queue, if it did not wait
+        assert client.post("/resume").json() == {"status": "resumed"}
+        assert answer.result(PATIENCE) == expected != old
+    assert client.get("/is_paused").json() == {"is_paused": False}
+    check_refusal(client.post("/pause?mode=keep"), 400, "mode keep is not served")
+
+
+def test_pause_waits_for_what_runs(client, engine, monkeypatch):
+    began, may_end, complete = threading.Event(), threading.Event(), engine.complete
+    ended = []
+
+    def slow(*given):
+        began.set()
+        assert may_end.wait(PATIENCE)
+        ended.append(True)
+        return complete(*given)
+
+    monkeypatch.setattr(engine, "complete", slow)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, client, GOOD)
+        assert began.wait(PATIENCE)
+        paused = pool.submit(lambda: (client.post("/pause?mode=wait"), list(ended)))
+        while not client.get("/is_paused").json()["is_paused"]:
+            pass
+        assert not paused.done()
+        may_end.set()
+        assert paused.result(PATIENCE)[1] == [True] and answer.result(PATIENCE)
+    client.post("/resume")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_goes_away_ends_its_request(engine, streamed):
+    """The request would take its client's word to end: it runs until it is told that the client has gone."""
+    told = []
+
+    def endless(asked, cancelled, emit=None):
+        told.append(cancelled.wait(PATIENCE))
+        raise Cancelled
+
+    engine.complete = engine.stream = endless
+    messages = [{"type": "http.request", "body": json.dumps({**GOOD, "stream": streamed}).encode()}]
+
+    async def call() -> None:
+        app, sent = App(engine, KEY), []
+        headers = [(b"authorization", f"Bearer {KEY}".encode())]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "root_path": ""}
+
+        async def receive():
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        await app.asgi(scope, receive, send)
+        app.worker.shutdown(wait=True)
+
+    asyncio.run(asyncio.wait_for(call(), PATIENCE))
+    assert told in ([True], [])  # [] where it had not begun
+
+
+def test_a_cancelled_request_ends_at_the_next_step(engine, monkeypatch):
+    cancelled, steps = threading.Event(), []
+    forward = engine.policy.model.forward
+
+    def counted(*given, **named):
+        steps.append(1)
+        if len(steps) == 5 + before:
+            cancelled.set()
+        return forward(*given, **named)
+
+    body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
+    asked = requests.read_completion(body, engine.served(), chat=False)
+    engine.complete(asked, threading.Event())  # checks the architecture first
+    before = 0
+    monkeypatch.setattr(engine.policy.model, "forward", counted)
+    with pytest.raises(Cancelled):
+        engine.complete(asked, cancelled)
+    assert len(steps) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+@pytest.fixture
+def adapter(folder, tokenizer, tmp_path):
+    """A peft folder on the served model."""
+    policy = load_policy(str(folder), ModelArgs(finetune_mode="lora", lora_rank=2), tokenizer)
+    train_a_little(policy)
+    (tmp_path / "adapter").mkdir()
+    lora.save_adapter(policy.model, policy.adapters, None, str(folder), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def load(client, name: str, path) -> object:
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+
+
+def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, adapter, folder, tokenizer):
+    before, noise = ids_of(client), torch.rand(3, 8)
+    assert load(client, "step.1", adapter).status_code == 200
+    policy = load_policy(str(adapter), ModelArgs(finetune_mode="lora"), tokenizer).eval()
+    local = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=8), end_ids(tokenizer, policy.model), noise, 2)
+    body = {"prompt": PROMPTS, "max_tokens": 8, "noise": encoded(noise), "logprobs": 0, "return_token_ids": True}
+    answer = ask(client, {**body, "model": "step.1"})
+    assert answer["model"] == "step.1"
+    assert [choice["token_ids"] for choice in answer["choices"]] == local.responses
+    assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == local.logprobs
+    assert ids_of(client) == ids_of(client, model="model") == before != ids_of(client, model="step.1")
+    rows = {row["id"]: row for row in client.get("/v1/models").json()["data"]}
+    assert rows["model"]["parent"] is None and rows["model"]["root"] == str(folder)
+    assert rows["step.1"]["parent"] == "model" and rows["step.1"]["root"] == str(adapter)
+    unload = {"lora_name": "step.1"}
+    assert client.post("/v1/unload_lora_adapter", json=unload).status_code == 200
+    check_refusal(client.post(TEXT, json={**GOOD, "model": "step.1"}), 400, "unknown model 'step.1'")
+    check_refusal(client.post("/v1/unload_lora_adapter", json=unload), 400, "no adapter 'step.1' is loaded")
+    assert ids_of(client) == before
+
+
+def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client, adapter, folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    before = ids_of(client)
+    assert load(client, "a", adapter).status_code == 200
+    check_refusal(load(client, "a", adapter), 400, "a is loaded already")
+    check_refusal(load(client, "model", adapter), 400, "model is loaded already")
+    check_refusal(load(client, "b", tmp_path / "none"), 400, "is no folder that this server can see")
+    check_refusal(load(client, "b", folder), 400, "holds no adapter")
+    check_refusal(load(client, "", adapter), 400, "lora_name must be given")
+    check_refusal(reload(client, folder), 400, "adapters are loaded (a)")
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    first = min(weights)
+    for changed, words in (
+        ({k: v for k, v in weights.items() if k != first}, "lacks"),
+        ({**weights, first: weights[first][:, :-1].clone()}, "size mismatch"),
+        ({**weights, first: weights[first] * float("nan")}, "not finite"),
+        ({**weights, "base_model.model.none.lora_A.weight": weights[first].clone()}, "no layer"),
+    ):
+        save_file(changed, file)
+        answer = load(client, "b", adapter)
+        assert answer.status_code == 400 and words in answer.text, answer.text
+    save_file(weights, file)
+    for name in ("b", "c", "d"):
+        assert load(client, name, adapter).status_code == 200
+    check_refusal(load(client, "e", adapter), 400, "4 adapters are loaded; unload one of a, b, c, d")
+    assert [row["id"] for row in client.get("/v1/models").json()["data"]] == ["model", "a", "b", "c", "d"]
+    assert ids_of(client) == before and ids_of(client, model="a") == ids_of(client, model="d") != before
+
+
+def test_an_adapter_on_top_of_a_merged_one_is_refused(adapter, tokenizer, folder):
+    policy = load_policy(str(adapter), ModelArgs(), tokenizer)
+    engine = Engine(policy, tokenizer, "model", str(adapter), merged_into=str(folder))
+    with pytest.raises(requests.Refusal, match="would come on top"):
+        engine.load_adapter("a", str(adapter))
+
+
+# ---------------------------------------------------------------------------------------------------------- information
+def test_what_a_trainer_compares(client, policy, tokenizer, folder):
+    assert client.get("/health").status_code == 200
+    assert client.get("/version").json()["version"].startswith("lightrlhf ")
+    config = client.get("/server_info?config_format=json").json()["vllm_config"]["model_config"]
+    assert config["logprobs_mode"] == "processed_logprobs" and config["max_model_len"] == 256
+    assert config["dtype"] == "torch.float32"
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    assert client.post("/sleep?level=1").status_code == client.post("/wake_up").status_code == 200
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    in_half = Engine(policy, tokenizer, "model", str(folder), dtype=torch.bfloat16)
+    with TestClient(App(in_half, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        config = client.get("/server_info?config_format=json").json()["vllm_config"]["model_config"]
+        assert config["dtype"] == "torch.bfloat16"
+        noise = torch.rand(3, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            ends = end_ids(tokenizer, policy.model)
+            local = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=8), ends, noise, 64)
+        body = {"prompt": PROMPTS, "max_tokens": 8, "noise": encoded(noise), "logprobs": 0, "return_token_ids": True}
+        choices = ask(client, body)["choices"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in choices] == local.logprobs
