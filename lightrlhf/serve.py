@@ -122,8 +122,9 @@ def run(args: ServeArgs) -> None:
         trust_remote_code=args.trust_remote_code,
         more=args.engine_flags,
     )
-    print(launch.shown(), flush=True)
-    if not args.print_command:
+    if args.print_command:
+        print(launch.shown(), flush=True)
+    else:
         start(launch, find_key())
 
 

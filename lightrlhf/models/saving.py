@@ -128,13 +128,6 @@ def self_contained(folder: Path) -> Iterator[Path]:
     if base is None or not Path(base).is_dir():
         yield folder
         return
-    with merged_copy(folder) as merged:
-        yield merged
-
-
-@contextmanager
-def merged_copy(folder: Path) -> Iterator[Path]:
-    """Context manager: a copy of an adapter checkpoint, merged into its base, beside it."""
     model = _merged_from(str(folder))
     model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
     with TemporaryDirectory(dir=folder.parent) as temporary:
@@ -142,6 +135,22 @@ def merged_copy(folder: Path) -> Iterator[Path]:
         shutil.copytree(folder, merged, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
         model.save_pretrained(merged)
         yield merged
+
+
+@contextmanager
+def standalone_copy(source: str) -> Iterator[str]:
+    """Context manager: a copy of a model with adapters merged and a head that is not tied to the embeddings.
+
+    A head of its own is what vLLM on a CPU needs: its reload leaves a tied one as it was.
+    """
+    model, tokenizer = _merged_from(source), load_tokenizer(None, source)
+    head: Any = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings, model.config.pad_token_id = False, tokenizer.pad_token_id
+    with TemporaryDirectory(dir=Path(source).resolve().parent if Path(source).is_dir() else None) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def upload(folder: Path, repository: str) -> None:

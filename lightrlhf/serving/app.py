@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightrlhf
 from lightrlhf.cli.errors import first_line
-from lightrlhf.serving.engine import Choice, Engine
+from lightrlhf.serving.engine import Answer, Choice, Engine
 from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, required
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
@@ -82,8 +82,8 @@ class App:
             return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
         cancelled = threading.Event()
         job = self._queued(partial(self.engine.complete, asked, cancelled))
-        choices, version = await unless_gone(request, job, cancelled)
-        return JSONResponse(whole(self.engine.token_text, asked, head, choices, version))
+        answer = await unless_gone(request, job, cancelled)
+        return JSONResponse(whole(self.engine.token_text, asked, head, answer))
 
     async def _events(self, asked: Completion, head: Row) -> AsyncIterator[str]:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
@@ -276,10 +276,10 @@ def usage(asked: Completion, choices: Iterable[Choice]) -> Row:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def whole(token_text: Texts, asked: Completion, head: Row, choices: list[Choice], version: str) -> Row:
+def whole(token_text: Texts, asked: Completion, head: Row, found: Answer) -> Row:
     """The answer with all choices."""
     rows = []
-    for index, (choice, prompt) in enumerate(zip(choices, asked.rows)):
+    for index, (choice, prompt) in enumerate(zip(found.choices, asked.rows)):
         row: Row = {"index": index, "finish_reason": choice.finish_reason}
         if asked.chat:
             row["message"] = {"role": "assistant", "content": choice.text}
@@ -290,11 +290,13 @@ def whole(token_text: Texts, asked: Completion, head: Row, choices: list[Choice]
             row["token_ids"] = choice.ids
             if not asked.chat:
                 row["prompt_token_ids"] = prompt
+        if found.scores is not None:
+            row["prompt_logprobs"] = shown_scores(token_text, prompt, found.scores[index // asked.n])
         rows.append(row)
-    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": usage(asked, choices)}
+    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": usage(asked, found.choices)}
     if asked.chat and asked.return_token_ids:
         answer["prompt_token_ids"] = asked.prompts[0]
-    return {**answer, "weight_version": version}
+    return {**answer, "weight_version": found.version}
 
 
 def chunk(
@@ -333,6 +335,13 @@ def shown_logprobs(token_text: Texts, choice: Choice, start: int, offset: int, c
         return {"content": content}
     offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+
+def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Row | None]:
+    """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
+    return [None] + [
+        {str(index): {"logprob": value, "decoded_token": token_text(index)}} for index, value in zip(prompt[1:], values)
+    ]
 
 
 def event(row: Row) -> str:

@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.generation.openai_client import KEY
-from lightrlhf.models import lora
-from lightrlhf.models.saving import merged_copy
+from lightrlhf.models.lora import ADAPTER_CONFIG
+from lightrlhf.models.saving import standalone_copy
 
 ENGINES = ("vllm", "sglang")
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -68,12 +68,12 @@ class Launch(NamedTuple):
         lora_routes = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.enable_lora else {}
         return VLLM_VARIABLES | lora_routes if self.engine == "vllm" else {}
 
-    def shown(self) -> str:
+    def shown(self, model: str | None = None) -> str:
         """The command as a line for a shell, the key as the variable that holds it."""
         variables = [f"{name}={value}" for name, value in self.variables().items()]
         key = [f'VLLM_API_KEY="${KEY}"'] if self.engine == "vllm" else []
         flag = [] if self.engine == "vllm" else [f'--api-key "${KEY}"']
-        return " ".join([*variables, *key, shlex.join(self.command()), *flag])
+        return " ".join([*variables, *key, shlex.join(self.command(model)), *flag])
 
 
 def choose_engine(engine: str, python: str | None) -> str:
@@ -106,20 +106,44 @@ def has_package(python: str, package: str) -> bool:
     return done.returncode == 0
 
 
+def needs_copy(launch: Launch) -> str | None:
+    """Why the engine gets a copy of the model and not the model itself; None if it does not."""
+    if (Path(launch.model) / ADAPTER_CONFIG).is_file():
+        return "its adapter is merged into its base"
+    if launch.engine == "vllm" and is_tied(launch.model, launch.trust_remote_code):
+        return "its head is tied to the embeddings, and a reload would leave it as it is"
+    return None
+
+
+def is_tied(model: str, trust_remote_code: bool) -> bool:
+    """Whether a model's head is tied to its embeddings. Raises: UsageError when its config cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return bool(getattr(config, "tie_word_embeddings", False))
+    except Exception as problem:  # a damaged file, an architecture with code of its own
+        raise UsageError(f"{model}: config.json cannot be read: {first_line(problem)[:200]}") from None
+
+
 def start(launch: Launch, key: str) -> None:
-    """Become the engine's process; with an adapter its merged copy is served, by a child process.
+    """Become the engine's process; where it needs a copy of the model, run it as a child until it ends.
 
     Raises: RunFailure when the engine cannot be started, or the child fails.
     """
     environment = {**os.environ, **launch.variables(), "VLLM_API_KEY": key}
     secret = [] if launch.engine == "vllm" else ["--api-key", key]  # vLLM reads it from its environment
-    if not (Path(launch.model) / lora.ADAPTER_CONFIG).is_file():
+    reason = needs_copy(launch)
+    if reason is None:
+        print(launch.shown(), flush=True)
         try:
             os.execve(launch.python, [*launch.command(), *secret], environment)
         except OSError as problem:
             raise RunFailure(f"{launch.python} cannot be run: {problem.strerror}") from None
-    with merged_copy(Path(launch.model)) as merged:
-        status = run_child([*launch.command(str(merged)), *secret], environment)
+    print(f"a copy of {launch.model} is served: {reason}", flush=True)
+    with standalone_copy(launch.model) as copied:
+        print(launch.shown(copied), flush=True)
+        status = run_child([*launch.command(copied), *secret], environment)
     if status not in (0, -signal.SIGINT, -signal.SIGTERM):
         raise RunFailure(f"{launch.engine} ended with status {status}; its last lines say why")
 

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.data.batch import response_batch
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.generation.sampling import first_stop
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import lora
@@ -43,6 +45,14 @@ class Choice(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     finish_reason: str | None  # None: not complete
+
+
+class Answer(NamedTuple):
+    """The answer to a request."""
+
+    choices: list[Choice]
+    scores: list[list[float]] | None  # log-probability of each token of each prompt after its first, at temperature 1
+    version: str  # of the weights
 
 
 class Adapter(NamedTuple):
@@ -85,8 +95,8 @@ class Engine:
         return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters])
 
     # ------------------------------------------------------------------------------------------------------ completions
-    def complete(self, request: Completion, cancelled: threading.Event) -> tuple[list[Choice], str]:
-        """The choices of a request and the version of the weights that sampled them. Raises: Cancelled."""
+    def complete(self, request: Completion, cancelled: threading.Event) -> Answer:
+        """The answer to a request. Raises: Cancelled."""
         policy = self._policy(request.model)
 
         def check() -> None:
@@ -108,7 +118,8 @@ class Engine:
             )
         rows = zip(sampled.responses, sampled.logprobs, sampled.truncated)
         choices = [self._choice(request, ids, logprobs, truncated) for ids, logprobs, truncated in rows]
-        return choices, self.version
+        scores = self._scores(policy, request.prompts) if request.prompt_logprobs else None
+        return Answer(choices, scores, self.version)
 
     def stream(self, request: Completion, cancelled: threading.Event, emit: Callable[[int, Choice, str], None]) -> None:
         """Emit (index, choice so far, version) after each token, choice by choice. Raises: Cancelled."""
@@ -125,6 +136,14 @@ class Engine:
             if step is not None:
                 last = self._choice(request, step.responses[0], step.logprobs[0], step.truncated[0])
                 emit(index, last, self.version)
+
+    def _scores(self, policy: Policy, prompts: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the prompts' tokens after the first, at temperature 1."""
+        batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
+        device = policy.model.device
+        with self._autocast():
+            logprobs = score_logprobs(policy, batch.to(device), 1.0, self.num_slots).cpu()  # (B, T-1)
+        return [row[: len(ids) - 1].tolist() for row, ids in zip(logprobs, prompts)]
 
     def _policy(self, name: str) -> Policy:
         """The policy of a model's or adapter's name. Raises: Refusal when it was unloaded while the request waited."""
@@ -145,6 +164,8 @@ class Engine:
     def _choice(self, request: Completion, ids: list[int], logprobs: list[float], truncated: bool | None) -> Choice:
         """A response with its text; truncated: None while it is not complete."""
         text, stops = decode(self.tokenizer, ids), request.sampling.stop_strings
+        if not request.skip_special_tokens:
+            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if not request.include_stop:
             starts = [at for stop in stops if (at := text.find(stop)) >= 0]
             if starts and first_stop(self.tokenizer, ids, stops) is not None:

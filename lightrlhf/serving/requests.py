@@ -70,7 +70,9 @@ class Completion:
     ignore_eos: bool
     allowed: list[int] | None  # the only tokens that may be sampled
     logprobs: bool
+    prompt_logprobs: bool
     return_token_ids: bool
+    skip_special_tokens: bool
     include_stop: bool
     stream: bool
     include_usage: bool
@@ -133,6 +135,7 @@ FIELDS = {
     "stop": Field(lambda s: (is_text(s) and bool(s)) or _are_stops(s), "a text or up to 16 texts, none empty"),
     "stop_token_ids": Field(are_ids, "a list of token ids", []),
     "include_stop_str_in_output": Field(_is_flag, "true or false", False),
+    "skip_special_tokens": Field(_is_flag, "true or false", True),
     "ignore_eos": Field(_is_flag, "true or false", False),
     "allowed_token_ids": Field(lambda ids: are_ids(ids) and bool(ids), "a list of token ids, not empty"),
     "return_token_ids": Field(_is_flag, "true or false", False),
@@ -143,6 +146,7 @@ FIELDS = {
 OF_TEXT = FIELDS | {
     "prompt": Field(lambda prompt: True, ""),
     "logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (those of the sampled tokens; no others are served), or null"),
+    "prompt_logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (those of the prompt's own tokens), or null"),
 }
 OF_CHAT = FIELDS | {
     "messages": Field(lambda messages: True, ""),
@@ -158,7 +162,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are taken with these valu
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "bad_words": ([],),
@@ -167,7 +170,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are taken with these valu
     "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
 }
@@ -237,6 +239,8 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
     greedy = values["temperature"] == 0
     if not greedy and values["temperature"] < 1e-6:
         raise Refusal(f"temperature {values['temperature']} is neither 0, the most likely token, nor at least 1e-6")
+    if values["stream"] and values.get("prompt_logprobs") is not None:
+        raise Refusal("prompt_logprobs are not streamed; leave out stream")
     stop = values["stop"] or []
     sampling = GenerationArgs(
         max_new_tokens=max_tokens,
@@ -258,7 +262,9 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
         ignore_eos=values["ignore_eos"],
         allowed=sorted(set(values["allowed_token_ids"])) if values["allowed_token_ids"] else None,
         logprobs=values["logprobs"] is not None and values["logprobs"] is not False,
+        prompt_logprobs=values.get("prompt_logprobs") is not None,
         return_token_ids=values["return_token_ids"],
+        skip_special_tokens=values["skip_special_tokens"],
         include_stop=values["include_stop_str_in_output"],
         stream=values["stream"],
         include_usage=values["stream_options"].get("include_usage") is True,

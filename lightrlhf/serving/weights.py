@@ -22,6 +22,7 @@ from lightrlhf.models import lora
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # settings of a config that leave the meaning of weights as it is
 WITHOUT_MEANING = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "name_or_path"}
+WITHOUT_MEANING |= {"tie_word_embeddings"}  # names and values of the weights say it
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from lightrlhf.generation.engine import generate
 from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
+from lightrlhf.models.saving import export_for_servers
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving import requests
 from lightrlhf.serving.app import App
@@ -144,6 +145,23 @@ def test_only_allowed_tokens_are_sampled_with_log_probabilities_over_them(client
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
+def test_log_probabilities_of_the_prompts_tokens(client, policy):
+    answer = ask(client, {"prompt": [*PROMPTS, [5]], "n": 2, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.5})
+    for choice, prompt in zip(answer["choices"][::2], [*PROMPTS, [5]]):
+        logprobs = policy.model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        expected = [float(logprobs[place, index]) for place, index in enumerate(prompt[1:])]
+        assert choice["prompt_logprobs"][0] is None
+        rows = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+        assert [row[str(index)]["logprob"] for row, index in rows] == pytest.approx(expected, abs=1e-4)
+
+
+def test_special_tokens_are_shown_when_asked_for(client, tokenizer):
+    end = tokenizer.eos_token_id
+    body = {"prompt": [5], "max_tokens": 2, "allowed_token_ids": [end], "ignore_eos": True}
+    assert ask(client, body)["choices"][0]["text"] == ""
+    assert ask(client, {**body, "skip_special_tokens": False})["choices"][0]["text"] == 2 * tokenizer.eos_token
+
+
 def test_texts_become_ids_as_in_the_prepared_data_and_spell_no_control_token(client, tokenizer):
     text = f"two teas {tokenizer.eos_token} please"
     answer = ask(client, {"prompt": [text, "b"], "max_tokens": 1, "return_token_ids": True})
@@ -261,6 +279,8 @@ REFUSED = [
     ({"stream": "yes"}, "stream must be true or false"),
     ({"frequency_penalty": 0.5}, "frequency_penalty is not served"),
     ({"echo": True}, "echo is not served"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs must be 0"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs are not streamed"),
     ({"temprature": 0.5}, "unknown field 'temprature'"),
 ]
 REFUSED_CHAT = [
@@ -388,6 +408,16 @@ def test_sharded_files_are_read_and_tied_weights_may_be_stored_once(tmp_path, to
         engine.reload(str(tmp_path / f"{tied}"))
         for name, value in models[1].state_dict().items():
             assert torch.equal(models[0].state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_a_trainer_writes_for_servers_is_loaded(tmp_path, tokenizer, is_tied):
+    models = [tiny_model("llama", tie_word_embeddings=is_tied, vocab_size=len(tokenizer)) for _ in range(2)]
+    train_a_little(models[1])
+    export_for_servers(Policy(models[1]), tmp_path, tmp_path, as_adapter=False)
+    Engine(Policy(models[0]), tokenizer, "model", "").reload(str(tmp_path))
+    for name, value in models[1].state_dict().items():
+        assert torch.equal(models[0].state_dict()[name], value), name
 
 
 def wrong_folders(tmp_path, folder, tokenizer) -> dict[str, str]:
