@@ -1,0 +1,49 @@
+"""What howto/serve.md tells to type is answered."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+
+import pytest
+from helpers import ROOT, save_model
+from helpers.pages import blocks
+from helpers.serving import serving
+
+from lightrlhf.serving.app import App
+from lightrlhf.serving.requests import OF_TEXT
+
+PAGE = (ROOT / "howto" / "serve.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    path = save_model("llama", tmp_path_factory.mktemp("served") / "model", tokenizer)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_requests_of_the_page_are_answered(folder, tmp_path, capsys):
+    (console,), (python,) = ([body for body, _ in blocks(PAGE, kind)] for kind in ("console", "python"))
+    words = shlex.split(console.replace("\\\n", " ").removeprefix("$ "))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/chat/completions"] and words[3:6:2] == ["-H", "-d"]
+    with serving(folder) as (url, server):
+        answer = server.ask("/v1/chat/completions", json.loads(words[6]))
+        assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+        (tmp_path / "ask.py").write_text(python.replace("http://127.0.0.1:8000", url))
+        runpy.run_path(str(tmp_path / "ask.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(re.fullmatch(r"\[[\d, ]+\] \[[-\d., e]+\]", line) for line in lines)
+
+
+def test_the_table_has_every_route(monkeypatch):
+    routes = []
+    monkeypatch.setattr("lightrlhf.serving.app.Starlette", lambda routes, **_: routes)
+    monkeypatch.setattr("lightrlhf.serving.app.Guard", lambda app, _: routes.extend(app))
+    App(engine=None, key="")
+    table = PAGE.split("## Routes of our own engine")[1].split("\n- ")[0]
+    assert {route.path for route in routes} == set(re.findall(r"[ `](/[\w/]+)", table))
+    named = re.search(r"/v1/completions` \|(.*)\|", table)[1]
+    assert set(re.findall(r"`(\w+)`", named)) <= OF_TEXT.keys()
