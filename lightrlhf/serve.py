@@ -25,10 +25,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_at_least, check_types, needs_package
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.generation.openai_client import KEY
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name, holds_reward_model, resolve

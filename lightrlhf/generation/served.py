@@ -149,8 +149,8 @@ class ServedPolicy:
             if kl > limit:
                 return f"{url} has other weights than it was given (KL {kl:.2g} to these): {self._suspect()}"
         return (
-            "without cached prefixes they agree, so keys and values of earlier weights were reused: a prefix cache is not "
-            "reset when weights change; start the server without one, or update it"
+            "without cached prefixes they agree, so keys and values of earlier weights were reused: a prefix cache is "
+            "not reset when weights change; start the server without one, or update it"
         )
 
     def _suspect(self) -> str:

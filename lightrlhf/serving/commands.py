@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
-from lightrlhf.generation.openai_client import KEY
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.saving import standalone_copy
 
