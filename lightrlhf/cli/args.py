@@ -442,7 +442,7 @@ class ServerArgs:
     health_timeout: float = field(default=600.0, metadata=RARE)
     """Seconds to wait until every server is up, and for one when all have failed."""
     max_sampling_kl: float | None = field(default=None, metadata=RARE)
-    """Largest KL a token between servers and trainer; when not given 1e-5, with bf16-mixed 0.01."""
+    """Largest KL a token between servers and trainer; when not given 1e-6, with bf16-mixed 0.01."""
 
     def check_servers(self) -> None:
         """Raises: ValueError, one line, when an address or a limit cannot be used."""

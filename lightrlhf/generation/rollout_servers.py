@@ -128,7 +128,7 @@ class Ask:
             raise RunFailure(f"--rollout_server {self.url} refused {path.partition('?')[0]}: {reason_of(response)}")
         if status != 200:
             raise Busy(f"{path.partition('?')[0]} answered with status {status}: {reason_of(response)}")
-        if not response.headers.get("content-type", "json").lower().count("json"):
+        if not response.headers.get("content-type", "").lower().count("json"):
             return None  # a word for people
         try:
             return json.loads(response.content)
@@ -463,7 +463,7 @@ class RolloutServers:
     async def _score(self, texts: list[list[int]]) -> list[tuple[str, list[list[float]]]]:
         found = []
         for server in self.servers:
-            if isinstance(server.dialect, VLLM) and not server.is_out:
+            if isinstance(server.dialect, VLLM) and not server.is_out and not server.adapter:  # vLLM on a CPU would end
                 try:
                     found.append((server.url, await server.dialect.score(self._ask(server), server, texts)))
                 except (Busy, httpx2.RequestError, RunFailure):  # a server without this route explains nothing

@@ -141,7 +141,10 @@ class ServedPolicy:
         gap = rollout.sampling_gap[: len(first), : first.action_mask.shape[1]]
         is_bypassed = self.run.args.sampling_correction == "none"
         pi = first.logprobs + gap if is_bypassed else first.logprobs  # (b, T-1) of the trainer's pass
-        for url, scores in self.servers.score(texts):
+        found = self.servers.score(texts)
+        if not found:
+            return self._suspect()
+        for url, scores in found:
             fresh = torch.zeros_like(pi)  # (b, T-1)
             for row, values in enumerate(scores):
                 fresh[row, : len(values)] = torch.tensor(values)
@@ -157,11 +160,6 @@ class ServedPolicy:
         """Why a server may have other weights than it was given."""
         if self.run.args.exchange_adapter:
             return "an adapter's name was used before, or its base is not that of this run; restart it on the same base"
-        if getattr(self.policy.model.config, "tie_word_embeddings", False):
-            return (
-                "its head is tied to the embeddings, and vLLM on a CPU keeps the old one; start it by "
-                "python -m lightrlhf.serve, which unties it"
-            )
         return "does another trainer use it? restart it on the model that this run starts from"
 
     # ----------------------------------------------------------------------------------------------------- ranks

@@ -51,7 +51,7 @@ def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> N
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
     """Write what a server loads: merged weights, or with `as_adapter` the adapter alone.
 
-    A tied head is written too: a server may have been started with one of its own, as vLLM has to be on a CPU.
+    A tied head is written too: vLLM on a CPU leaves it as it was unless it is among the weights.
     """
     from safetensors.torch import save_file
 

@@ -21,6 +21,7 @@ from examples.experiments import (
     reasoning,
     refuel,
     reward_hack,
+    rollout_servers,
 )
 from examples.experiments.records import best_rate, made_by
 from examples.experiments.stats import interval, paired, report_claims, shown
@@ -163,3 +164,14 @@ def test_the_switches_run_and_resume(tmp_path, capsys):
     assert "4 comparisons" in capsys.readouterr().out  # two arms, two measures
     grpo_switches.main(words)
     assert read_jsonl(tmp_path / "results.jsonl") == rows
+
+
+def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys):
+    folder = ["--output_dir", str(tmp_path), "--seeds", "1", "--arms", "local", "own", "--smoke", "True"]
+    rollout_servers.main(folder)
+    rows = read_jsonl(tmp_path / "results.jsonl")
+    assert [(row["arm"], row["method"]) for row in rows] == [
+        *(("local", "GRPO"), ("local", "PPO"), ("own", "GRPO"), ("own", "PPO")),
+    ]
+    assert rows[2]["gold"] == rows[0]["gold"] and rows[3]["first_kl"] < 1e-9
+    assert "gold, own minus local: +0.000" in capsys.readouterr().out
