@@ -223,21 +223,14 @@ class Engine:
         except Exception as problem:  # a damaged file makes the libraries raise anything
             lora.remove_adapter(model, layer_name)
             raise Refusal(f"{folder} cannot be loaded: {first_line(problem)}") from None
-        finally:
+        finally:  # outside of the roles of adapters the model is as it was
             lora.configure(model, active=self.policy.adapters, trainable=())
-        if not self.policy.shares:  # from now on each request says which adapters are active
-            self.policy = self._role(self.policy.adapters)
-        self.adapters[name] = Adapter(self._role((layer_name,)), layer_name, folder)
+        plain, base = self.policy.head_is_plain, self.policy.base
+        role = Policy(model, (layer_name,), base, shares=True, trainable=False, head_is_plain=plain).eval()
+        self.adapters[name] = Adapter(role, layer_name, folder)
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter. Raises: Refusal when there is none by this name."""
         if name not in self.adapters:
             raise Refusal(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)
-
-    def _role(self, adapters: tuple[str, ...]) -> Policy:
-        """A policy on the same weights with these adapters."""
-        plain, base = self.policy.head_is_plain, self.policy.base
-        role = Policy(self.policy.model, adapters, base, shares=True, trainable=False, head_is_plain=plain)
-        role.sampled = self.policy.sampled
-        return role.eval()
