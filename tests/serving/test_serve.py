@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from http.client import HTTPConnection
 
 import pytest
 import torch
@@ -44,7 +46,10 @@ def test_the_program_answers_as_the_engine_here_also_after_a_kill(folder, tokeni
             choices = server.ask("/v1/completions", {"model": "tiny", **body}).json()["choices"]
             assert [choice["token_ids"] for choice in choices] == local.responses
             assert [choice["logprobs"]["token_logprobs"] for choice in choices] == local.logprobs
-            server.restart()
+            with contextlib.closing(HTTPConnection("127.0.0.1", server.port)) as held:  # open while the server dies
+                held.request("GET", "/health")
+                assert held.getresponse().status == 200
+                server.restart()
             assert server.url == url
         assert server.lines == [f"serving tiny at {url}\n"] * 3
         assert server.ask("/version", Authorization="Bearer another").status_code == 401
