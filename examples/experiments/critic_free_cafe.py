@@ -22,24 +22,19 @@ hour of one core. Results are stored as they come: the same command resumes afte
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from datasets_prep.cafe import prepare_data
-from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples import cafe_settings
+from examples.experiments.cafe_methods import COMMON, METHODS, RESPONSES, prepared
 from examples.experiments.plots import label, panels
 from examples.experiments.records import best_rate, made_by
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
-from lightrlhf import evaluate, grpo, ppo, rm, sft
+from lightrlhf import evaluate
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
@@ -47,39 +42,8 @@ from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table, save_figure
 from lightrlhf.storage.run_dir import read_metrics
 
-RESPONSES = 64  # a step
 READ_AT, SMOKE_READ_AT = (6, 12, 24, 36, 48), (1, 2)  # steps; the last is the end
 RATES = [1e-4, 3e-4, 1e-3]
-COMMON = {
-    "accelerator": "cpu",
-    "logger": "csv",
-    "log_interval": 1,
-    "max_new_tokens": 96,
-    "mini_batch_size": RESPONSES,
-    "micro_batch_size": RESPONSES,
-    "rollout_mini_batch_size": RESPONSES,
-    "init_kl_coeff": 0.05,
-    "missing_eos_penalty": 1,
-    "normalize_rewards": True,
-    "lr_scheduler_type": "constant_with_warmup",
-    "lr_warmup_steps": 5,
-}
-GROUPED = {"num_generations": 8, "rollout_size": RESPONSES // 8, "kl_placement": "reward"}
-
-
-class Method(NamedTuple):
-    """A program, its flags, and the name of its learning rate."""
-
-    program: ModuleType
-    flags: dict[str, Any]
-    rate: str = "learning_rate"
-
-
-METHODS = {
-    "GRPO": Method(grpo, GROUPED),
-    "RLOO": Method(grpo, GROUPED | {"advantage": "rloo", "loss_type": "reinforce", "aggregation": "sum"}),
-    "PPO": Method(ppo, {"rollout_size": RESPONSES, "critic_learning_rate": 1e-3}, "actor_learning_rate"),
-}
 MEASURES = {"gold": "gold score", "kl": "KL to the SFT policy, nats", "length": "tokens of a response"}
 Curve = list[dict[str, float]]  # samples, seconds and measures of each checkpoint, the SFT policy first
 
@@ -144,21 +108,6 @@ def trials(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
-def prepared(folder: Path, seed: int, smoke: bool) -> tuple[str, str, str]:
-    """Data, SFT policy and reward model of a seed: (data dir, experiment dir, experiment dir); trained once."""
-    done = folder / "models.json"
-    if not done.is_file():
-        run, data = partial(logged, folder / "output.txt"), f"{folder}/data/cafe"
-        few_rows, few_steps = (cafe_settings.FEW_ROWS, {"max_steps": 1}) if smoke else ({}, {})
-        if not Path(data, "args.json").is_file():
-            run(prepare_data, destination_dir=data, tokenizer_name=BASE_DIR, seed=seed, num_proc=1, **few_rows)
-        common = {"data_dir": data, "log_dir": folder / "logs", "seed": seed, "accelerator": "cpu"}
-        start = run(sft, **common, model_name=BASE_DIR, **cafe_settings.SFT, **few_steps)
-        reward = run(rm, **common, sft_experiment_dir=start, **cafe_settings.RM, **few_steps)
-        done.write_text(json.dumps([data, start, reward]))
-    return tuple(json.loads(done.read_text()))
-
-
 def read_steps(smoke: bool) -> tuple[int, ...]:
     return SMOKE_READ_AT if smoke else READ_AT
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import httpx2
 
-from examples.experiments.critic_free_cafe import COMMON, METHODS, prepared
+from examples.experiments.cafe_methods import COMMON, METHODS, prepared
 from examples.experiments.records import made_by
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.programs import logged

@@ -142,7 +142,8 @@ def sample_rollout(
 
 def check_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
     """Raises: RunFailure, with what was found out, when servers sampled from other probabilities than the policy's."""
-    metrics, args = gap_metrics(run, rollout), run.args
+    args = run.args
+    metrics = gap_metrics(run, rollout)
     limit = args.max_sampling_kl or (1e-6 if args.precision == "32-true" else 1e-2)
     if not metrics["sampling/kl"] <= limit:
         raise RunFailure(

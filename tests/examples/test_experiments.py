@@ -13,6 +13,7 @@ from helpers.pages import args_class
 
 from examples import cafe_settings
 from examples.experiments import (
+    cafe_methods,
     critic_free_cafe,
     grpo_switches,
     hidden_map,
@@ -88,10 +89,10 @@ FLAGS = {
     "lightrlhf.rm": [cafe_settings.RM],
     "lightrlhf.ppo": [
         *(macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()),
-        *(critic_free_cafe.COMMON, critic_free_cafe.METHODS["PPO"].flags),
+        *(cafe_methods.COMMON, cafe_methods.METHODS["PPO"].flags),
     ],
     "lightrlhf.grpo": [
-        *(critic_free_cafe.COMMON, critic_free_cafe.METHODS["GRPO"].flags, critic_free_cafe.METHODS["RLOO"].flags),
+        *(cafe_methods.COMMON, cafe_methods.METHODS["GRPO"].flags, cafe_methods.METHODS["RLOO"].flags),
         *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO),
     ],

@@ -21,10 +21,23 @@ from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
 from helpers.votes import STARTS, cast
 
-from lightrlhf.cli.args import DataArgs, DataSetsArgs, EvalArgs, GenerationArgs, ModelArgs, RolloutLogArgs, TrainArgs
+from lightrlhf.cli.args import (
+    DataArgs,
+    DataSetsArgs,
+    EvalArgs,
+    GenerationArgs,
+    ModelArgs,
+    RolloutLogArgs,
+    RolloutServerArgs,
+    SamplingArgs,
+    TrainArgs,
+)
 from lightrlhf.plot import read_metrics
 
 ALGORITHMS = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "reflect_rl")
+SERVERS = {one.name for one in dataclasses.fields(RolloutServerArgs)} - {
+    one.name for one in dataclasses.fields(SamplingArgs)
+}
 TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
 LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
 ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_generations", "4"]
@@ -249,12 +262,18 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 def test_every_flag_of_its_own_is_explained(algorithm):
     mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, GenerationArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
+    shared |= SERVERS - {"rollout_server"}  # explained by scale_out.md
     if algorithm == "online_dpo":
         shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
     own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
     name = "refuel" if algorithm.endswith("_refuel") else algorithm
     page = (ROOT / "howto" / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
     assert not {name for name in own if f"`--{name}`" not in page}
+
+
+def test_every_flag_of_servers_is_explained():
+    page = (ROOT / "howto" / "scale_out.md").read_text(encoding="utf-8")
+    assert not {name for name in SERVERS if f"`--{name}" not in page}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
