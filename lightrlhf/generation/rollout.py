@@ -133,14 +133,14 @@ def sample_rollout(
     if gap is None:
         return rollout
     if not rollout.staleness and served is not None:
-        check_gap(run, rollout, served)
+        refuse_gap(run, rollout, served)
     if args.sampling_correction == "none":
         return rollout
     weights = importance_weights(gap, rollout.action_mask, args.sampling_correction, args.sampling_bound)
     return dataclasses.replace(rollout, correction=weights)
 
 
-def check_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
+def refuse_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
     """Raises: RunFailure, with what was found out, when servers sampled from other probabilities than the policy's."""
     args = run.args
     metrics = gap_metrics(run, rollout)
