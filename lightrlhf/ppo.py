@@ -272,6 +272,7 @@ def train(
     for step in run.steps(num_steps):
         following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
         rows, noise = asked(step)
+        num_rows = int(run.total(len(rows)))  # of all ranks
         with run.phase("rollout"), kept_without_servers(run, save):
             rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
         if step == 0:
@@ -282,7 +283,7 @@ def train(
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
             rewards = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            noise = run.noise(len(rows), REPEATED_LENGTHS, step, -1)
+            noise = run.noise(num_rows, REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
             batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
         log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, values, audits)
@@ -292,7 +293,7 @@ def train(
         metrics |= macro_metrics(run, batch, parse_failures) | audit.compare(run.step + 1, scores.total, audits)
         metrics["objective/kl_coeff"] = kl_coeff.value
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
-            kl_coeff.update(metrics["objective/kl"], int(run.total(len(rows))))
+            kl_coeff.update(metrics["objective/kl"], num_rows)
 
         run.step += 1
         if run.due(args.log_interval, num_steps):
