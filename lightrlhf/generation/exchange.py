@@ -23,7 +23,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation.rollout_servers import Target
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers
-from lightrlhf.storage.locks import Lock, lock_folder
+from lightrlhf.storage.locks import LOCK, Lock, lock_folder
 from lightrlhf.storage.writing import make_folder, writing
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
@@ -86,11 +86,15 @@ class Exchange:
         """Remove folders of trainers of this machine that were killed: nobody holds their locks."""
         for folder in self._left():
             with suppress(UsageError):
-                _remove(folder, lock_folder(folder), os.getpid())
+                lock = Lock(folder / LOCK, str(folder))  # a lock of its own, which this process does not have either
+                if lock.handle is not None:  # where there are no locks nothing says whether the trainer lives
+                    _remove(folder, lock, os.getpid())
 
     def _left(self) -> Iterator[Path]:
         with suppress(OSError):
-            yield from (path for path in self.root.glob(f"{_prefix()}*") if path.stat().st_uid == os.getuid())
+            for lock in self.root.glob(f"{_prefix()}*/{LOCK}"):  # without one it is only being made
+                if lock.parent.lstat().st_uid == os.getuid() and not lock.parent.is_symlink():
+                    yield lock.parent
 
 
 def _remove(folder: Path, lock: Lock, owner: int) -> None:

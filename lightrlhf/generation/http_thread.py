@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
@@ -23,6 +26,7 @@ from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import UsageError
 
 LONGEST_REPLY = 16 * 2**20  # bytes after decompression: far above any completion
+LONGEST_RETRY_AFTER = 600.0  # seconds
 
 
 class Busy(Exception):
@@ -31,6 +35,10 @@ class Busy(Exception):
     def __init__(self, reason: str, seconds: float | None = None) -> None:
         super().__init__(reason)
         self.seconds = seconds
+
+
+class Late(Busy):
+    """No whole reply at the deadline."""
 
 
 class HttpThread:
@@ -74,7 +82,7 @@ class HttpThread:
     async def send(
         self, method: str, url: str, deadline: float, longest: int = LONGEST_REPLY, **more: Any
     ) -> httpx2.Response:
-        """The whole response. Raises: Busy when it is not complete at the deadline, in seconds, or too long."""
+        """The whole response. Raises: Late when it is not complete at the deadline, Busy when it is no reply."""
         content = bytearray()
         try:
             async with asyncio.timeout(deadline), self.client.stream(method, url, **more) as response:
@@ -83,7 +91,9 @@ class HttpThread:
                     if len(content) > longest:
                         raise Busy(f"a reply of more than {longest:,} bytes")
         except TimeoutError:
-            raise Busy(f"no whole reply within {deadline:g} s") from None
+            raise Late(f"no whole reply within {deadline:g} s") from None
+        except UnicodeError as problem:  # a redirection to an address that is none
+            raise Busy(f"a reply that cannot be read ({message_of(problem)})") from None
         headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() != "content-encoding"]
         return httpx2.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
@@ -99,6 +109,19 @@ def reason_of(response: httpx2.Response) -> str:
     except (ValueError, RecursionError):
         text = text_of(response)
     return one_line(text)[:300] or response.reason_phrase
+
+
+def retry_after(response: httpx2.Response) -> float | None:
+    """Seconds of a Retry-After header: a number, or a date."""
+    value = response.headers.get("retry-after", "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
 
 
 def text_of(response: httpx2.Response) -> str:

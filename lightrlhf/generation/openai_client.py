@@ -16,7 +16,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import math
 import re
 import secrets
 import sys
@@ -25,7 +24,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
@@ -40,11 +38,11 @@ from lightrlhf.generation.http_thread import (
     message_of,
     one_line,
     reason_of,
+    retry_after,
     text_of,
 )
 
 LONGEST_WAIT = 60.0  # seconds between two attempts, without a Retry-After
-LONGEST_RETRY_AFTER = 600.0  # seconds
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
 HEALTH_DEADLINE = 10.0  # seconds
 # by finish_reason: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
@@ -187,7 +185,7 @@ class Servers:
         response = await self.http.send("POST", url + path, self.args.request_timeout, content=content, headers=headers)
         status = response.status_code
         if status == 429 or status in (408, 409, 425) or status >= 500:
-            raise Busy(f"status {status}: {reason_of(response)}", _retry_after(response))
+            raise Busy(f"status {status}: {reason_of(response)}", retry_after(response))
         if status in (400, 413, 422):
             return Reply(error=f"status {status}: {reason_of(response)}")
         if status in (401, 403):
@@ -269,16 +267,3 @@ def _reply(body: dict[str, Any], chat: bool) -> Reply:
     except UnicodeEncodeError:
         raise Unanswered("not answered, half of a surrogate pair in the text") from None
     return Reply(text, TRUNCATED[end])
-
-
-def _retry_after(response: httpx2.Response) -> float | None:
-    """Seconds of a Retry-After header: a number, or a date."""
-    value = response.headers.get("retry-after", "")
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
-            return None
-    return None if math.isnan(seconds) else min(max(seconds, 0.0), LONGEST_RETRY_AFTER)

@@ -36,16 +36,28 @@ from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.args import SamplingArgs, ServerArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation.engine import Completions
-from lightrlhf.generation.http_thread import Busy, HttpThread, message_of, one_line, reason_of, text_of
+from lightrlhf.generation.http_thread import (
+    Busy,
+    HttpThread,
+    Late,
+    message_of,
+    one_line,
+    reason_of,
+    retry_after,
+    text_of,
+)
 
 NO_VERSION = "none"  # while weights are loaded, and where a load failed
 PROBE_SECONDS = 1.0  # between two looks at a server that was left out
+RETRY_SECONDS = 1.0  # before the second attempt of a request, and between attempts to reset a prefix cache
+LONGEST_PAUSE = 60.0  # seconds, of a Retry-After
 SHORT_DEADLINE = 30.0  # seconds, of requests that compute nothing
 MAX_ATTEMPTS = 3  # at a chunk that a server answers wrongly or refuses for now
+MAX_RETURNS = 5  # of a chunk, by each server
 CHUNKS_PER_SERVER = 4  # of the prompts of one call, where several servers share them
 BYTES_PER_TOKEN = 512  # at most, of a reply; vLLM writes about 60
 MOST_ROWS = 1024  # of a request; vLLM takes no more prompts by default
-RESETS = 60  # attempts to reset a prefix cache, one a second
+RESETS = 60  # attempts to reset a prefix cache
 
 
 class ServersGone(RunFailure):
@@ -54,6 +66,14 @@ class ServersGone(RunFailure):
 
 class Wrong(Busy):
     """An answer that is none to what was asked."""
+
+
+class Refused(RunFailure):
+    """A server that takes no such key or has no such route: none to use, or another one than before at its address."""
+
+
+class OtherVersion(Busy):
+    """A server that was started again, or that another trainer uses."""
 
 
 class Chunk(NamedTuple):
@@ -121,13 +141,14 @@ class Ask:
         response = await self.http.send(method, self.url + path, deadline, longest, json=body)
         status = response.status_code
         if status in (401, 403):
-            raise RunFailure(f"--rollout_server {self.url} refused the key (status {status}); set {KEY}")
+            raise Refused(f"--rollout_server {self.url} refused the key (status {status}); set {KEY}")
         if status == 404:
-            raise RunFailure(f"--rollout_server {self.url} has no {path.partition('?')[0]} ({reason_of(response)})")
+            raise Refused(f"--rollout_server {self.url} has no {path.partition('?')[0]} ({reason_of(response)})")
         if status in (400, 413, 422):
             raise RunFailure(f"--rollout_server {self.url} refused {path.partition('?')[0]}: {reason_of(response)}")
         if status != 200:
-            raise Busy(f"{path.partition('?')[0]} answered with status {status}: {reason_of(response)}")
+            reason = f"{path.partition('?')[0]} answered with status {status}: {reason_of(response)}"
+            raise Busy(reason, retry_after(response))
         if not response.headers.get("content-type", "").lower().count("json"):
             return None  # a word for people
         try:
@@ -198,7 +219,7 @@ class VLLM:
         for row in range(count):
             choice = ordered[row]
             echo, values = choice.get("prompt_token_ids"), choice.get("logprobs")
-            if echo is not None and echo != chunk.prompts[row]:
+            if echo != chunk.prompts[row]:
                 raise Wrong(f"an answer to another prompt in choice {row}")
             logprobs = values.get("token_logprobs") if isinstance(values, dict) else None
             ids, end = choice.get("token_ids"), choice.get("finish_reason")
@@ -216,7 +237,7 @@ class VLLM:
                 [float(values[str(token)]["logprob"]) for token, values in zip(ids[1:], choice["prompt_logprobs"][1:])]
                 for ids, choice in zip(texts, choices, strict=True)
             ]
-        except (KeyError, TypeError, ValueError) as problem:
+        except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise Wrong(f"prompt_logprobs that cannot be read: {message_of(problem)}") from None
 
     async def load(self, ask: Ask, server: Server, target: Target) -> None:
@@ -233,6 +254,9 @@ class VLLM:
             await ask("/update_weight_version", {"new_version": target.version})
         finally:
             await ask("/resume", {})
+        answer = await ask("/is_paused")
+        if isinstance(answer, dict) and answer.get("is_paused"):
+            raise RunFailure(f"--rollout_server {ask.url} stays paused after /resume; restart it")
 
     async def _load_adapter(self, ask: Ask, server: Server, target: Target) -> None:
         """Load an adapter under the name of its version, which was never used, and drop the one before."""
@@ -252,9 +276,9 @@ class VLLM:
         """Drop cached keys and values of earlier weights; a server refuses while requests hold some."""
         for _ in range(RESETS):
             answer = await ask("/reset_prefix_cache", {})
-            if answer is None or answer.get("success", True):  # before 0.26 there is no answer
+            if not isinstance(answer, dict) or answer.get("success", True) is True:  # before 0.26 there is no answer
                 return
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(RETRY_SECONDS)
         raise Busy(f"its prefix cache could not be reset in {RESETS} attempts; other clients hold blocks of it")
 
     async def version(self, ask: Ask, server: Server) -> str:
@@ -291,22 +315,26 @@ class SGLang:
         body = {"input_ids": chunk.prompts, "sampling_params": options, "return_logprob": True}
         if server.adapter:
             body["lora_path"] = [server.adapter] * len(chunk.prompts)
+        version = await self.version(ask, server)
         reply = await ask("/generate", body, ask.deadline, len(chunk.prompts) * args.max_new_tokens)
         if not isinstance(reply, list) or len(reply) != len(chunk.prompts):
             raise Wrong(f"{len(reply) if isinstance(reply, list) else 'no'} answers to {len(chunk.prompts)} prompts")
-        responses = []
+        responses, versions = [], {version}
         for prompt, answer in zip(chunk.prompts, reply):
             found = answer.get("meta_info") if isinstance(answer, dict) else None
             meta: dict[str, Any] = found if isinstance(found, dict) else {}
             pairs = meta.get("output_token_logprobs")
             if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
                 raise Wrong("an answer without output_token_logprobs")
-            if meta.get("prompt_tokens", len(prompt)) != len(prompt):
+            if meta.get("prompt_tokens") != len(prompt):
                 raise Wrong("an answer to another prompt")
+            versions.add(str(meta.get("weight_version")))
             end = meta.get("finish_reason")
             end = end.get("type") if isinstance(end, dict) else end
             ids, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
             responses.append(checked_response(ids, logprobs, end, args, ends))
+        if len(versions) > 1:
+            raise OtherVersion(f"it answered by weights of versions {one_line(str(versions))[:100]}")
         return responses
 
     async def load(self, ask: Ask, server: Server, target: Target) -> None:
@@ -364,11 +392,13 @@ async def identify(ask: Ask, server: Server) -> None:
         try:
             about = await ask("/get_model_info")
         except RunFailure:
-            raise RunFailure(f"--rollout_server {ask.url} is neither vLLM nor SGLang nor lightrlhf.serve") from None
-        server.dialect, server.model = SGLang(), str(about.get("model_path", "default"))
+            about = None
+        if not isinstance(about, dict) or "model_path" not in about:
+            raise RunFailure(f"--rollout_server {ask.url} is neither vLLM nor SGLang nor lightrlhf.serve")
+        server.dialect, server.model = SGLang(), str(about["model_path"])
         return
     server.dialect = VLLM(takes_noise=str(version).startswith("lightrlhf"))
-    server.model = next(str(model["id"]) for model in await models_of(ask) if not model.get("parent"))
+    server.model = next((str(model.get("id")) for model in await models_of(ask) if not model.get("parent")), "")
     try:
         answer = await ask("/server_info?config_format=json")
     except RunFailure:
@@ -377,7 +407,8 @@ async def identify(ask: Ask, server: Server) -> None:
             "python -m lightrlhf.serve, or with VLLM_SERVER_DEV_MODE=1"
         ) from None
     config = answer.get("vllm_config") if isinstance(answer, dict) else None
-    server.settings = dict(config.get("model_config") or {}) if isinstance(config, dict) else {}
+    settings = config.get("model_config") if isinstance(config, dict) else None
+    server.settings = settings if isinstance(settings, dict) else {}
 
 
 def checked_response(ids: Any, logprobs: Any, end: Any, args: SamplingArgs, ends: Sequence[int]) -> Response:
@@ -386,9 +417,11 @@ def checked_response(ids: Any, logprobs: Any, end: Any, args: SamplingArgs, ends
         raise Wrong("a response without token ids; is the server too old to return them?")
     if len(ids) > args.max_new_tokens:
         raise Wrong(f"a response of {len(ids)} tokens, {args.max_new_tokens} were asked for")
+    if not {*ids[:-1]}.isdisjoint([*ends, *args.eos_ids]):
+        raise Wrong("a response that goes on after an end token")
     if not isinstance(logprobs, list) or len(logprobs) != len(ids):
         raise Wrong("a response without one log-probability for each token")
-    if not all(type(x) in (int, float) and math.isfinite(x) and x <= 1e-3 for x in logprobs):
+    if not all(type(x) in (int, float) and -1e9 < x <= 1e-3 for x in logprobs):  # NaN and infinite ones neither
         raise Wrong("log-probabilities that are no numbers of at most 0")
     last_is_end = ids[-1] in ends or ids[-1] in args.eos_ids
     if end == "length" and len(ids) == args.max_new_tokens:
@@ -404,11 +437,12 @@ def checked_response(ids: Any, logprobs: Any, end: Any, args: SamplingArgs, ends
 class RolloutServers:
     """The servers of `--rollout_server`, as one sampler.
 
+    vocabulary: number of token ids that the model has; a response with another one is refused.
     Raises: RunFailure when one does not answer within `--health_timeout`, speaks no known dialect or refuses the key.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
-        self.args = args
+    def __init__(self, args: ServerArgs, vocabulary: int = 2**31) -> None:
+        self.args, self.vocabulary = args, vocabulary
         self.servers = [Server(url.rstrip("/").removesuffix("/v1")) for url in args.rollout_server]
         self.http = HttpThread(args.request_timeout)
         self.target: Target | None = None
@@ -424,7 +458,7 @@ class RolloutServers:
         self.http.close()
 
     def load(self, target: Target) -> None:
-        """Load weights into all servers; one that fails is left out. Raises: ServersGone when none took them."""
+        """Load weights into all servers; one that fails is left out. Raises: RunFailure when one fails at the first."""
         self.http.start(self._load_all(target)).result()
 
     def start(
@@ -588,9 +622,10 @@ class RolloutServers:
             number = work.todo.popleft()
             try:
                 work.finish(number, await self._sample_chunk(server, chunks[number], args, ends))
-            except (Busy, httpx2.RequestError) as problem:
-                work.give_back(number)
+            except (Busy, httpx2.RequestError, Refused) as problem:
                 self._leave_out(server, problem)
+                if not work.give_back(number, MAX_RETURNS * len(self.servers)):
+                    raise ServersGone(f"{_failed(server, problem)}, as others at the same prompts") from None
 
     async def _sample_chunk(
         self, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
@@ -603,13 +638,17 @@ class RolloutServers:
                 await self._check_version(server)
                 responses: list[Response] = await dialect.sample(ask, server, chunk, args, ends)
                 await self._check_version(server)
+                largest = max(max(response.ids) for response in responses)
+                if largest >= self.vocabulary:
+                    raise Wrong(f"a response with the token {largest}, the model has {self.vocabulary}")
                 return responses
-            except _OtherVersion:
+            except (OtherVersion, Late):  # other servers may be faster
                 raise
-            except Busy:
+            except Busy as problem:
                 if attempt == MAX_ATTEMPTS:
                     raise
-                await asyncio.sleep(attempt)
+                wait = RETRY_SECONDS * attempt if problem.seconds is None else problem.seconds
+                await asyncio.sleep(min(wait, LONGEST_PAUSE))
         raise AssertionError("the last attempt returns or raises")
 
     async def _check_version(self, server: Server) -> None:
@@ -619,7 +658,7 @@ class RolloutServers:
             return
         found = await server.dialect.version(self._ask(server), server)
         if found != self.target.version:
-            raise _OtherVersion(f"it has weights of version {one_line(found)[:80]}, not {self.target.version}")
+            raise OtherVersion(f"it has weights of version {one_line(found)[:80]}, not {self.target.version}")
 
     def _check_any(self, work: _Work) -> None:
         """Raises: ServersGone when all servers have been out for long."""
@@ -629,15 +668,12 @@ class RolloutServers:
             raise ServersGone(f"no --rollout_server has answered for {self.args.health_timeout:g} s ({reasons})")
 
 
-class _OtherVersion(Busy):
-    """A server that was started again, or that another trainer uses."""
-
-
 class _Work:
     """The chunks of one call: which are to do, and the responses to those that are done."""
 
     def __init__(self, todo: deque[int], done: list[list[Response] | None]) -> None:
         self.todo, self.done = todo, done
+        self.returns = [0] * len(done)  # how often each chunk was given back
         self.last_seen = time.monotonic()  # when some server was in use
         self._changed = asyncio.Event()
 
@@ -649,9 +685,13 @@ class _Work:
         self.done[number] = responses
         self._tell()
 
-    def give_back(self, number: int) -> None:
+    def give_back(self, number: int, most: int) -> bool:
+        """Returns whether it was given back at most so often."""
+        self.last_seen = time.monotonic()
+        self.returns[number] += 1
         self.todo.appendleft(number)
         self._tell()
+        return self.returns[number] <= most
 
     def _tell(self) -> None:
         self._changed.set()

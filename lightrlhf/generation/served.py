@@ -24,7 +24,7 @@ from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
 from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone, Target
 from lightrlhf.maths.sampling_gap import gap_size
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.training.run import Run
@@ -149,11 +149,11 @@ class ServedPolicy:
             for row, values in enumerate(scores):
                 fresh[row, : len(values)] = torch.tensor(values)
             kl = gap_size(pi - fresh, first.action_mask).metrics()["sampling/kl"]
-            if kl > limit:
+            if not kl <= limit:
                 return f"{url} has other weights than it was given (KL {kl:.2g} to these): {self._suspect()}"
         return (
-            "without cached prefixes they agree, so keys and values of earlier weights were reused: a prefix cache is "
-            "not reset when weights change; start the server without one, or update it"
+            "without cached prefixes they agree, so keys and values of earlier weights were reused: the prefix cache "
+            "is not reset when weights change; start the server without one, or update it"
         )
 
     def _suspect(self) -> str:
@@ -166,15 +166,16 @@ class ServedPolicy:
     def _connect(self) -> None:
         """Find the servers. Raises: RunFailure when one samples from another distribution than the run's."""
         args = self.run.args
-        self.servers = RolloutServers(args)
-        self.exchange = Exchange(args.exchange_dir)
+        self.servers = RolloutServers(args, vocabulary_size(self.policy))
         for url, settings in self.servers.settings():
             mode = settings.get("logprobs_mode")
             if args.temperature != 1 and mode not in (None, "processed_logprobs"):
+                self.servers.close()
                 raise RunFailure(
                     f"--rollout_server {url} reports log-probabilities without --temperature {args.temperature} "
                     f"(logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
                 )
+        self.exchange = Exchange(args.exchange_dir)
 
     def _on_first(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""

@@ -164,3 +164,141 @@ class RawServer:
             and b"Content-Length: 9999" not in step[:90]
             and (b"\r\n\r\n" in step and b"chunked" not in step[:90])
         )
+
+
+# ------------------------------------------------------------------------------------------------------ rollout servers
+def right_ids(prompt: list[int], choice: int, count: int) -> list[int]:
+    """The response of a fake rollout server, known without a model: it depends on the prompt and its number among n."""
+    return [3 + (sum(prompt) + 7 * choice + 3 * place) % 40 for place in range(count)]
+
+
+class FakeVLLM(RawServer):
+    """vLLM's routes with answers that are computed from the ids; its record is what a client can be held against.
+
+    script: by route what its first, second, … request gets in place of the right answer: bytes, bytes and pauses, None
+    for the right one, or a function of (this server, the request, the right answer) that returns one of these or a new
+    answer, and may wait. asked: the requests of each route.
+    """
+
+    name = "0.32.0"
+    served = "tiny"
+
+    def __init__(self, script: dict[str, list] | None = None, **settings: object) -> None:
+        super().__init__(script or {})
+        self.url = self.url.removesuffix("/v1")
+        self.settings = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 64}
+        self.settings |= settings
+        self.version, self.is_paused, self.adapters = "default", False, {}
+        self.bodies: dict[str, list] = defaultdict(list)
+
+    def _answer(self, connection: socket.socket, first: bytes, content: bytes) -> bool:
+        """Send one answer; returns whether the connection stays open: never, as clients ask once on each."""
+        path = first.split()[1].decode().partition("?")[0]
+        try:
+            body = json.loads(content or b"null")
+        except ValueError:
+            return False
+        with self.lock:
+            self.bodies[path].append(body)
+            count = len(self.bodies[path])
+            steps = self.script.get(path, [])
+            step = steps[count - 1] if count <= len(steps) else None
+            right = self.right(path, body) if step is None or callable(step) else None
+        if callable(step):
+            step = step(self, body, right)
+        else:
+            step = right if step is None else step
+        if not isinstance(step, bytes | list) or (isinstance(step, list) and not isinstance(step[0], bytes)):
+            step = reply(json.dumps(step).encode(), {"Content-Type": "application/json"})
+        for part in step if isinstance(step, list) else [step]:
+            if isinstance(part, float):
+                time.sleep(part)
+            else:
+                connection.sendall(part)
+        return False
+
+    def right(self, path: str, body: dict) -> object:
+        """What a server in order answers, and does."""
+        if path == "/health":
+            return {}
+        if path == "/version":
+            return {"version": self.name}
+        if path == "/v1/models":
+            adapters = [{"id": name, "root": root, "parent": self.served} for name, root in self.adapters.items()]
+            return {"data": [*adapters, {"id": self.served, "root": "/m", "parent": None}]}
+        if path == "/server_info":
+            return {"vllm_config": {"model_config": self.settings}}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
+        elif path == "/is_paused":
+            return {"is_paused": self.is_paused}
+        elif path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        elif path == "/v1/completions":
+            return self.completions(body)
+        elif path not in ("/collective_rpc", "/reset_prefix_cache", "/sleep", "/wake_up"):
+            return reply(b'{"detail": "Not Found"}', status=404)
+        return {"success": True}
+
+    def completions(self, body: dict) -> dict:
+        """The answer to a request of completions."""
+        choices = []
+        for prompt in body["prompt"]:
+            for number in range(body["n"]):
+                ids = right_ids(prompt, number, body["max_tokens"])
+                values = {"token_logprobs": [-token / 8 for token in ids]}
+                choices.append({"index": len(choices), "token_ids": ids, "logprobs": values, "text": ""})
+                choices[-1] |= {"finish_reason": "length", "prompt_token_ids": prompt}
+        return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": choices}
+
+
+class FakeSGLang(FakeVLLM):
+    """SGLang's routes as its documentation has them: /generate, /get_model_info, updates from disk, pause, memory."""
+
+    def right(self, path: str, body: dict) -> object:
+        if path == "/health":
+            return reply(b"")
+        if path == "/get_model_info":
+            return {"model_path": "/m", "is_generation": True, "weight_version": self.version}
+        if path == "/update_weights_from_disk":
+            self.version = body["weight_version"]
+            return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path == "/pause_generation"
+            return {"message": "Generation paused successfully.", "status": "ok"}
+        if path == "/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return {"success": True, "error_message": None, "loaded_adapters": self.adapters}
+        if path == "/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return {"success": True, "error_message": None, "loaded_adapters": self.adapters}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {"success": True, "message": "", "new_version": self.version}
+        if path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            return None
+        if path == "/generate":
+            assert isinstance(body["input_ids"][0], list)
+            return self.generate(body)
+        return reply(b'{"detail":"Not Found"}', {"Content-Type": "application/json"}, 404)
+
+    def generate(self, body: dict) -> list[dict]:
+        """The answers to a batch of prompts."""
+        count = body["sampling_params"]["max_new_tokens"]
+        rows = [right_ids(prompt, 0, count) for prompt in body["input_ids"]]
+        return [
+            self.answer(prompt, ids, [-token / 8 for token in ids], {"type": "length", "length": count})
+            for prompt, ids in zip(body["input_ids"], rows)
+        ]
+
+    def answer(self, prompt: list[int], ids: list[int], logprobs: list[float], end: dict) -> dict:
+        meta = {"id": "0", "finish_reason": end, "prompt_tokens": len(prompt), "weight_version": self.version}
+        meta |= {"completion_tokens": len(ids), "cached_tokens": 0}
+        meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(logprobs, ids)]
+        return {"text": "", "output_ids": ids, "meta_info": meta}

@@ -1,0 +1,361 @@
+"""The client of rollout servers against servers that are wrong, slow, gone, or have other weights than given."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers.servers import FakeSGLang, FakeVLLM, reply, right_ids
+from helpers.wrong_replies import json_reply, of_bytes, of_sglang, of_vllm
+
+from lightrlhf.cli.args import RolloutServerArgs
+from lightrlhf.cli.errors import RunFailure
+from lightrlhf.generation import rollout_servers
+from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, ServersGone, Target, chunks_of
+
+PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]
+TOKENS = 3
+END = 1
+SAMPLES = {FakeVLLM: "/v1/completions", FakeSGLang: "/generate"}
+SICK = {  # one of each class; all of them are among the nightly attacks
+    FakeVLLM: ["token_ids [True]", "token_ids of another vocabulary", "index 0", "prompts in another order"],
+    FakeSGLang: ["ids [10000000000000000000000000000", "weight_version 'other'", "one row too few"],
+}
+BYTES = [
+    "body deep",
+    "broken gzip",
+    "reset in the midst",
+    "status 429",
+    "status 404",
+    "status 308 to \xff",
+    "closed at once",
+]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(rollout_servers, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(rollout_servers, "PROBE_SECONDS", 0.02)
+
+
+def target(tmp_path, version: str = "token-1", is_adapter: bool = False) -> Target:
+    return Target(tmp_path / version, version, is_adapter)
+
+
+def args_of(*servers: FakeVLLM, **options) -> RolloutServerArgs:
+    given = {"request_timeout": 5.0, "health_timeout": 3.0, "max_new_tokens": TOKENS} | options
+    return RolloutServerArgs(rollout_server=[server.url for server in servers], **given)
+
+
+class Client:
+    """Context manager: a client whose servers have weights of `token-1`."""
+
+    def __init__(self, tmp_path, *servers: FakeVLLM, **options) -> None:
+        self.args = args_of(*servers, **options)
+        self.folder = tmp_path
+
+    def __enter__(self) -> Client:
+        self.servers = RolloutServers(self.args, vocabulary=64)
+        self.servers.load(target(self.folder))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.servers.close()
+
+    def sample(self, prompts=PROMPTS) -> list[list[int]]:
+        found = self.servers.sample(prompts, self.args, [END], torch.rand(len(prompts), TOKENS))
+        assert found.logprobs == [[-token / 8 for token in ids] for ids in found.responses]
+        return found.responses
+
+
+def right(kind: type, prompts=PROMPTS) -> list[list[int]]:
+    """The responses of servers in order: vLLM numbers those of equal prompts, SGLang answers each prompt alone."""
+    numbers = [prompts[:row].count(prompt) if kind is FakeVLLM else 0 for row, prompt in enumerate(prompts)]
+    return [right_ids(prompt, number, TOKENS) for prompt, number in zip(prompts, numbers)]
+
+
+@pytest.fixture(params=[FakeVLLM, FakeSGLang])
+def kind(request) -> type:
+    return request.param
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+def test_responses_are_those_of_the_prompts_in_order(kind, tmp_path):
+    with kind() as server, Client(tmp_path, server) as client:
+        assert client.sample() == right(kind)
+        assert server.version == "token-1" and not server.is_paused
+        (body,) = server.bodies[SAMPLES[kind]]
+    asked = body if kind is FakeVLLM else body["sampling_params"]
+    assert asked["stop_token_ids"] == [END] and asked["top_p"] == 1.0 and asked["temperature"] == 1.0
+    if kind is FakeVLLM:
+        assert body["prompt"] == PROMPTS[::2] and body["n"] == 2 and body["cache_salt"] == "token-1"
+    else:
+        assert body["input_ids"] == PROMPTS and body["return_logprob"]
+
+
+def wrong_replies(kind: type) -> dict[str, object]:
+    return {**(of_vllm() if kind is FakeVLLM else of_sglang()), **of_bytes()}
+
+
+def test_no_wrong_reply_is_a_response_and_the_next_attempt_is_right(kind, tmp_path, capsys):
+    table = wrong_replies(kind)
+    for name in SICK[kind] + BYTES:
+        with kind({SAMPLES[kind]: [table[name]]}) as server, Client(tmp_path, server) as client:
+            assert client.sample() == right(kind), name
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_server_that_is_always_wrong_ends_with_one_line_that_names_it(kind, tmp_path):
+    table = wrong_replies(kind)
+    for name in (SICK[kind][0], "body deep", "status 404"):
+        with kind({SAMPLES[kind]: [table[name]] * 99}) as server, Client(tmp_path, server) as client:
+            with pytest.raises(ServersGone, match=server.url) as problem:
+                client.sample()
+            assert "\n" not in str(problem.value)
+
+
+def test_the_prompts_of_a_wrong_server_go_to_the_others(kind, tmp_path, capsys):
+    step = wrong_replies(kind)[SICK[kind][0]]
+    prompts = [[n, n + 1] for n in range(2, 34)]
+    with kind({SAMPLES[kind]: [step] * 9999}) as sick, kind() as well, Client(tmp_path, sick, well) as client:
+        assert client.sample(prompts) == right(kind, prompts)
+    assert f"{sick.url} failed" in capsys.readouterr().err
+
+
+def test_a_request_that_is_refused_ends_with_the_reason(kind, tmp_path):
+    step = reply(b'{"error": {"message": "prompt is\\ntoo long"}}', {"Content-Type": "application/json"}, 400)
+    with kind({SAMPLES[kind]: [step]}) as server, Client(tmp_path, server) as client:
+        with pytest.raises(RunFailure, match=f"{server.url} refused {SAMPLES[kind]}: prompt is too long"):
+            client.sample()
+
+
+# --------------------------------------------------------------------------------------------------------------- speeds
+def test_a_late_server_is_not_asked_twice_but_left_out(tmp_path, capsys):
+    release = threading.Event()
+
+    def late(server, body, answer):
+        release.wait(10)
+        return answer
+
+    with FakeVLLM({SAMPLES[FakeVLLM]: [late]}) as slow, FakeVLLM() as fast:
+        with Client(tmp_path, slow, fast, request_timeout=0.4) as client:
+            assert client.sample() == right(FakeVLLM)
+            release.set()
+    assert "no whole reply within 0.4 s" in capsys.readouterr().err
+
+
+def test_servers_share_by_what_they_finish(tmp_path):
+    release, prompts = threading.Event(), [[n, 3] for n in range(2, 42)]
+
+    def slow(server, body, answer):
+        assert release.wait(20)
+        return answer
+
+    def last(server, body, answer):
+        if sum(len(one["prompt"]) for one in fast.bodies[SAMPLES[FakeVLLM]]) >= 35:
+            release.set()
+        return answer
+
+    with FakeVLLM({SAMPLES[FakeVLLM]: [slow]}) as held, FakeVLLM({SAMPLES[FakeVLLM]: [last] * 99}) as fast:
+        with Client(tmp_path, held, fast, request_timeout=30.0) as client:
+            assert client.sample(prompts) == right(FakeVLLM, prompts)
+    asked = [len(one["prompt"]) for server in (held, fast) for one in server.bodies[SAMPLES[FakeVLLM]]]
+    assert asked == [5] * 8 and len(held.bodies[SAMPLES[FakeVLLM]]) == 1  # nothing is asked twice
+
+
+def test_a_retry_after_is_obeyed_within_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_servers, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(rollout_servers, "RETRY_SECONDS", 100.0)
+    for value in ("0.2", "99999"):
+        step = reply(b"{}", {"Retry-After": value}, 429)
+        with FakeVLLM({SAMPLES[FakeVLLM]: [step]}) as server, Client(tmp_path, server) as client:
+            began = time.monotonic()
+            assert client.sample() == right(FakeVLLM)
+            assert time.monotonic() - began >= 0.2
+
+
+def test_chunks_keep_groups_whole_and_lose_nothing():
+    for num_servers in (1, 2, 3, 7):
+        for sizes in ([1], [4] * 8, [1] * 100, [3, 1, 5, 2], [2000], [600, 600, 600]):
+            prompts = [[number] for number, size in enumerate(sizes) for _ in range(size)]
+            uniforms = torch.rand(len(prompts), 2)
+            chunks = chunks_of(prompts, uniforms, num_servers)
+            assert [i for chunk in chunks for i in chunk.rows] == list(range(len(prompts)))
+            assert [prompt for chunk in chunks for prompt in chunk.prompts] == prompts
+            assert torch.equal(torch.cat([chunk.uniforms for chunk in chunks]), uniforms)
+            whole = [{tuple(prompt) for prompt in chunk.prompts} for chunk in chunks]
+            assert sum(map(len, whole)) == len(sizes)  # no group is in two of them
+            assert all(len(chunk.prompts) <= 1024 or len(chunk.prompts) in sizes for chunk in chunks)
+
+
+# ------------------------------------------------------------------------------------------------------------- versions
+def test_other_weights_before_or_after_a_request_are_not_used(tmp_path, capsys):
+    """Another trainer, or a restart: the version is read on both sides of a request."""
+
+    def turn(server, body, answer):
+        server.version = "other"
+        return answer
+
+    for script in ({"/weight_info": [None, turn]}, {SAMPLES[FakeVLLM]: [turn]}):
+        with FakeVLLM(script) as server, Client(tmp_path, server) as client:
+            assert client.sample() == right(FakeVLLM)
+            assert server.version == "token-1" and len(server.bodies["/collective_rpc"]) == 2
+        assert "weights of version other, not token-1" in capsys.readouterr().err
+
+
+def test_the_version_that_each_answer_of_sglang_has_counts(tmp_path, capsys):
+    with FakeSGLang({"/generate": [of_sglang()["weight_version 'other'"]]}) as server:
+        with Client(tmp_path, server) as client:
+            assert client.sample() == right(FakeSGLang)
+    assert "answered by weights of versions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"])
+def test_a_load_that_fails_midway_never_has_the_new_version(route, tmp_path, capsys):
+    before = {"/update_weight_version": 2}.get(route, 1)  # requests of the first load, and to unset the version
+    failure = reply(b'{"error": {"message": "EngineCore encountered an issue"}}', status=500)
+    script = {route: [None] * (before + (route == "/update_weight_version")) + [failure] * 2}
+    with FakeVLLM(script) as sick, FakeVLLM() as well, Client(tmp_path, sick, well) as client:
+        client.servers.load(target(tmp_path, "token-2"))
+        assert sick.version in ("token-1", NO_VERSION) and (not sick.is_paused)
+        assert client.sample() == right(FakeVLLM)
+        assert "EngineCore encountered an issue" in capsys.readouterr().err
+
+
+def test_a_cache_is_reset_until_the_server_says_yes(tmp_path):
+    no = json_reply({"success": False})
+    with FakeVLLM({"/reset_prefix_cache": [no, no]}) as server, Client(tmp_path, server) as client:
+        assert len(server.bodies["/reset_prefix_cache"]) == 3
+        assert client.sample() == right(FakeVLLM)
+
+
+def test_a_cache_that_is_never_reset_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_servers, "RESETS", 3)
+    no = json_reply({"success": False})
+    with FakeVLLM({"/reset_prefix_cache": [no] * 9}) as server:
+        with pytest.raises(RunFailure, match="prefix cache could not be reset in 3 attempts"):
+            with Client(tmp_path, server):
+                pass
+        assert server.version == NO_VERSION and not server.is_paused
+
+
+def test_a_server_that_stays_paused_is_one_line(tmp_path):
+    with FakeVLLM({"/resume": [json_reply({"status": "resumed"})] * 9}) as server:
+        with pytest.raises(RunFailure, match=f"{server.url} stays paused"):
+            with Client(tmp_path, server):
+                pass
+
+
+def test_a_server_that_keeps_its_version_is_one_line(kind, tmp_path):
+    route = "/weight_info" if kind is FakeVLLM else "/get_model_info"
+    stuck = json_reply({"model_path": "/m", "weight_version": "default"})
+    with kind({route: [stuck] * 99}) as server:
+        with pytest.raises(RunFailure, match="says that it has default; does another trainer use it"):
+            with Client(tmp_path, server):
+                pass
+
+
+def test_an_adapter_has_a_new_name_and_the_one_before_is_dropped(kind, tmp_path):
+    with kind() as server, Client(tmp_path, server) as client:
+        for version in ("token-2", "token-3"):
+            client.servers.load(target(tmp_path, version, is_adapter=True))
+            assert list(server.adapters) == [version] and client.sample() == right(kind)
+        body = server.bodies[SAMPLES[kind]][-1]
+    assert body["model"] == "token-3" if kind is FakeVLLM else body["lora_path"] == ["token-3"] * len(PROMPTS)
+
+
+def test_an_adapter_from_another_folder_is_one_line(tmp_path):
+    models = json_reply({"data": [{"id": "tiny"}, {"id": "token-2", "root": "/other", "parent": "tiny"}]})
+    with FakeVLLM({"/v1/models": [None, models]}) as server:
+        client = RolloutServers(args_of(server))
+        with pytest.raises(RunFailure, match="serves adapter token-2 from /other"):
+            client.load(target(tmp_path, "token-2", is_adapter=True))
+        client.close()
+
+
+def test_sglang_that_refuses_weights_is_one_line(tmp_path):
+    no = reply(b'{"success": false, "message": "shapes differ"}', {"Content-Type": "application/json"}, 400)
+    with FakeSGLang({"/update_weights_from_disk": [no]}) as server:
+        with pytest.raises(RunFailure, match="refused /update_weights_from_disk: shapes differ"):
+            with Client(tmp_path, server):
+                pass
+        assert server.version == "default" and not server.is_paused
+
+
+# ----------------------------------------------------------------------------------------------------------- connecting
+def connecting(server: FakeVLLM, **options) -> str:
+    """Why a client cannot be made."""
+    with pytest.raises(RunFailure, match=server.url) as problem:
+        RolloutServers(args_of(server, **options))
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
+
+
+def test_what_is_no_server_of_rollouts_is_one_line():
+    no = reply(b'{"detail": "Not Found"}', status=404)
+    with FakeVLLM({"/version": [no] * 9}) as server:
+        assert "neither vLLM nor SGLang" in connecting(server)
+    with FakeVLLM({"/server_info": [no] * 9}) as server:
+        assert "not in developer mode" in connecting(server)
+    with FakeVLLM({"/version": [reply(b"", status=401)]}) as server:
+        assert "refused the key (status 401)" in connecting(server)
+    with FakeVLLM({"/health": [reply(b"", status=503)] * 999}) as server:
+        assert "did not answer within 0.3 s" in connecting(server, health_timeout=0.3)
+
+
+ODD = ([], 3, "a", None, [3], {"data": []}, {"data": [3]}, {"data": [{}]}, {"data": [{"id": "a", "parent": "b"}]})
+ODD += ({"version": []}, {"vllm_config": 3}, {"vllm_config": {"model_config": [3]}}, {"model_path": []}, {"success": 0})
+ABOUT = ("/version", "/v1/models", "/server_info", "/weight_info", "/get_model_info", "/is_paused", "/collective_rpc")
+ABOUT += ("/reset_prefix_cache", "/update_weights_from_disk", "/pause_generation")
+
+
+def test_odd_answers_of_every_route_are_one_line_or_harmless(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_servers, "RESETS", 2)
+    for route in ABOUT:
+        for value in ODD:
+            with kind({route: [json_reply(value)] * 99}) as server:
+                try:
+                    with Client(tmp_path, server, health_timeout=0.2) as client:
+                        assert client.sample() == right(kind), (route, value)
+                except RunFailure as problem:
+                    assert server.url in str(problem) and "\n" not in str(problem), (route, value)
+
+
+def test_a_prompt_without_room_is_one_line(tmp_path):
+    with FakeVLLM(max_model_len=5) as server, Client(tmp_path, server) as client:
+        assert client.sample([[5, 9]]) == right(FakeVLLM, [[5, 9]])
+        with pytest.raises(RunFailure, match="room for 5 tokens, a prompt with its response needs 6"):
+            client.sample()
+
+
+def test_all_gone_is_one_line_after_the_patience(tmp_path, capsys):
+    with FakeVLLM() as one, FakeVLLM() as other, Client(tmp_path, one, other, health_timeout=0.3) as client:
+        for server in (one, other):
+            server.listener.shutdown(2)
+            server.listener.close()
+        with pytest.raises(ServersGone, match="no --rollout_server has answered for 0.3 s") as problem:
+            client.sample()
+        assert one.url in str(problem.value) and other.url in str(problem.value)
+
+
+def test_no_prompt_needs_no_server(tmp_path):
+    with FakeVLLM() as server, Client(tmp_path, server) as client:
+        assert client.sample([]) == [] and not server.bodies[SAMPLES[FakeVLLM]]
+
+
+def test_sleeping_and_scores(kind, tmp_path):
+    with kind() as server, Client(tmp_path, server) as client:
+        client.servers.sleep(True)
+        client.servers.sleep(False)
+        routes = (
+            ("/sleep", "/wake_up") if kind is FakeVLLM else ("/release_memory_occupation", "/resume_memory_occupation")
+        )
+        assert all(len(server.bodies[route]) == 1 for route in routes)
+        wrong = [json_reply(value) for value in (None, [], {"choices": 3}, {"choices": [{"index": 0}]})]
+        wrong += [json_reply({"choices": [{"index": 0, "prompt_logprobs": [None, {"9": {"logprob": 10**400}}]}]})]
+        server.script["/v1/completions"] = wrong
+        server.bodies["/v1/completions"].clear()
+        for _ in wrong:
+            assert client.servers.score([[5, 9]]) == []
