@@ -202,6 +202,7 @@ def serve(run: Run[Any], policy: Policy, tokenizer: Any) -> ServedPolicy | None:
 def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[None]:
     """Save a checkpoint where no server is left, so that the run goes on from this step when it is resumed.
 
+    An evaluation that was under way is not made up for then.
     Raises: RunFailure, in one line, then.
     """
     try:

@@ -39,6 +39,7 @@ def fork(call: Callable[[], Any], output: Path) -> int:
         handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # not pytest's
         call()
         status = 0
     except SystemExit as stop:

@@ -1,0 +1,147 @@
+"""The exchange folder: versions that are never used twice, other trainers' folders, and disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, environment, tiny_policy
+
+from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.generation import exchange
+from lightrlhf.generation.exchange import Exchange
+from lightrlhf.models.roles import Policy
+from lightrlhf.storage import locks
+
+KILLED = """
+import os, signal, sys
+from lightrlhf.generation.exchange import Exchange
+made = Exchange(sys.argv[1])
+(made.folder / "version-1").mkdir()
+(made.folder / "partial").mkdir()
+print(made.folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return tiny_policy("llama")
+
+
+def killed_in(folder: Path) -> Path:
+    """The folder that a killed trainer left."""
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    ended = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode < 0, ended.stderr
+    return Path(ended.stdout.strip())
+
+
+def test_versions_appear_whole_are_new_and_only_two_are_kept(policy, tmp_path):
+    made = Exchange(str(tmp_path))
+    targets = [made.write(policy, step, tmp_path / "base") for step in (0, 1, 5)]
+    assert [target.folder.name for target in targets] == ["version-0", "version-1", "version-5"]
+    assert sorted(path.name for path in made.folder.glob("[!.]*")) == ["version-1", "version-5"]
+    assert {path.name for path in targets[-1].folder.iterdir()} >= {"config.json", "model.safetensors"}
+    made.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_uses_no_name_again(policy, tmp_path):
+    first, second = Exchange(str(tmp_path)), Exchange(str(tmp_path))
+    one, other = (made.write(policy, 3, tmp_path / "base") for made in (first, second))
+    assert one.folder != other.folder and one.version != other.version
+
+
+def test_a_killed_trainer_leaves_nothing_after_the_next_start(tmp_path):
+    left = killed_in(tmp_path)
+    assert (left / "version-1").is_dir()
+    made = Exchange(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [made.folder]
+
+
+def test_living_trainers_keep_their_folders(policy, tmp_path):
+    """One of this process, and one of another process."""
+    mine = Exchange(str(tmp_path))
+    target = mine.write(policy, 1, tmp_path / "base")
+    code = "import sys; from lightrlhf.generation.exchange import Exchange; Exchange(sys.argv[1])"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
+    again = Exchange(str(tmp_path))
+    again.close()
+    assert (target.folder / "model.safetensors").is_file() and list(tmp_path.iterdir()) == [mine.folder]
+
+
+def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, capsys):
+    left = killed_in(tmp_path)
+
+    def no_lock(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    made = Exchange(str(tmp_path))
+    assert left.is_dir() and made.folder.is_dir()
+    assert "without locks" in capsys.readouterr().err
+
+
+def test_what_others_own_is_left_alone(tmp_path, monkeypatch):
+    left = killed_in(tmp_path)
+    (tmp_path / "mine.txt").write_text("a")
+    (tmp_path / f"{exchange._prefix()}file").write_text("a")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / locks.LOCK).touch()
+    (tmp_path / f"{exchange._prefix()}link").symlink_to(elsewhere)
+    (tmp_path / f"{exchange._prefix()}new").mkdir()  # of a trainer that has made it, and will lock it
+    before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("os.getuid", lambda: os.stat(left).st_uid + 1)
+    made = Exchange(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == before | {made.folder.name}
+    made.close()
+    monkeypatch.undo()
+    Exchange(str(tmp_path)).close()
+    assert {path.name for path in tmp_path.iterdir()} == before - {left.name} and (elsewhere / locks.LOCK).exists()
+
+
+def test_without_a_memory_file_system_it_is_in_the_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert Exchange().folder.parent == tmp_path
+
+
+def test_no_room_is_one_line(policy, tmp_path, monkeypatch):
+    made = Exchange(str(tmp_path))
+    usage = exchange.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(UsageError, match=f"--exchange_dir {tmp_path} has 0.0 GiB free") as problem:
+        made.write(policy, 1, tmp_path / "base")
+    assert "\n" not in str(problem.value)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(UsageError, match=f"--exchange_dir {tmp_path}/file/in cannot be written") as problem:
+        Exchange(str(tmp_path / "file" / "in"))
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_while_weights_are_written_is_one_line(number, policy, tmp_path, monkeypatch):
+    made = Exchange(str(tmp_path))
+    made.write(policy, 1, tmp_path / "base")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("safetensors.torch.save_file", fails)
+        with pytest.raises(RunFailure, match=f"--exchange_dir {tmp_path} cannot be written") as problem:
+            made.write(policy, 2, tmp_path / "base")
+    assert os.strerror(number) in str(problem.value) and "\n" not in str(problem.value)
+    assert not (made.folder / "version-2").exists()  # never half of one
+    assert made.write(policy, 3, tmp_path / "base").folder.is_dir()
+    assert not (made.folder / "partial").exists()
