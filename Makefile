@@ -17,9 +17,9 @@ $(VENV)/.installed: setup.py constraints.txt
 
 # Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install quickstart demo check test attacks test-nightly lint clean
+.PHONY: install quickstart demo check test test-vllm attacks test-nightly lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
@@ -39,6 +39,21 @@ check: lint
 test: $(VENV)/.installed
 	$(PYTEST) -m "not attack" tests
 
+# Training whose responses a real vLLM samples, in an environment of its own (3.4 GB); LIGHTRLHF_VLLM_PYTHON names the
+# interpreter of another one. Without it all other targets skip these tests, and say so.
+VLLM := .venv-vllm
+ifdef LIGHTRLHF_VLLM_PYTHON
+test-vllm: $(VENV)/.installed
+else
+test-vllm: export LIGHTRLHF_VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
+test-vllm: $(VENV)/.installed $(VLLM)/.installed
+endif
+	$(BIN)/python -m pytest -rs tests/real_vllm
+
+$(VLLM)/.installed: tests/real_vllm/setup.sh
+	tests/real_vllm/setup.sh $(VLLM) $(PYTHON)
+	touch $@
+
 # Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
 ROW ?= *
 attacks: $(VENV)/.installed
@@ -53,4 +68,4 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) quickstart
+	rm -rf $(VENV) $(VLLM) quickstart
