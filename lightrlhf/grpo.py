@@ -236,7 +236,7 @@ class GRPOBatch(Batch):
     """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
     group: Tensor  # (B,) int64
-    logprobs: Tensor  # under the policy that sampled
+    logprobs: Tensor  # under the policy before the update
     ref_logprobs: Tensor
     advantages: Tensor
     weights: Tensor  # of each token in the loss of its mini-batch
@@ -303,7 +303,7 @@ def train(
         following = None
         if args.max_staleness and step + 1 < num_steps:
             coming = run.global_batch(range(len(examples)), step + 1, args.rollout_size)
-            following = group_rows(run, examples, coming, step + 1)
+            following = group_rows(run, examples, coming, step + 1)  # before this step's, whose rows errors are to name
         index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
         with run.phase("rollout"), kept_without_servers(run, save):
             rows, noise = group_rows(run, examples, index, step)
@@ -318,7 +318,7 @@ def train(
             scores = rewards(rollout, tokenizer)
             audits = audit.score(rollout, tokenizer)  # (B,), never trained on
         metrics = group_metrics(run, rollout, scores, rewards.weights, len(index))
-        metrics |= audit.compare(run.step + 1, scores.total, audits)
+        sampled_first = scores.total, audits
         with run.phase("resample"), kept_without_servers(run, save):
             for number in range(1, args.resample_rounds + 1):
                 combined = combined_scores(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
@@ -337,6 +337,7 @@ def train(
                 rollout = joined([rollout.select(keep), fresh])
                 for group, other in zip(missing, others):
                     index[group] = other
+        metrics |= audit.compare(run.step + 1, *sampled_first)
         with run.phase("update"):
             run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
             batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)

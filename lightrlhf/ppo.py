@@ -16,7 +16,7 @@ Actor and critic have an optimiser each. They are two networks or, with LoRA, ad
 without the new adapter is the reference and with the reward model's adapter is the scorer. Dropout is off wherever
 log-probabilities are stored.
 
-Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and asynchronous rollouts.
+Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and rollouts by weights of more than one step ago.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutSe
 class PPOBatch(Batch):
     """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
-    logprobs: Tensor  # under the policy that sampled
+    logprobs: Tensor  # under the policy before the update
     values: Tensor
     advantages: Tensor
     returns: Tensor
@@ -270,6 +270,7 @@ def train(
         run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value, "audit": audit.state()})
 
     for step in run.steps(num_steps):
+        # first the next rollout, then this one, whose rows errors are to name
         following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
         rows, noise = asked(step)
         num_rows = int(run.total(len(rows)))  # of all ranks

@@ -436,7 +436,7 @@ class ServerArgs:
     rollout_server: list[str] = field(default_factory=list)
     """Addresses of servers that sample in place of this process: vLLM, SGLang or `lightrlhf.serve`."""
     exchange_dir: str | None = field(default=None, metadata=RARE)
-    """Folder that servers see, for weights; a file system in memory when not given."""
+    """Folder that servers see, for weights; when not given a file system in memory, else the temporary folder."""
     request_timeout: float = field(default=600.0, metadata=RARE)
     """Seconds until an unanswered request counts as failed."""
     health_timeout: float = field(default=600.0, metadata=RARE)
@@ -478,9 +478,10 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
         if not self.sampling_bound > 1:
             raise ValueError(f"--sampling_bound {self.sampling_bound} must be above 1; 2 is usual")
         if not self.rollout_server:
-            for name, default in (("max_staleness", 0), ("exchange_adapter", False), ("server_sleep", False)):
-                if getattr(self, name) != default:
-                    raise ValueError(f"--{name} {getattr(self, name)} requires --rollout_server")
+            for one in (*fields(ServerArgs), *fields(RolloutServerArgs)):
+                is_of_servers = one.name not in {other.name for other in fields(SamplingArgs)}
+                if is_of_servers and one.name != "rollout_server" and getattr(self, one.name) != one.default:
+                    raise ValueError(f"--{one.name} {getattr(self, one.name)} requires --rollout_server")
             return
         if self.server_sleep and self.max_staleness:
             raise ValueError(

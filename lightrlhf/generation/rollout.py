@@ -16,6 +16,7 @@ from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_bat
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import Completions, generate
+from lightrlhf.generation.rollout_servers import ServersGone
 from lightrlhf.generation.served import Asked, ServedPolicy
 from lightrlhf.maths.ops import masked_mean
 from lightrlhf.maths.sampling_gap import gap_size, importance_weights
@@ -78,7 +79,7 @@ def old_logprobs(
 
     pi_old is what sampled, unless a forward pass of the same weights gives other numbers and a ratio would not start
     at 1: under autocast and with quantised weights, where a decoding step rounds differently, and on a server whose
-    gap is corrected. There it is a forward pass.
+    gap is corrected. There it is a forward pass. Of a server without a correction it is always what sampled.
     """
     sampled_with = torch.zeros(batch.action_mask.shape).to(batch.input_ids.device)  # (B, T-1)
     values = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
@@ -141,12 +142,12 @@ def sample_rollout(
 
 
 def refuse_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
-    """Raises: RunFailure, with what was found out, when servers sampled from other probabilities than the policy's."""
+    """Raises: ServersGone, with what was found out, when servers sampled from other probabilities than the policy's."""
     args = run.args
     metrics = gap_metrics(run, rollout)
     limit = args.max_sampling_kl or (1e-6 if args.precision == "32-true" else 1e-2)
     if not metrics["sampling/kl"] <= limit:
-        raise RunFailure(
+        raise ServersGone(
             f"servers sample from other probabilities than the policy at step {run.step + 1}: KL "
             f"{metrics['sampling/kl']:.2g} a token, above {limit:g}, largest ratio {metrics['sampling/ratio_max']:.3g};"
             f" {served.diagnose(rollout, limit)}"
@@ -167,7 +168,12 @@ def gap_metrics(run: Run[Any], rollout: Rollout) -> Metrics:
 
 def check_start(rollout: Rollout, reference: str = "the reference's") -> None:
     """Raises: RunFailure when policy and reference, which start from the same weights, differ in the first rollout."""
-    gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+    logprobs = rollout.logprobs
+    if (
+        rollout.sampling_gap is not None and rollout.correction is None
+    ):  # those of a server, whose gap has its own check
+        logprobs = logprobs + rollout.sampling_gap
+    gap = float((logprobs - rollout.ref_logprobs).abs().max())
     if not gap < 1e-2:
         raise RunFailure(f"before the first update the policy's log-probabilities differ from {reference} by {gap}")
 

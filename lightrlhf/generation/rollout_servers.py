@@ -61,7 +61,7 @@ RESETS = 60  # attempts to reset a prefix cache
 
 
 class ServersGone(RunFailure):
-    """No server is left; what was sampled before is kept."""
+    """No server can go on; what was learned before is kept."""
 
 
 class Wrong(Busy):
@@ -103,6 +103,7 @@ class Server:
     is_out: bool = False  # left out until it has the current weights
     reason: str = ""  # why
     settings: dict[str, Any] = field(default_factory=dict)  # dtype, logprobs_mode and more, where it tells them
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load at a time
 
 
 class Target(NamedTuple):
@@ -242,8 +243,8 @@ class VLLM:
 
     async def load(self, ask: Ask, server: Server, target: Target) -> None:
         """Load weights while sampling is paused, and set their version."""
-        await ask("/pause?mode=wait", {}, ask.deadline)
         try:
+            await ask("/pause?mode=wait", {}, ask.deadline)
             await ask("/update_weight_version", {"new_version": NO_VERSION})
             if target.is_adapter:
                 await self._load_adapter(ask, server, target)
@@ -259,18 +260,21 @@ class VLLM:
             raise RunFailure(f"--rollout_server {ask.url} stays paused after /resume; restart it")
 
     async def _load_adapter(self, ask: Ask, server: Server, target: Target) -> None:
-        """Load an adapter under the name of its version, which was never used, and drop the one before."""
+        """Load an adapter under the name of its version, which was never used, and drop those of this run before it."""
         body = {"lora_name": target.version, "lora_path": str(target.folder)}
-        await ask("/v1/load_lora_adapter", body, ask.deadline)
+        if target.version not in [model.get("id") for model in await models_of(ask)]:  # else a load that failed later
+            await ask("/v1/load_lora_adapter", body, ask.deadline)
         roots = {str(model.get("id")): model.get("root") for model in await models_of(ask)}
         if roots.get(target.version) != str(target.folder):
             raise RunFailure(
                 f"--rollout_server {ask.url} serves adapter {target.version} from {roots.get(target.version)}, not "
                 f"from {target.folder}; restart the server"
             )
-        old, server.adapter = server.adapter, target.version
-        if old in roots:
-            await ask("/v1/unload_lora_adapter", {"lora_name": old})
+        server.adapter = target.version
+        token = target.version.partition("-")[0]
+        for old in roots:
+            if old.startswith(f"{token}-") and old != target.version:
+                await ask("/v1/unload_lora_adapter", {"lora_name": old})
 
     async def _reset_cache(self, ask: Ask) -> None:
         """Drop cached keys and values of earlier weights; a server refuses while requests hold some."""
@@ -546,8 +550,9 @@ class RolloutServers:
         """Give a server the current weights, and check that it has them."""
         assert self.target is not None and server.dialect is not None
         ask = self._ask(server)
-        await server.dialect.load(ask, server, self.target)
-        found = await server.dialect.version(ask, server)
+        async with server.loading:
+            await server.dialect.load(ask, server, self.target)
+            found = await server.dialect.version(ask, server)
         if found != self.target.version:
             raise RunFailure(
                 f"--rollout_server {server.url} was given weights of version {self.target.version} and says that it "
@@ -556,6 +561,8 @@ class RolloutServers:
 
     def _leave_out(self, server: Server, problem: BaseException) -> None:
         """Leave a server out until `_revive` has given it the current weights."""
+        if server.is_out:  # another call found it out before
+            return
         server.is_out, server.reason = True, message_of(problem)
         others = sum(not other.is_out for other in self.servers)
         print(f"warning: {_failed(server, problem)}; it is left out, {others} go on", file=sys.stderr, flush=True)
@@ -569,11 +576,10 @@ class RolloutServers:
             await asyncio.sleep(PROBE_SECONDS)
             target = self.target
             try:
-                server.adapter = ""  # one that was started again has none
                 await self._look_at(server)
                 if target is not None:
                     await self._load(server)
-            except (Busy, httpx2.RequestError, RunFailure) as problem:
+            except Exception as problem:  # whatever a server can make of an answer: it stays out
                 server.reason = message_of(problem)
                 continue
             if target is self.target:
@@ -585,7 +591,7 @@ class RolloutServers:
             if not server.is_out and server.dialect is not None:
                 try:
                     await server.dialect.sleep(self._ask(server), server, asleep)
-                except (Busy, httpx2.RequestError, RunFailure) as problem:
+                except (Busy, httpx2.RequestError) as problem:
                     self._leave_out(server, problem)
 
     async def _sample(

@@ -22,7 +22,7 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import Rollout
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
-from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone, Target
+from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
@@ -39,6 +39,7 @@ class Ahead(NamedTuple):
     """A rollout that is sampled while another one is learned from."""
 
     prompts: list[list[int]]
+    uniforms: Tensor
     step: int  # of the weights that sample it
     future: Future[Completions]
 
@@ -54,7 +55,7 @@ class ServedPolicy:
         self.ends = end_ids(tokenizer, policy.model)
         self.step_of_servers: int | None = None  # whose weights they have
         self.ahead: Ahead | None = None  # on the first rank
-        self.target: Target | None = None
+        self.is_asleep = False
         self._on_first(self._connect)
         run.on_end(self.close)
 
@@ -66,17 +67,19 @@ class ServedPolicy:
         """
         run = self.run
         parts = run.gather((list(prompts), uniforms))
-        everyone = joined(parts)
-        is_ahead = self._on_first(lambda: self.ahead is not None and self.ahead.prompts == everyone[0])
+        everyone = of_all_ranks(parts)
+        is_ahead = self._on_first(lambda: self._is_ahead(*everyone))
+        self._wake()
         if not is_ahead:
             self._publish()
         completions, step = self._on_first(lambda: self._take_ahead() if is_ahead else self._sample(*everyone))
         coming = run.gather(following)
         if following is not None:
             self._publish()
-            self._on_first(lambda: self._sample_ahead(*joined(coming)))
+            self._on_first(lambda: self._sample_ahead(*of_all_ranks(coming)))
         elif run.args.server_sleep:
             self._on_first(lambda: self.servers.sleep(True))
+            self.is_asleep = True
         start = sum(len(own) for own, _ in parts[: run.rank])
         mine = slice(start, start + len(prompts))
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
@@ -98,18 +101,21 @@ class ServedPolicy:
         run = self.run
         if self.step_of_servers == run.step:
             return
-        full = run.full(self.policy)
-        self._on_first(lambda: self._load(full))
+        with torch.autocast(run.device.type, enabled=False):  # adapters are merged in full precision
+            full = run.full(self.policy)
+            self._on_first(lambda: self._load(full))
         self.step_of_servers = run.step
 
     def _load(self, full: Policy) -> None:
         run = self.run
         if self.ahead is not None:  # no weights change under a rollout
             self.ahead.future.result()
-        if run.args.server_sleep and self.target is not None:
-            self.servers.sleep(False)
-        self.target = self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter)
-        self.servers.load(self.target)
+        self.servers.load(self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter))
+
+    def _wake(self) -> None:
+        if self.is_asleep:
+            self._on_first(lambda: self.servers.sleep(False))
+            self.is_asleep = False
 
     # -------------------------------------------------------------------------------------------------- sampling
     def _sample(self, prompts: list[list[int]], uniforms: Tensor) -> tuple[Completions, int]:
@@ -117,12 +123,17 @@ class ServedPolicy:
 
     def _sample_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> None:
         future = self.servers.start(prompts, self.run.args, self.ends, uniforms)
-        self.ahead = Ahead(prompts, self.run.step, future)
+        self.ahead = Ahead(prompts, uniforms, self.run.step, future)
+
+    def _is_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> bool:
+        """Whether just this is being sampled."""
+        ahead = self.ahead
+        return ahead is not None and ahead.prompts == prompts and torch.equal(ahead.uniforms, uniforms)
 
     def _take_ahead(self) -> tuple[Completions, int]:
         assert self.ahead is not None
-        (_, step, future), self.ahead = self.ahead, None
-        return future.result(), step
+        ahead, self.ahead = self.ahead, None
+        return ahead.future.result(), ahead.step
 
     def _diagnosis(self, rollout: Rollout, limit: float) -> str:
         """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
@@ -167,15 +178,18 @@ class ServedPolicy:
         """Find the servers. Raises: RunFailure when one samples from another distribution than the run's."""
         args = self.run.args
         self.servers = RolloutServers(args, vocabulary_size(self.policy))
-        for url, settings in self.servers.settings():
-            mode = settings.get("logprobs_mode")
-            if args.temperature != 1 and mode not in (None, "processed_logprobs"):
-                self.servers.close()
-                raise RunFailure(
-                    f"--rollout_server {url} reports log-probabilities without --temperature {args.temperature} "
-                    f"(logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
-                )
-        self.exchange = Exchange(args.exchange_dir)
+        try:
+            for url, settings in self.servers.settings():
+                mode = settings.get("logprobs_mode")
+                if args.temperature != 1 and mode not in (None, "processed_logprobs"):
+                    raise RunFailure(
+                        f"--rollout_server {url} reports log-probabilities without --temperature {args.temperature} "
+                        f"(logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
+                    )
+            self.exchange = Exchange(args.exchange_dir)
+        except UsageError:
+            self.servers.close()
+            raise
 
     def _on_first(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""
@@ -210,11 +224,12 @@ def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[No
     except ServersGone as problem:
         if not run.step:
             raise RunFailure(f"{problem}; no step was finished, start again") from None
-        if run.step not in [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)]:
+        saved = [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)] if run.is_first else []
+        if run.step not in run.broadcast(saved):
             save()
         raise RunFailure(f"{problem}; start servers, then resume with --resume_from {run.directory}") from None
 
 
-def joined(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:
+def of_all_ranks(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:
     """What all ranks ask for, in their order."""
     return [prompt for prompts, _ in parts for prompt in prompts], torch.cat([uniforms for _, uniforms in parts])

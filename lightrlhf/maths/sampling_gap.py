@@ -2,7 +2,8 @@
 
 A server computes the probabilities of the same weights by other kernels, in another precision, or has older weights.
 With r_t = pi(y_t) / mu(y_t), pi of the trainer's scoring pass before the first update (pi_old of the losses), and R the
-product of a response's r_t, a weight multiplies all that is in the loss of a token, a KL and an entropy included:
+product of a response's r_t, a weight multiplies all that is in the policy loss of a token, a KL included (not PPO's
+entropy bonus and value loss):
 
     sequence kinds   exact where no R is out of bounds: the mean over mu of R f is the mean over pi_old of f, of any f,
                      so at each update of a rollout, for each loss, and for advantages that a response has by itself or

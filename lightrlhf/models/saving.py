@@ -53,19 +53,20 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
 
     A tied head is written too: vLLM on a CPU leaves it as it was unless it is among the weights.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     if as_adapter:
         export(module, folder, base_dir)
         return
-    model = merged_model(module)
-    stored: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        tensor = tensor.detach().cpu().contiguous()
-        places = {other.data_ptr() for other in stored.values()}
-        stored[name] = tensor.clone() if tensor.data_ptr() in places else tensor  # a file has no shared tensors
-    model.config.save_pretrained(folder)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    model, file = merged_model(module), folder / "model.safetensors"
+    model.save_pretrained(folder)
+    if not file.is_file():  # several files, of a model so large that its head is its own
+        return
+    stored, own = load_file(file), model.state_dict()
+    written = {own[name].data_ptr() for name in stored if name in own}
+    tied = {n: t.detach().cpu().clone() for n, t in own.items() if n not in stored and t.data_ptr() in written}
+    if tied:
+        save_file(stored | tied, file, metadata={"format": "pt"})
 
 
 def _save_adapter(module: Role, folder: Path) -> None:

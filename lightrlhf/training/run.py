@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -142,7 +142,7 @@ class Run(Generic[AnyArgs]):
         self._logged: dict[str, None] = {}  # names of metrics, in order
         self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
-        self._endings: list[Callable[[], None]] = []  # of what the loop opened
+        self._endings = ExitStack()  # of what the loop opened
         self._started = time.perf_counter()
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -457,6 +457,10 @@ class Run(Generic[AnyArgs]):
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Remaining step numbers, counted from 0, with a progress bar; `self.step` counts finished steps."""
+        with self._endings:
+            yield from self._steps(num_steps)
+
+    def _steps(self, num_steps: int) -> Iterator[int]:
         from tqdm import tqdm
 
         self._open_directory()
@@ -480,12 +484,10 @@ class Run(Generic[AnyArgs]):
             raise KeyboardInterrupt from None
         finally:
             bar.close()
-            for end in self._endings:
-                end()
 
     def on_end(self, end: Callable[[], None]) -> None:
         """Call a function when the loop over `steps` ends, however that is."""
-        self._endings.append(end)
+        self._endings.callback(end)
 
     def due(self, interval: int, num_steps: int) -> bool:
         """Whether something with this interval is due after the current step; always after the last step."""
