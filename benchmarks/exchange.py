@@ -6,6 +6,8 @@ Models with random weights in the shapes of Llama: 135M (that of SmolLM2-135M) a
 (float32, or bfloat16 to see what half the bytes are worth), numbers of the server as its `--dtype` says. Each turn
 writes a version as training does, then pauses the server, has it load the version, resets the prefix cache, and
 resumes. Prints the median over turns of each phase, the largest of the whole, and the size of a version.
+
+1B in float32 on one machine takes more than 24 GB: the trainer's weights, two versions in memory, and the server's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 
 from lightrlhf.generation.exchange import Exchange
 from lightrlhf.models.roles import Policy
+from lightrlhf.serving.commands import Launch
 
 LLAMA = {"vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 2048}
 SIZES: dict[str, dict[str, Any]] = {
@@ -60,12 +63,23 @@ def serving(python: str, folder: Path, dtype: str) -> Iterator[httpx2.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "lightrlhf.serve", str(folder), "--engine", "vllm", "--python", python]
-    command += ["--port", str(port), "--dtype", dtype, f"--engine_flags={FLAGS}"]
-    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "OPENAI_API_KEY": "key"}
+    launch = Launch(
+        engine="vllm",
+        python=python,
+        model=str(folder),
+        served_name="model",
+        host="127.0.0.1",
+        port=port,
+        dtype=dtype,
+        enable_lora=False,
+        max_lora_rank=1,
+        trust_remote_code=False,
+        more=FLAGS,
+    )
+    small = launch.variables() | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     with tempfile.TemporaryFile("w+") as log:
         streams: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env=os.environ | small, start_new_session=True, **streams)
+        process = subprocess.Popen(launch.command(), env=os.environ | small, start_new_session=True, **streams)
         try:
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
                 wait(client, process, log)
