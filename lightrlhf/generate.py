@@ -5,8 +5,9 @@ ids of both as they were read and sampled. With a reward model also `rewards`, a
 reward as `response` and `reward`: best of n. The noise of a row depends on the seed and the row's number alone, so an
 interrupted or sharded run gives the same responses.
 
-Prompts come from `--data_dir` or a JSONL file, responses from the local engine or from OpenAI-compatible servers. Left
-out: beam search, and rewards other than by a reward model (`lightrlhf.annotate` has them).
+Prompts come from `--data_dir` or a JSONL file, responses from the local engine, from rollout servers, which get the
+model's weights and exchange ids, or from OpenAI-compatible servers, which exchange text. Left out: beam search, and
+rewards other than by a reward model (`lightrlhf.annotate` has them).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lightrlhf.cli.args import (
     GenerationArgs,
     ModelArgs,
     SealArgs,
+    ServerArgs,
     check_args,
     check_at_least,
     check_data_dir,
@@ -41,12 +43,13 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_responses
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
-from lightrlhf.generation.engine import check_room, generate
+from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
+from lightrlhf.generation.samplers import Alone, Sampler, ServedSampler, local_sampler
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.tokenizer import end_ids, load_tokenizer
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
@@ -55,13 +58,13 @@ from lightrlhf.training.distributed import leave_at_exit, processes
 
 # flags that leave rows as they are
 NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify"}
-NO_EFFECT |= {one.name for one in dataclasses.fields(RemoteArgs)}
+NO_EFFECT |= {one.name for kind in (RemoteArgs, ServerArgs) for one in dataclasses.fields(kind)}
 CHUNKS = 8  # batches of the engine between two writes: enough to fill its slots, few enough to lose little
 LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
+class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs):
     """Sample responses to prompts and write them as JSONL."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -72,6 +75,8 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
         "local_index": (0, "several machines share the prompts under torchrun"),
         "my_world_size": (1, "use --devices, or torchrun for several machines"),
     }
+
+    precision: ClassVar[str] = "32-true"  # of the model here, which servers are compared with
 
     model_name: str
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
@@ -102,7 +107,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
     output_file: str | None = None
     """File to write instead."""
     rollout_engine: Literal["local", "openai"] = "local"
-    """Sample in this process, or at the servers of `base_url`."""
+    """Sample by ids in this process, or at `rollout_server` if there is one; or texts at the servers of `base_url`."""
     rollout_mini_batch_size: int = 64
     """Slots of the generation engine, and the largest number of rows per pass of the reward model."""
     seed: int = 42
@@ -116,6 +121,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
         check_types(self)
         self.check_generation()
         self.check_remote()
+        self.check_servers()
         find_device(self.accelerator)
         for name in ("num_generations", "rollout_mini_batch_size", "devices"):
             check_at_least(self, name, 1)
@@ -139,6 +145,13 @@ class GenerateArgs(GenerationArgs, RemoteArgs, SealArgs):
             raise ValueError(f"--eos_ids {self.eos_ids[0]}: servers stop at texts, not at ids; use --stop_strings")
         if self.rollout_engine == "local" and self.base_url:
             raise ValueError(f"--base_url {self.base_url[0]} requires --rollout_engine openai")
+        if self.rollout_engine == "openai" and self.rollout_server:
+            raise ValueError(
+                f"--rollout_server {self.rollout_server[0]} and --rollout_engine openai: give one; the first gets the "
+                "weights of --model_name, the second has its own"
+            )
+        if self.rollout_server and self.devices > 1:
+            raise ValueError(f"--devices {self.devices} with --rollout_server: one process asks all servers; use 1")
         for value in self.temperatures or []:
             if not 0 <= value < float("inf"):
                 raise ValueError(f"--temperatures {value} must be 0 or more")
@@ -169,19 +182,28 @@ def run(args: GenerateArgs) -> list[str]:
     """Sample responses; returns the files, one per temperature."""
     check_args(args, GenerateArgs)
     shard, device, barrier = start_ranks(args)
+    if args.rollout_server and shard.world_size > 1:
+        raise UsageError(
+            f"--rollout_server {args.rollout_server[0]}: one process asks all servers, here are {shard.world_size}; "
+            "start it without torchrun"
+        )
     prompts = load_prompt_rows(args)
     engine = None
     files = []
-    for one in at_each_temperature(args):
-        output = output_path(one)
-        settings = settings_of(one, prompts)
-        if not complete(output, settings, len(prompts)):
-            engine = engine or make_engine(args, device)
-            write_shard(one, engine, prompts, output, settings, shard)
-        barrier()
-        if shard.rank == 0:
-            print(f"{output}: {describe(output, len(prompts))}")
-        files.append(str(output))
+    try:
+        for one in at_each_temperature(args):
+            output = output_path(one)
+            settings = settings_of(one, prompts)
+            if not complete(output, settings, len(prompts)):
+                engine = engine or make_engine(one, device)
+                write_shard(one, engine, prompts, output, settings, shard)
+            barrier()
+            if shard.rank == 0:
+                print(f"{output}: {describe(output, len(prompts))}")
+            files.append(str(output))
+    finally:
+        if isinstance(engine, Served):
+            engine.close()
     return files
 
 
@@ -309,7 +331,27 @@ class Local:
 
     def respond(self, args: GenerateArgs, rows: Sequence[Row]) -> Iterator[Row]:
         """The prepared rows with their responses, in order."""
-        yield from respond(self.policy, self.tokenizer, args, rows)
+        yield from respond(self.sampler(args), self.tokenizer, args, rows)
+
+    def sampler(self, args: GenerateArgs) -> Sampler:
+        return local_sampler(self.policy, self.tokenizer, args, args.rollout_mini_batch_size)
+
+
+class Served(Local):
+    """Rollout servers, which are given the weights of the model of this process."""
+
+    def __init__(self, args: GenerateArgs, device: torch.device) -> None:
+        super().__init__(args, device)
+        self.alone = Alone(args)
+        self.served = ServedSampler(self.alone, self.policy, self.tokenizer)
+
+    def sampler(self, args: GenerateArgs) -> Sampler:
+        self.alone.args = args  # of another temperature
+        return self.served
+
+    def close(self) -> None:
+        """End what is under way, and remove the exchange folder."""
+        self.alone.close()
 
 
 class Remote:
@@ -340,17 +382,19 @@ class Remote:
 
 
 def make_engine(args: GenerateArgs, device: torch.device) -> Local | Remote:
-    """The engine of `--rollout_engine`."""
+    """The engine of `--rollout_engine`, or of `--rollout_server`."""
+    if args.rollout_server:
+        return Served(args, device)
     return (Local if args.rollout_engine == "local" else Remote)(args, device)
 
 
-def respond(policy: Policy, tokenizer: Any, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
-    """K responses to each row by a local model; rows have `index` and `prompt_ids`."""
+def respond(sample: Sampler, tokenizer: Any, args: GenerateArgs, rows: Sequence[Row]) -> list[Row]:
+    """K responses to each row by ids; rows have `index` and `prompt_ids`."""
     k = args.num_generations
     prompts = [row["prompt_ids"] for row in rows for _ in range(k)]
     noise = torch.cat([noise_of(args, row["index"]) for row in rows])  # (N K, max_new_tokens)
-    ends, slots = end_ids(tokenizer, policy.model), args.rollout_mini_batch_size
-    sampled = generate(policy, prompts, args, ends, noise, slots, tokenizer)
+    sampled = sample(prompts, noise)
+    assert sampled is not None  # there are prompts
     results = []
     for i, row in enumerate(rows):
         ids, truncated = sampled.responses[i * k : (i + 1) * k], sampled.truncated[i * k : (i + 1) * k]
@@ -446,6 +490,8 @@ def output_path(args: GenerateArgs) -> Path:
 def settings_of(args: GenerateArgs, prompts: Sequence[Row]) -> Row:
     """Settings that determine a file's rows; stored to detect files of other ones."""
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in NO_EFFECT}
+    if args.rollout_server:
+        settings["rollout_engine"] = "rollout_server"  # whose arithmetic is not that of the local engine
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
     content = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()

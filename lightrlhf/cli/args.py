@@ -430,17 +430,32 @@ class SamplingArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs:
+class TimeoutArgs:
+    """Patience with servers."""
+
+    request_timeout: float = field(default=600.0, metadata=RARE)
+    """Seconds until an unanswered request counts as failed."""
+    health_timeout: float = field(default=600.0, metadata=RARE)
+    """Seconds to wait until every server is up, and for a rollout server when all have failed."""
+
+    def check_timeouts(self) -> None:
+        """Raises: ValueError, one line, when a limit is out of range."""
+        check_positive(self, "request_timeout", "health_timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs(TimeoutArgs):
     """Sampling on servers."""
 
+    exchange_adapter: ClassVar[bool] = False  # flags of programs that learn from log-probabilities of their samples
+    max_staleness: ClassVar[int] = 0
+    sampling_correction: ClassVar[str] = "none"
+    sampling_bound: ClassVar[float] = 2.0
+    server_sleep: ClassVar[bool] = False
     rollout_server: list[str] = field(default_factory=list)
     """Addresses of servers that sample in place of this process: vLLM, SGLang or `lightrlhf.serve`."""
     exchange_dir: str | None = field(default=None, metadata=RARE)
     """Folder that servers see, for weights; when not given a file system in memory, else the temporary folder."""
-    request_timeout: float = field(default=600.0, metadata=RARE)
-    """Seconds until an unanswered request counts as failed."""
-    health_timeout: float = field(default=600.0, metadata=RARE)
-    """Seconds to wait until every server is up, and for one when all have failed."""
     max_sampling_kl: float | None = field(default=None, metadata=RARE)
     """Largest KL a token between servers and trainer; when not given 1e-6, with bf16-mixed 0.01."""
 
@@ -450,7 +465,7 @@ class ServerArgs:
         twice = next((url for url in self.rollout_server if self.rollout_server.count(url) > 1), None)
         if twice is not None:
             raise ValueError(f"--rollout_server {twice} is given twice; give each server once")
-        check_positive(self, "request_timeout", "health_timeout")
+        self.check_timeouts()
         if self.max_sampling_kl is not None:
             check_positive(self, "max_sampling_kl")
 
@@ -459,17 +474,17 @@ class ServerArgs:
 class RolloutServerArgs(SamplingArgs, ServerArgs):
     """Sampling on servers."""
 
-    exchange_adapter: bool = field(default=False, metadata=RARE)
+    exchange_adapter: bool = field(default=False, metadata=RARE)  # type: ignore[misc]  # as in GenerationArgs
     """Give servers the adapter of `--finetune_mode lora` alone, which they put on their base; else merged weights."""
-    max_staleness: Literal[0, 1] = 0
+    max_staleness: Literal[0, 1] = 0  # type: ignore[misc]
     """At 1 servers sample the next rollout while this one is learned from, by weights one step older."""
-    sampling_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = field(
-        default="token_truncate", metadata=RARE
-    )
+    sampling_correction: Literal[  # type: ignore[misc]
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
+    ] = field(default="token_truncate", metadata=RARE)
     """Importance weights between servers and trainer, of tokens or sequences, truncated or masked; none: no weights."""
-    sampling_bound: float = field(default=2.0, metadata=RARE)
+    sampling_bound: float = field(default=2.0, metadata=RARE)  # type: ignore[misc]
     """Largest of these weights (C); masked ones are 0 outside [1 / C, C]."""
-    server_sleep: bool = field(default=False, metadata=RARE)
+    server_sleep: bool = field(default=False, metadata=RARE)  # type: ignore[misc]
     """Have servers free the accelerator's memory while this process learns, where both share one."""
 
     def check_rollout_servers(self) -> None:

@@ -30,7 +30,7 @@ import httpx2
 import tenacity
 
 from lightrlhf.cli.addresses import KEY, check_addresses
-from lightrlhf.cli.args import RARE, check_at_least, check_positive
+from lightrlhf.cli.args import RARE, TimeoutArgs, check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.generation.http_thread import (
     Busy,
@@ -53,7 +53,7 @@ REQUEST_ID = re.compile(r"lightrlhf-([0-9a-f]{16})-")  # the hash of its body, w
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteArgs:
+class RemoteArgs(TimeoutArgs):
     """OpenAI-compatible servers."""
 
     base_url: list[str] = field(default_factory=list)
@@ -62,17 +62,13 @@ class RemoteArgs:
     """Concurrent requests."""
     max_attempts: int = field(default=8, metadata=RARE)
     """Attempts per request until the program fails."""
-    request_timeout: float = field(default=600.0, metadata=RARE)
-    """Seconds until an unanswered request counts as failed."""
-    health_timeout: float = field(default=600.0, metadata=RARE)
-    """Seconds to wait until every server is up."""
 
     def check_remote(self) -> None:
         """Raises: ValueError, one line, when an address or a limit cannot be used."""
         check_addresses(self.base_url, "--base_url", "http://localhost:8000/v1")
         for name in ("max_workers", "max_attempts"):
             check_at_least(self, name, 1)
-        check_positive(self, "request_timeout", "health_timeout")
+        self.check_timeouts()
 
 
 @dataclass(frozen=True)

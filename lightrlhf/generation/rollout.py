@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch
+from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import Completions, generate
@@ -141,20 +141,21 @@ def sample_rollout(
     return dataclasses.replace(rollout, correction=weights)
 
 
-def refuse_gap(run: Run[Any], rollout: Rollout, served: ServedPolicy) -> None:
+def refuse_gap(run: Run[Any], rollout: SampledBatch, served: ServedPolicy) -> None:
     """Raises: ServersGone, with what was found out, when servers sampled from other probabilities than the policy's."""
     args = run.args
     metrics = gap_metrics(run, rollout)
     limit = args.max_sampling_kl or (1e-6 if args.precision == "32-true" else 1e-2)
     if not metrics["sampling/kl"] <= limit:
+        where = f" at step {run.step + 1}" if isinstance(run, Run) else ""
         raise ServersGone(
-            f"servers sample from other probabilities than the policy at step {run.step + 1}: KL "
+            f"servers sample from other probabilities than the policy{where}: KL "
             f"{metrics['sampling/kl']:.2g} a token, above {limit:g}, largest ratio {metrics['sampling/ratio_max']:.3g};"
             f" {served.diagnose(rollout, limit)}"
         )
 
 
-def gap_metrics(run: Run[Any], rollout: Rollout) -> Metrics:
+def gap_metrics(run: Run[Any], rollout: SampledBatch) -> Metrics:
     """Size of the gap between servers and trainer over all ranks; nothing where this process sampled."""
     gap, args = rollout.sampling_gap, run.args
     if gap is None:
@@ -171,7 +172,7 @@ def check_start(rollout: Rollout, reference: str = "the reference's") -> None:
     logprobs = rollout.logprobs
     if (
         rollout.sampling_gap is not None and rollout.correction is None
-    ):  # those of a server, whose gap has its own check
+    ):  # a server's; their gap has its own check
         logprobs = logprobs + rollout.sampling_gap
     gap = float((logprobs - rollout.ref_logprobs).abs().max())
     if not gap < 1e-2:

@@ -79,9 +79,15 @@ class OtherVersion(Busy):
 class Chunk(NamedTuple):
     """Prompts of one request: groups of equal ones are next to each other."""
 
-    rows: range  # their places among those of the call
+    rows: Sequence[int]  # their places among those of the call
     prompts: list[list[int]]
     uniforms: Tensor  # (rows, max_new_tokens)
+    allowed: list[list[int]] | None = None  # the only tokens that each may be answered by; None: any
+
+    def select(self, places: list[int]) -> Chunk:
+        """Some of the rows."""
+        rows, prompts = [self.rows[i] for i in places], [self.prompts[i] for i in places]
+        return Chunk(rows, prompts, self.uniforms[places], self.allowed and [self.allowed[i] for i in places])
 
 
 class Response(NamedTuple):
@@ -168,7 +174,24 @@ class VLLM:
     async def sample(
         self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
     ) -> list[Response]:
-        """The responses to a chunk, in order."""
+        """The responses to a chunk, in order; by a request for each list of allowed tokens, all at once."""
+        if chunk.allowed is None:
+            return await self._sample(ask, server, chunk, args, ends)
+        places: dict[tuple[int, ...], list[int]] = {}  # of the rows with the same list
+        for place, ids in enumerate(chunk.allowed):
+            places.setdefault(tuple(ids), []).append(place)
+        requests = (self._sample(ask, server, chunk.select(own), args, ends) for own in places.values())
+        answers = await asyncio.gather(*requests, return_exceptions=True)  # all end before one is asked again
+        responses: dict[int, Response] = {}
+        for own, answer in zip(places.values(), answers):
+            if isinstance(answer, BaseException):
+                raise answer
+            responses |= zip(own, answer)
+        return [responses[place] for place in range(len(chunk.prompts))]
+
+    async def _sample(
+        self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
+    ) -> list[Response]:
         groups = [list(rows) for _, rows in itertools.groupby(chunk.prompts)]
         sizes = {len(rows) for rows in groups}
         n = sizes.pop() if len(sizes) == 1 else 1
@@ -191,6 +214,8 @@ class VLLM:
             "include_stop_str_in_output": True,
             "ignore_eos": True,  # the ends are those of the policy, above
         }
+        if chunk.allowed is not None:
+            body["allowed_token_ids"] = chunk.allowed[0]
         room = server.settings.get("max_model_len")
         longest = max(map(len, prompts)) + args.max_new_tokens
         if type(room) is int and longest > room:  # vLLM would cut responses without a word
@@ -225,6 +250,8 @@ class VLLM:
             logprobs = values.get("token_logprobs") if isinstance(values, dict) else None
             ids, end = choice.get("token_ids"), choice.get("finish_reason")
             responses.append(checked_response(ids, logprobs, end, args, ends))
+            if chunk.allowed is not None and not {*responses[-1].ids} <= {*chunk.allowed[row]}:
+                raise Wrong("a response of tokens that were not allowed; does the server know allowed_token_ids?")
         return responses
 
     async def score(self, ask: Ask, server: Server, texts: list[list[int]]) -> list[list[float]]:
@@ -304,6 +331,11 @@ class SGLang:
         self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
     ) -> list[Response]:
         """The responses to a chunk, in order."""
+        if chunk.allowed is not None:
+            raise RunFailure(
+                f"--rollout_server {server.url} is SGLang, which cannot sample among given tokens alone; use vLLM or "
+                "lightrlhf.serve, or --shrink_head False"
+            )
         options = {
             "max_new_tokens": args.max_new_tokens,
             "temperature": args.temperature if args.do_sample else 0.0,
@@ -466,21 +498,32 @@ class RolloutServers:
         self.http.start(self._load_all(target)).result()
 
     def start(
-        self, prompts: Sequence[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+        self,
+        prompts: Sequence[list[int]],
+        args: SamplingArgs,
+        ends: Sequence[int],
+        uniforms: Tensor,
+        allowed: Sequence[list[int]] | None = None,
     ) -> Future[Completions]:
         """Sample one response to each prompt; equal prompts that are next to each other are read once.
 
-        uniforms: (B, max_new_tokens); our own server samples with them, others draw numbers of their own.
+        uniforms: (B, max_new_tokens); our own server samples with them, others draw numbers of their own; allowed: the
+        only tokens that may be sampled, for each prompt, log-probabilities are then over them.
         The future raises: ServersGone when no server is left for `--health_timeout`, RunFailure for what no server
         would answer.
         """
-        return self.http.start(self._sample(list(prompts), args, ends, uniforms))
+        return self.http.start(self._sample(list(prompts), args, ends, uniforms, allowed))
 
     def sample(
-        self, prompts: Sequence[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+        self,
+        prompts: Sequence[list[int]],
+        args: SamplingArgs,
+        ends: Sequence[int],
+        uniforms: Tensor,
+        allowed: Sequence[list[int]] | None = None,
     ) -> Completions:
         """As `start`, waiting for the responses."""
-        return self.start(prompts, args, ends, uniforms).result()
+        return self.start(prompts, args, ends, uniforms, allowed).result()
 
     def sleep(self, asleep: bool) -> None:
         """Have all servers free the accelerator's memory, or take it again."""
@@ -595,11 +638,18 @@ class RolloutServers:
                     self._leave_out(server, problem)
 
     async def _sample(
-        self, prompts: list[list[int]], args: SamplingArgs, ends: Sequence[int], uniforms: Tensor
+        self,
+        prompts: list[list[int]],
+        args: SamplingArgs,
+        ends: Sequence[int],
+        uniforms: Tensor,
+        allowed: Sequence[list[int]] | None,
     ) -> Completions:
         if not prompts:
             return Completions([], [], [], 0.0)
         chunks = chunks_of(prompts, uniforms, len(self.servers))
+        if allowed is not None:
+            chunks = [chunk._replace(allowed=[allowed[row] for row in chunk.rows]) for chunk in chunks]
         work = _Work(deque(range(len(chunks))), [None] * len(chunks))
         tasks = [asyncio.create_task(self._work(server, chunks, work, args, ends)) for server in self.servers]
         try:

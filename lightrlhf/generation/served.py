@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.data.batch import Rollout
+from lightrlhf.data.batch import SampledBatch
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
 from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
@@ -59,20 +59,29 @@ class ServedPolicy:
         self._on_first(self._connect)
         run.on_end(self.close)
 
-    def sample(self, prompts: Prompts, uniforms: Tensor, following: Asked | None = None) -> tuple[Completions, int]:
+    def sample(
+        self,
+        prompts: Prompts,
+        uniforms: Tensor,
+        following: Asked | None = None,
+        allowed: Sequence[list[int]] | None = None,
+    ) -> tuple[Completions, int]:
         """A response to each of this rank's prompts, and how many steps old the weights were that sampled them.
 
-        following: what the next call will ask for, which is sampled from now on.
+        following: what the next call will ask for, which is sampled from now on; allowed: see `RolloutServers.start`.
         Raises: ServersGone, on all ranks, when no server is left.
         """
         run = self.run
         parts = run.gather((list(prompts), uniforms))
         everyone = of_all_ranks(parts)
+        allowed_of_all = None if allowed is None else [ids for own in run.gather(list(allowed)) for ids in own]
         is_ahead = self._on_first(lambda: self._is_ahead(*everyone))
         self._wake()
         if not is_ahead:
             self._publish()
-        completions, step = self._on_first(lambda: self._take_ahead() if is_ahead else self._sample(*everyone))
+        completions, step = self._on_first(
+            lambda: self._take_ahead() if is_ahead else self._sample(*everyone, allowed_of_all)
+        )
         coming = run.gather(following)
         if following is not None:
             self._publish()
@@ -85,7 +94,7 @@ class ServedPolicy:
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
         return Completions(*columns, removed_mass=0.0), run.step - step
 
-    def diagnose(self, rollout: Rollout, limit: float) -> str:
+    def diagnose(self, rollout: SampledBatch, limit: float) -> str:
         """What explains a gap between servers and trainer, and what to do; limit: of the KL a token."""
         return self._on_first(lambda: self._diagnosis(rollout, limit))
 
@@ -101,7 +110,7 @@ class ServedPolicy:
         run = self.run
         if self.step_of_servers == run.step:
             return
-        with torch.autocast(run.device.type, enabled=False):  # adapters are merged in full precision
+        with torch.autocast(self.policy.model.device.type, enabled=False):  # adapters are merged in full precision
             full = run.full(self.policy)
             self._on_first(lambda: self._load(full))
         self.step_of_servers = run.step
@@ -118,8 +127,10 @@ class ServedPolicy:
             self.is_asleep = False
 
     # -------------------------------------------------------------------------------------------------- sampling
-    def _sample(self, prompts: list[list[int]], uniforms: Tensor) -> tuple[Completions, int]:
-        return self.servers.sample(prompts, self.run.args, self.ends, uniforms), self.run.step
+    def _sample(
+        self, prompts: list[list[int]], uniforms: Tensor, allowed: list[list[int]] | None
+    ) -> tuple[Completions, int]:
+        return self.servers.sample(prompts, self.run.args, self.ends, uniforms, allowed), self.run.step
 
     def _sample_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> None:
         future = self.servers.start(prompts, self.run.args, self.ends, uniforms)
@@ -135,7 +146,7 @@ class ServedPolicy:
         ahead, self.ahead = self.ahead, None
         return ahead.future.result(), ahead.step
 
-    def _diagnosis(self, rollout: Rollout, limit: float) -> str:
+    def _diagnosis(self, rollout: SampledBatch, limit: float) -> str:
         """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
         precision = "float32" if self.run.args.precision == "32-true" else "bfloat16"
         for url, settings in self.servers.settings():
@@ -145,10 +156,11 @@ class ServedPolicy:
                     f"{url} computes in {dtype}, this run in {precision}: start it with --dtype {precision}, or allow "
                     f"the gap by a --max_sampling_kl above it"
                 )
-        if self.run.args.temperature != 1 or rollout.sampling_gap is None:
+        is_restricted = getattr(self.run.args, "shrink_head", False)  # to labels, which servers score no text by
+        if self.run.args.temperature != 1 or rollout.sampling_gap is None or is_restricted:
             return "is another --temperature, model or --dtype there, or its cache of prefixes not reset?"
         first = rollout.select(slice(0, CHECKED_ROWS))
-        texts = [prompt + response for prompt, response in zip(first.prompt_ids(), first.response_ids())]
+        texts = [ids[mask].tolist() for ids, mask in zip(first.input_ids, first.attention_mask)]
         gap = rollout.sampling_gap[: len(first), : first.action_mask.shape[1]]
         is_bypassed = self.run.args.sampling_correction == "none"
         pi = first.logprobs + gap if is_bypassed else first.logprobs  # (b, T-1) of the trainer's pass
