@@ -33,6 +33,7 @@ from lightrlhf.cli.args import (
     RewardArgs,
     RolloutLogArgs,
     SamplingArgs,
+    ServerArgs,
     check_args,
     check_at_least,
     check_data_dir,
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, RolloutLogArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerArgs, RolloutLogArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     RENAMED: ClassVar[dict[str, str]] = {"num_responses": "num_generations"}
@@ -127,6 +128,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, Rollout
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_generation()
+        self.check_servers()
         self.check_rollout_log()
         find_device(self.accelerator)
         check_one_machine(self)
@@ -227,8 +229,10 @@ def respond(
         ids = torch.as_tensor(row["input_ids"]).tolist()
         rows.append({**row["columns"], "prompt": decode(tokenizer, ids), "prompt_ids": ids})
     write_jsonl(folder / "prompts.jsonl", rows)
+    devices = 1 if args.rollout_server else args.devices  # one process asks all servers
     stage = generate.GenerateArgs(
         **shared_flags(args, SamplingArgs),
+        **shared_flags(args, ServerArgs),
         model_name=responder,
         trust_remote_code=args.trust_remote_code,
         prompts_file=str(folder / "prompts.jsonl"),
@@ -238,9 +242,9 @@ def respond(
         rollout_mini_batch_size=args.rollout_mini_batch_size,
         seed=args.seed * 1000 + number,
         accelerator=args.accelerator,
-        devices=args.devices,
+        devices=devices,
     )
-    run_on_devices(generate.run, stage, args.devices)
+    run_on_devices(generate.run, stage, devices)
 
 
 def score_and_choose(

@@ -35,7 +35,8 @@ from lightrlhf.storage.writing import rename, sync_folder, writing
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 
-FREE = ("resume_from", "iterations", "stage")  # flags that may change when a run is resumed
+SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
+FREE = ("resume_from", "iterations", "stage", *SERVERS)  # flags that may change when a run is resumed
 Args = TypeVar("Args")
 Result = TypeVar("Result")
 
