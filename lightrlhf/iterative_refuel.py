@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import ModelArgs, RolloutLogArgs, check_args, check_at_least, check_data_dir
+from lightrlhf.cli.args import ModelArgs, RolloutLogArgs, ServerArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -43,6 +43,7 @@ from lightrlhf.generation.dialogue_pairs import (
     turn_rollout,
 )
 from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.generation.samplers import Alone, ServedSampler
 from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
@@ -81,7 +82,7 @@ FILES = ("dialogues.jsonl", "rewards.jsonl", "pairs/report.json", "policy")  # o
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, RolloutLogArgs):
+class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
@@ -110,6 +111,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, RolloutLogArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_user()
+        self.check_servers()
         self.check_dialogues()
         self.check_pairs()
         self.check_rollout_log()
@@ -248,8 +250,13 @@ def generate_dialogues(
         if len(writer.rows) < size:
             model = load_frozen(args, policy, tokenizer, rows)
             user = user or load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
-            work = functools.partial(branch, args, model, tokenizer, user)
-            writer.extend(openings, CHUNK, work, f"generate {number}", " dialogues")
+            alone = Alone(args)
+            try:
+                sample = ServedSampler(alone, model, tokenizer) if args.rollout_server else None
+                work = functools.partial(branch, args, model, tokenizer, user, sample)
+                writer.extend(openings, CHUNK, work, f"generate {number}", " dialogues")
+            finally:
+                alone.close()
 
 
 def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunctions | None) -> None:

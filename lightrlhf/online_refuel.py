@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import RolloutLogArgs, check_args, check_at_least, check_data_dir
+from lightrlhf.cli.args import RolloutLogArgs, ServerArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -36,6 +37,8 @@ from lightrlhf.generation.dialogues import (
     roll_out,
     sample_of,
 )
+from lightrlhf.generation.samplers import ServedSampler
+from lightrlhf.generation.served import kept_without_servers
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.maths.ops import whiten
 from lightrlhf.models.given import load_start
@@ -55,9 +58,11 @@ from lightrlhf.training.run import Metrics, OnStep, Run
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GAP = ("sampling/kl", "sampling/ratio_max")  # between servers and trainer, of the first replies of a step
+
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, RolloutLogArgs):
+class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutLogArgs):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     RENAMED: ClassVar[dict[str, str]] = {"noptepochs": "ppo_epochs", "kl_coef": "init_kl_coeff"}
@@ -82,8 +87,6 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, RolloutLogArgs):
         "base_url": ([], refuel.ITERATIVE),
         "max_workers": (16, refuel.ITERATIVE),
         "max_attempts": (8, refuel.ITERATIVE),
-        "request_timeout": (600.0, refuel.ITERATIVE),
-        "health_timeout": (600.0, refuel.ITERATIVE),
     }
 
     experiment_name: str = "rlhf-online-refuel"
@@ -105,6 +108,7 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, RolloutLogArgs):
         super().__post_init__()
         self.check_dialogues()
         self.check_rollout_log()
+        self.check_servers()
         for name in ("rollout_size", "ppo_epochs"):
             check_at_least(self, name, 1)
         for name in ("init_kl_coeff", "eval_interval"):
@@ -154,12 +158,18 @@ def train(
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
     run.print0("{:,} parameters, {:,} trainable; {:,} dialogues".format(*count_parameters(policy), len(rows)))
+    sample = ServedSampler(run, policy, tokenizer) if args.rollout_server else None
+
+    def save() -> None:
+        run.save(policy, tokenizer)
+
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(rows, step, args.rollout_size)
         run.name_batch([row.index for row in batch], "dialogues")
-        with run.phase("rollout"):
-            pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, run.shard(batch), tokenizer)
+        with run.phase("rollout"), kept_without_servers(run, save):
+            mine = run.shard(batch)
+            pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, mine, tokenizer, sample)
         with run.phase("update"):
             parts = min(parts, len(batch) // run.world_size)  # equally many on each rank
             for epoch in range(args.ppo_epochs):
@@ -173,12 +183,12 @@ def train(
             rate = {"train/lr": run.learning_rate("policy")}
             run.log({**rollout_metrics, **metrics, **rate, **run.speed(pairs.rows, started), **times})
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, scorer, user, held_out, tokenizer)
+            with run.phase("evaluation"), kept_without_servers(run, save):
+                results = evaluate(run, model, scorer, user, held_out, tokenizer, sample)
             run.log(results)
             log_samples(run, policy, pairs.rows[:2], tokenizer)
         if run.save_due(num_steps):
-            run.save(policy, tokenizer)
+            save()
     return run.finish(results)
 
 
@@ -215,6 +225,7 @@ def make_pairs(
     user: User,
     rows: Sequence[Dialogue],
     tokenizer: PreTrainedTokenizerBase,
+    sample: ServedSampler | None = None,
 ) -> tuple[Pairs, Metrics]:
     """A pair from each dialogue of this rank, and metrics over all ranks.
 
@@ -224,7 +235,9 @@ def make_pairs(
     args, device = run.args, run.device
     turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
     starts, ends = [row.before(h) for row, h in zip(rows, turns)], [row.num_turns for row in rows]
-    sides = [continue_dialogues(run, model, user, starts, ends, tokenizer, mix_seed(run.step, i)) for i in range(2)]
+    sides = [
+        continue_dialogues(run, model, user, starts, ends, tokenizer, mix_seed(run.step, i), sample) for i in range(2)
+    ]
     scores = score_dialogues(scorer, [dialogue for side in sides for dialogue in side])
     truncated = [dialogue.truncated[h] for side in sides for dialogue, h in zip(side, turns)]
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
@@ -245,7 +258,8 @@ def make_pairs(
     num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.sum_over_ranks(
         torch.cat([sums, counts])
     ).tolist()
-    return Pairs(pair_rows, rewards, old), {
+    gap = {} if sample is None else {name: sample.metrics[name] for name in GAP if name in sample.metrics}
+    return Pairs(pair_rows, rewards, old), gap | {
         "objective/score": score / num_valid if num_valid else math.nan,
         "objective/reward": reward / num_valid if num_valid else math.nan,
         "objective/kl": ratio / num_sides,
@@ -263,12 +277,13 @@ def continue_dialogues(
     ends: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     key: int,
+    sample: ServedSampler | None,
 ) -> list[Dialogue]:
     """Roll dialogues of this rank out to `ends` assistant turns each."""
     policy: Any = getattr(model, "module", model)
-    with unsharded(policy):
+    with unsharded(policy) if sample is None else nullcontext():
         seed, slots = mix_seed(run.args.seed, key), run.args.rollout_mini_batch_size
-        return roll_out(policy, tokenizer, starts, ends, user, run.args, seed, slots)
+        return roll_out(policy, tokenizer, starts, ends, user, run.args, seed, slots, sample)
 
 
 def log_sides(
@@ -306,6 +321,7 @@ def evaluate(
     user: User,
     rows: Sequence[Dialogue],
     tokenizer: PreTrainedTokenizerBase,
+    sample: ServedSampler | None,
 ) -> Metrics:
     """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation.
 
@@ -313,7 +329,7 @@ def evaluate(
     """
     shard = run.shard(rows)
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
-    dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1)
+    dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1, sample)
     scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]
     total, count = run.total(sum(scores)), run.total(len(scores))
     return {"val/score": total / count if count else math.nan}

@@ -21,6 +21,7 @@ from lightrlhf.cli.args import RunArgs, SamplingArgs
 from lightrlhf.data.batch import epoch_order, mix_seed
 from lightrlhf.data.splits import Row, split_by_hash
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row, from_row, roll_out
+from lightrlhf.generation.samplers import Sampler
 from lightrlhf.generation.users import UserArgs
 from lightrlhf.models.roles import Policy
 from lightrlhf.training.rollout_log import rollout_row
@@ -75,13 +76,21 @@ def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -
 
 
 def branch(
-    args: PairArgs, policy: Policy, tokenizer: PreTrainedTokenizerBase, user: User, rows: Sequence[Dialogue]
+    args: PairArgs,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    user: User,
+    sample: Sampler | None,
+    rows: Sequence[Dialogue],
 ) -> list[Row]:
-    """Two dialogues from each row that differ from a sampled turn h on and end at a sampled horizon l, as JSON rows."""
+    """Two dialogues from each row that differ from a sampled turn h on and end at a sampled horizon l, as JSON rows.
+
+    sample: see `roll_out`.
+    """
 
     def continued(dialogues: list[Dialogue], num_turns: int | list[int], side: int) -> list[Dialogue]:
         seed, slots = mix_seed(args.seed, side), args.rollout_mini_batch_size
-        return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots)
+        return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots, sample)
 
     if args.prefix == "policy":
         prefixes = continued([row.before(0) for row in rows], args.num_turns, 0)

@@ -23,9 +23,8 @@ from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.chat import render
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.data.tokens import decode, encode_text, turn_end
-from lightrlhf.generation.engine import generate
+from lightrlhf.generation.samplers import Sampler, local_sampler
 from lightrlhf.models.roles import Policy
-from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 
 if TYPE_CHECKING:
@@ -186,14 +185,17 @@ def roll_out(
     args: SamplingArgs,
     seed: int,
     num_slots: int,
+    sample: Sampler | None = None,
 ) -> list[Dialogue]:
     """Continue dialogues that await a reply until each has `num_turns` assistant turns, one number or one for each.
 
+    sample: who replies for the policy; the engine of this process, with `num_slots`, when not given.
     A dialogue ends early when its user returns None, or when the model has no positions left (`full`). Order is kept.
     """
     rolled = list(dialogues)
     goals = [num_turns] * len(rolled) if isinstance(num_turns, int) else list(num_turns)
-    longest_prompt, ends = max_positions(policy) - args.max_new_tokens, end_ids(tokenizer, policy.model)
+    longest_prompt = max_positions(policy) - args.max_new_tokens
+    sample = sample or local_sampler(policy, tokenizer, args, num_slots)
     message_ids: dict[str, list[int]] = {}  # by text of a user message
 
     def unfinished() -> list[int]:
@@ -204,11 +206,12 @@ def roll_out(
             if len(rolled[i].input_ids) > longest_prompt:
                 rolled[i] = replace(rolled[i], full=True)
         active = [i for i in unfinished() if rolled[i].awaits_reply]
-        if not active:
-            return rolled
         prompts = [rolled[i].input_ids for i in active]
-        noise = torch.stack([noise_of(seed, rolled[i], args.max_new_tokens) for i in active])  # (A, max_new_tokens)
-        replies = generate(policy, prompts, args, ends, noise, num_slots, tokenizer)
+        rows = [noise_of(seed, rolled[i], args.max_new_tokens) for i in active]
+        noise = torch.stack(rows) if rows else torch.zeros(0, args.max_new_tokens)  # (A, max_new_tokens)
+        replies = sample(prompts, noise)
+        if replies is None:
+            return rolled
         for i, ids, truncated in zip(active, replies.responses, replies.truncated):
             rolled[i] = rolled[i].with_reply(ids, decode(tokenizer, ids).strip(), truncated)
         continuing = [i for i in active if rolled[i].num_turns < goals[i]]
