@@ -33,6 +33,7 @@ from lightrlhf.cli.args import (
     RARE,
     EvalArgs,
     RolloutLogArgs,
+    RolloutServerArgs,
     StartArgs,
     TrainArgs,
     check_args,
@@ -47,8 +48,11 @@ from lightrlhf.envs import TextEnv, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
 from lightrlhf.envs.curriculum import Stage, curriculum, split_stages, starts_of
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
+from lightrlhf.generation.rollout import gap_metrics, refuse_gap
+from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
 from lightrlhf.maths.groups import group_advantages, group_moments, standardised
 from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, policy_loss, whiten
+from lightrlhf.maths.sampling_gap import importance_weights
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
@@ -67,7 +71,7 @@ MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutLogArgs):
+class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArgs, RolloutLogArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
     RENAMED: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
@@ -80,6 +84,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutLogArgs):
         "do_sample": (True, "episodes are always sampled; lower --temperature instead"),
         "repetition_penalty": (1.0, "an action may be repeated without penalty"),
     }
+    max_staleness: ClassVar[int] = 0  # type: ignore[misc]  # each decision waits for the one before
     experiment_name: str = "reflect-rl"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     env: str = "dangerous_taxi"
@@ -157,6 +162,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutLogArgs):
         self.check_acting()
         self.check_eval()
         self.check_rollout_log()
+        self.check_rollout_servers()
         read_options(self.env_options)
         check_positive(self, "learning_rate", "critic_learning_rate", "clip_coeff")
         for name in ("rollout_size", "num_envs", "rollout_mini_batch_size", "num_generations", "ppo_epochs"):
@@ -206,6 +212,10 @@ class DecisionBatch(PlayedBatch):
     advantages: Tensor  # (B,)
     returns: Tensor  # (B,) targets of the critic
 
+    def weighted(self, values: Tensor) -> Tensor:
+        """Values (B, T-1) or (B, 1) of the loss, times the weights of decisions that servers sampled."""
+        return values if self.correction is None else values * self.correction
+
 
 Loss = Callable[[TokenStats, DecisionBatch], tuple[Tensor, dict[str, Tensor]]]
 """The sum over decisions of a loss, and 1-D values by metric, of which the means over all ranks are logged."""
@@ -247,6 +257,10 @@ def train(
     replay = Replay(args.replay_buffer_size)
     if run.resumed:
         replay.load(run.resumed["extra"])
+    agent.served = serve(run, agent.policy, agent.tokenizer)
+
+    def save() -> None:
+        run.save(agent.policy, agent.tokenizer, extra=replay.state())
 
     results: Metrics = {}
     for step in run.steps(num_steps):
@@ -254,12 +268,15 @@ def train(
         stage = stages[stage_index]
         starts = starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
         run.name_batch(starts, "starts")
-        with run.phase("rollout"), run.autocast():
+        with run.phase("rollout"), kept_without_servers(run, save), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
+            agent.wait_for_others()
         with run.phase("update"):
             played = agent.batch(episodes).to(run.device)
-            if step == 0:
+            if agent.served is not None:
+                played = corrected(run, actor, played, agent, agent.served)
+            elif step == 0:
                 check_start(run, actor, played, agent)
             log_ratio = reference_ratio(run, played, reference, agent)  # (B, T-1)
             rewards = penalized_rewards(args, played, log_ratio)  # (B,)
@@ -267,7 +284,7 @@ def train(
             batch = estimate_advantages(args, played, rewards, values, run.sum_over_ranks)
             log_episodes(run, episodes, batch, log_ratio, agent.tokenizer)
             metrics = update(run, actor, value_model, batch, agent, step)
-            metrics |= replay_step(run, actor, replay, episodes, agent, stage)
+            metrics |= replay_step(run, actor, replay, episodes, agent, stage) | gap_metrics(run, batch)
         run.step += 1
         if run.due(args.log_interval, num_steps):
             metrics |= episode_metrics(run, episodes, made[0].levels)
@@ -276,11 +293,11 @@ def train(
             speed = {"time/steps_per_second": run.total(len(batch)) / sum(times.values())}
             run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
         if run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
+            with run.phase("evaluation"), kept_without_servers(run, save):
                 results = evaluate(run, made, agent, stages)
             run.log(results)
         if run.save_due(num_steps):
-            run.save(agent.policy, agent.tokenizer, extra=replay.state())
+            save()
     return run.finish(results)
 
 
@@ -334,6 +351,24 @@ def check_start(run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, a
     gap = float((score(run, actor, batch, agent) - batch.logprobs).abs().max())
     if not gap < (1e-2 if run.args.precision == "32-true" else 0.5):
         raise RunFailure(f"log-probabilities differ by {gap} between sampling and scoring of the same weights")
+
+
+def corrected(
+    run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, agent: ModelAgent, served: ServedPolicy
+) -> PlayedBatch:
+    """Decisions that servers sampled, with the trainer's log-probabilities and the weights for the gap between both.
+
+    Raises: RunFailure when the gap is too large.
+    """
+    args = run.args
+    scored = score(run, actor, batch, agent)  # (B, T-1)
+    gap = torch.where(batch.action_mask, scored - batch.logprobs, 0.0)
+    batch = dataclasses.replace(batch, sampling_gap=gap)
+    if args.sampling_correction != "none":
+        weights = importance_weights(gap, batch.action_mask, args.sampling_correction, args.sampling_bound)
+        batch = dataclasses.replace(batch, logprobs=scored, correction=weights)
+    refuse_gap(run, batch, served)
+    return batch
 
 
 def reference_ratio(
@@ -438,17 +473,18 @@ def policy_gradient_loss(
     gain = batch.advantages[:, None] * stats.logprobs  # (B, T-1)
     if stats.entropy is not None:
         gain = gain + entropy_coeff * stats.entropy
-    return -gain[batch.action_mask].sum(), {}
+    return -batch.weighted(gain)[batch.action_mask].sum(), {}
 
 
 def ppo_loss(
     stats: TokenStats, batch: DecisionBatch, clip_coeff: float, entropy_coeff: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Minus the sum over the decisions' tokens of the clipped surrogate and of the entropy bonus."""
-    terms = (stats.logprobs, batch.logprobs, batch.advantages[:, None], batch.action_mask)
+    terms = (stats.logprobs, batch.logprobs, batch.weighted(batch.advantages[:, None]), batch.action_mask)
+    entropy = stats.entropy if stats.entropy is None else batch.weighted(stats.entropy)  # (B, T-1)
     log_ratio = (stats.logprobs - batch.logprobs).detach()[batch.action_mask]  # (N,)
     ratio = log_ratio.exp()
-    return policy_loss(*terms, clip_coeff, stats.entropy, entropy_coeff), {
+    return policy_loss(*terms, clip_coeff, entropy, entropy_coeff), {
         "policy/clipfrac": ((ratio - 1).abs() > clip_coeff).float(),
         "policy/approxkl": ratio - 1 - log_ratio,
         "policy/ratio": ratio,
@@ -602,6 +638,7 @@ def evaluate(run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent
     starts = [start for level in levels for start in envs[0].starts("validation", level)[:share]]
     with run.autocast():
         episodes = play(envs, run.shard(starts), agent, f"{args.seed}/validation/{run.rank}")
+        agent.wait_for_others()
     overall, by_level = rates_by_level(episodes, envs[0].levels, run.sum_over_ranks, run.device)
     if run.is_first:
         folder = run.directory / "trajectories"

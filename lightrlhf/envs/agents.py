@@ -25,9 +25,10 @@ from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.envs import TextEnv, prompts
 from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowed_labels, decision_batch
-from lightrlhf.generation.engine import generate, no_gradients
+from lightrlhf.generation.engine import Completions, generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
 from lightrlhf.generation.sampling import check_sampled, sample
+from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, inference, policy_inputs
@@ -128,7 +129,8 @@ class Reflector:
 class ModelAgent:
     """A policy, with or without a reflector.
 
-    num_choices: number of labels; batch_size: prompts per forward pass.
+    num_choices: number of labels; batch_size: prompts per forward pass. Where its policy is `served`, servers decide in
+    place of this process; then all ranks call it equally often (see `wait_for_others`).
     Raises: UsageError when the tokenizer has no single token for a label.
     """
 
@@ -143,6 +145,7 @@ class ModelAgent:
     ) -> None:
         self.policy, self.tokenizer, self.args = policy, tokenizer, args
         self.batch_size, self.reflector = batch_size, reflector
+        self.served: ServedPolicy | None = None
         self.labels: list[str] = prompts.choices(num_choices) if args.max_new_tokens == 1 else []
         self.label_ids = torch.tensor(prompts.label_ids(tokenizer, self.labels), dtype=torch.int64)  # (L,)
         self.encode = lru_cache(MAX_CACHED)(lambda text: encode_prompt(tokenizer, text))
@@ -157,8 +160,16 @@ class ModelAgent:
             allowed = [self.labels.index(label) for label in labels or []]
             decisions.append(Decision("", seat.text, reflection, self.encode(prompt), allowed=allowed))
         self._check_room(decisions)
-        (self._choose if self.labels else self._write)(seats, decisions)
+        if self.served is not None:
+            self._ask(self.served, seats, decisions)
+        else:
+            (self._choose if self.labels else self._write)(seats, decisions)
         return decisions
+
+    def wait_for_others(self) -> None:
+        """Take part in what other ranks ask servers, until all have played their episodes."""
+        while self.served is not None and self.served.run.total(0):
+            self._ask_for(self.served, [], [])
 
     def batch(self, episodes: Sequence[Episode]) -> PlayedBatch:
         """The decisions of episodes that this agent played."""
@@ -222,8 +233,12 @@ class ModelAgent:
                     one, seats[number].policy_prefix = decisions[number], prefixes[i]
                     chosen = int(self.label_ids[token]) if self.args.shrink_head else token
                     one.response_ids, one.logprobs = [chosen], [logprob]
-                    commands = dict(zip(self.label_ids[one.allowed].tolist(), seats[number].info["admissible"]))
-                    one.action = commands.get(chosen, "")
+                    one.action = self._command(seats[number], one)
+
+    def _command(self, seat: Seat, decision: Decision) -> str:
+        """The command of the chosen label; nothing for another token."""
+        commands = dict(zip(self.label_ids[decision.allowed].tolist(), seat.info["admissible"]))
+        return commands.get(decision.response_ids[0], "")
 
     def _logits(
         self, decisions: Sequence[Decision], prefixes: Sequence[CachedPrefix | None]
@@ -253,6 +268,22 @@ class ModelAgent:
         for one, response, logprobs in zip(decisions, completions.responses, completions.logprobs):
             one.response_ids, one.logprobs = response, logprobs
             one.action = decode(self.tokenizer, response).strip()
+
+    def _ask(self, served: ServedPolicy, seats: Sequence[Seat], decisions: list[Decision]) -> None:
+        """Labels or written commands, from servers."""
+        served.run.total(len(seats))  # other ranks, which may have none left, take part
+        sampled = self._ask_for(served, seats, decisions)
+        for seat, one, response, logprobs in zip(seats, decisions, sampled.responses, sampled.logprobs):
+            one.response_ids, one.logprobs = response, logprobs
+            one.action = self._command(seat, one) if self.labels else decode(self.tokenizer, response).strip()
+
+    def _ask_for(self, served: ServedPolicy, seats: Sequence[Seat], decisions: Sequence[Decision]) -> Completions:
+        width = self.args.max_new_tokens
+        uniforms = torch.tensor([[seat.rng.random() for _ in range(width)] for seat in seats]).reshape(-1, width)
+        allowed = None
+        if self.labels and self.args.shrink_head:
+            allowed = [sorted(self.label_ids[one.allowed].tolist()) for one in decisions]
+        return served.sample([one.prompt_ids for one in decisions], uniforms, allowed=allowed)[0]
 
 
 def num_choices(env: TextEnv, args: ActingArgs) -> int:

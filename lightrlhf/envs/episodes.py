@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data.batch import Batch, response_batch
+from lightrlhf.data.batch import SampledBatch, response_batch
 from lightrlhf.envs import Info, Start, TextEnv
 from lightrlhf.generation.prefix_cache import CachedPrefix
 from lightrlhf.maths.ops import SumOverRanks
@@ -163,10 +163,9 @@ def rates_by_level(
 
 # ------------------------------------------------------------------------------------------------------------ batches
 @dataclass(kw_only=True)
-class PlayedBatch(Batch):
+class PlayedBatch(SampledBatch):
     """Decisions, one a row: `[prompt][action]`; the action tokens are those that the policy sampled."""
 
-    logprobs: Tensor  # (B, T-1) under the policy that sampled, 0 off actions
     allowed: Tensor  # (B, 1, L) bool, labels of the admissible commands; L is 0 for actions written out
     episode: Tensor  # (B,) int64, index of the episode; its decisions are adjacent and in order
     rewards: Tensor  # (B,) of this decision, from the environment
