@@ -92,9 +92,8 @@ class HttpThread:
                         raise Busy(f"a reply of more than {longest:,} bytes")
         except TimeoutError:
             raise Late(f"no whole reply within {deadline:g} s") from None
-        except UnicodeError as problem:  # a redirection to an address that is none
-            raise Busy(f"a reply that cannot be read ({message_of(problem)})") from None
-        headers = [(k, v) for k, v in response.headers.multi_items() if k.lower() != "content-encoding"]
+        raw = response.headers.raw  # bytes, in any encoding
+        headers = [(name, value) for name, value in raw if name.lower() != b"content-encoding"]
         return httpx2.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
 

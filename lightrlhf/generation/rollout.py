@@ -170,9 +170,7 @@ def gap_metrics(run: Run[Any], rollout: SampledBatch) -> Metrics:
 def check_start(rollout: Rollout, reference: str = "the reference's") -> None:
     """Raises: RunFailure when policy and reference, which start from the same weights, differ in the first rollout."""
     logprobs = rollout.logprobs
-    if (
-        rollout.sampling_gap is not None and rollout.correction is None
-    ):  # a server's; their gap has its own check
+    if rollout.sampling_gap is not None and rollout.correction is None:  # a server's; their gap has its own check
         logprobs = logprobs + rollout.sampling_gap
     gap = float((logprobs - rollout.ref_logprobs).abs().max())
     if not gap < 1e-2:

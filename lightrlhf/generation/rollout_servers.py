@@ -645,8 +645,6 @@ class RolloutServers:
         uniforms: Tensor,
         allowed: Sequence[list[int]] | None,
     ) -> Completions:
-        if not prompts:
-            return Completions([], [], [], 0.0)
         chunks = chunks_of(prompts, uniforms, len(self.servers))
         if allowed is not None:
             chunks = [chunk._replace(allowed=[allowed[row] for row in chunk.rows]) for chunk in chunks]

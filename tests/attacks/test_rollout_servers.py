@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from generation.test_rollout_servers import PROMPTS, SAMPLES, Client, right
+from helpers.rollout_clients import PROMPTS, SAMPLES, Client, right
 from helpers.servers import FakeSGLang, FakeVLLM
 from helpers.wrong_replies import of_bytes, of_sglang, of_vllm
 

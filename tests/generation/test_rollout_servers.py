@@ -7,18 +7,14 @@ import time
 
 import pytest
 import torch
-from helpers.servers import FakeSGLang, FakeVLLM, reply, right_ids
+from helpers.rollout_clients import END, PROMPTS, SAMPLES, Client, args_of, right, target
+from helpers.servers import FakeSGLang, FakeVLLM, reply
 from helpers.wrong_replies import json_reply, of_bytes, of_sglang, of_vllm
 
-from lightrlhf.cli.args import RolloutServerArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import rollout_servers
-from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, ServersGone, Target, chunks_of
+from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, ServersGone, chunks_of
 
-PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]
-TOKENS = 3
-END = 1
-SAMPLES = {FakeVLLM: "/v1/completions", FakeSGLang: "/generate"}
 SICK = {  # one of each class; all of them are among the nightly attacks
     FakeVLLM: ["token_ids [True]", "token_ids of another vocabulary", "index 0", "prompts in another order"],
     FakeSGLang: ["ids [10000000000000000000000000000", "weight_version 'other'", "one row too few"],
@@ -38,42 +34,6 @@ BYTES = [
 def no_waiting(monkeypatch):
     monkeypatch.setattr(rollout_servers, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(rollout_servers, "PROBE_SECONDS", 0.02)
-
-
-def target(tmp_path, version: str = "token-1", is_adapter: bool = False) -> Target:
-    return Target(tmp_path / version, version, is_adapter)
-
-
-def args_of(*servers: FakeVLLM, **options) -> RolloutServerArgs:
-    given = {"request_timeout": 5.0, "health_timeout": 3.0, "max_new_tokens": TOKENS} | options
-    return RolloutServerArgs(rollout_server=[server.url for server in servers], **given)
-
-
-class Client:
-    """Context manager: a client whose servers have weights of `token-1`."""
-
-    def __init__(self, tmp_path, *servers: FakeVLLM, **options) -> None:
-        self.args = args_of(*servers, **options)
-        self.folder = tmp_path
-
-    def __enter__(self) -> Client:
-        self.servers = RolloutServers(self.args, vocabulary=64)
-        self.servers.load(target(self.folder))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.servers.close()
-
-    def sample(self, prompts=PROMPTS) -> list[list[int]]:
-        found = self.servers.sample(prompts, self.args, [END], torch.rand(len(prompts), TOKENS))
-        assert found.logprobs == [[-token / 8 for token in ids] for ids in found.responses]
-        return found.responses
-
-
-def right(kind: type, prompts=PROMPTS) -> list[list[int]]:
-    """The responses of servers in order: vLLM numbers those of equal prompts, SGLang answers each prompt alone."""
-    numbers = [prompts[:row].count(prompt) if kind is FakeVLLM else 0 for row, prompt in enumerate(prompts)]
-    return [right_ids(prompt, number, TOKENS) for prompt, number in zip(prompts, numbers)]
 
 
 @pytest.fixture(params=[FakeVLLM, FakeSGLang])
@@ -166,9 +126,8 @@ def test_servers_share_by_what_they_finish(tmp_path):
 
 
 def test_a_retry_after_is_obeyed_within_limits(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_servers, "LONGEST_PAUSE", 0.3)
-    monkeypatch.setattr(rollout_servers, "RETRY_SECONDS", 100.0)
-    for value in ("0.2", "99999"):
+    for value, longest in (("0.2", 60.0), ("99999", 0.3)):
+        monkeypatch.setattr(rollout_servers, "LONGEST_PAUSE", longest)
         step = reply(b"{}", {"Retry-After": value}, 429)
         with FakeVLLM({SAMPLES[FakeVLLM]: [step]}) as server, Client(tmp_path, server) as client:
             began = time.monotonic()
@@ -198,7 +157,8 @@ def test_other_weights_before_or_after_a_request_are_not_used(tmp_path, capsys):
         server.version = "other"
         return answer
 
-    for script in ({"/weight_info": [None, turn]}, {SAMPLES[FakeVLLM]: [turn]}):
+    other = json_reply({"weight_version": "other"})
+    for script in ({"/weight_info": [None, other]}, {SAMPLES[FakeVLLM]: [turn]}):
         with FakeVLLM(script) as server, Client(tmp_path, server) as client:
             assert client.sample() == right(FakeVLLM)
             assert server.version == "token-1" and len(server.bodies["/collective_rpc"]) == 2

@@ -60,7 +60,8 @@ def of_vllm() -> dict[str, Callable]:
     """By name a step that answers a request of 3 tokens for at least two rows, wrongly."""
     found: dict[str, Change] = {}
     for value in NOT_IDS:
-        found[f"token_ids {short(value)}"] = of_choice(token_ids=value)
+        ids = (value * 3)[:3] if isinstance(value, list) else value  # as many as log-probabilities
+        found[f"token_ids {short(value)}"] = of_choice(token_ids=ids)
     found["token_ids of another vocabulary"] = of_choice(token_ids=[3, 4, 5000])
     found["token_ids too many"] = of_choice(token_ids=[3] * 4, logprobs={"token_logprobs": [-1.0] * 4})
     found["token_ids too few"] = of_choice(token_ids=[3] * 2, logprobs={"token_logprobs": [-1.0] * 2})

@@ -1,0 +1,55 @@
+"""The client of rollout servers against fake ones, and the responses that these give when they are in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from helpers.servers import FakeSGLang, FakeVLLM, right_ids
+from lightrlhf.cli.args import RolloutServerArgs
+from lightrlhf.generation.rollout_servers import RolloutServers, Target
+
+PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]
+TOKENS = 3
+END = 1
+SAMPLES = {FakeVLLM: "/v1/completions", FakeSGLang: "/generate"}
+
+
+def target(folder: Path, version: str = "token-1", is_adapter: bool = False) -> Target:
+    """Weights of a version."""
+    return Target(folder / version, version, is_adapter)
+
+
+def args_of(*servers: FakeVLLM, **options) -> RolloutServerArgs:
+    """Flags of a run on servers."""
+    given = {"request_timeout": 5.0, "health_timeout": 3.0, "max_new_tokens": TOKENS} | options
+    return RolloutServerArgs(rollout_server=[server.url for server in servers], **given)
+
+
+class Client:
+    """Context manager: a client whose servers have weights of `token-1`."""
+
+    def __init__(self, folder: Path, *servers: FakeVLLM, **options) -> None:
+        self.args = args_of(*servers, **options)
+        self.folder = folder
+
+    def __enter__(self) -> Client:
+        self.servers = RolloutServers(self.args, vocabulary=64)
+        self.servers.load(target(self.folder))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.servers.close()
+
+    def sample(self, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+        """The responses; their log-probabilities must be the fake ones."""
+        found = self.servers.sample(prompts, self.args, [END], torch.rand(len(prompts), TOKENS))
+        assert found.logprobs == [[-token / 8 for token in ids] for ids in found.responses]
+        return found.responses
+
+
+def right(kind: type, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """The responses of servers in order: vLLM numbers those of equal prompts, SGLang answers each prompt alone."""
+    numbers = [prompts[:row].count(prompt) if kind is FakeVLLM else 0 for row, prompt in enumerate(prompts)]
+    return [right_ids(prompt, number, TOKENS) for prompt, number in zip(prompts, numbers)]
