@@ -138,7 +138,7 @@ def test_a_disk_that_fails_while_weights_are_written_is_one_line(number, policy,
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr("safetensors.torch.save_file", fails)
+        patched.setattr("transformers.modeling_utils.safe_save_file", fails)
         with pytest.raises(RunFailure, match=f"--exchange_dir {tmp_path} cannot be written") as problem:
             made.write(policy, 2, tmp_path / "base")
     assert os.strerror(number) in str(problem.value) and "\n" not in str(problem.value)

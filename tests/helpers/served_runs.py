@@ -72,12 +72,12 @@ class ForkedServer:
             os._exit(1)
 
         def noted(engine: Engine, request: Any, cancelled: threading.Event) -> Any:
-            choices, version = complete(engine, request, cancelled)
-            rows = zip(request.rows, choices)
-            notes = [{"version": version, "prompt": prompt, "ids": choice.ids} for prompt, choice in rows]
+            answer = complete(engine, request, cancelled)
+            rows = zip(request.rows, answer.choices)
+            notes = [{"version": answer.version, "prompt": prompt, "ids": choice.ids} for prompt, choice in rows]
             with self.notes.open("a") as file:
                 file.write("".join(json.dumps(note) + "\n" for note in notes))
-            return choices, version
+            return answer
 
         threading.Thread(target=ends_with_its_starter, daemon=True).start()
         Engine.complete = noted

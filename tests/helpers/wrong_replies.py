@@ -12,7 +12,7 @@ from typing import Any
 from helpers.servers import reply
 
 DEEP = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-NOT_IDS = (None, 7, "a", [], {}, [None], ["3"], [3.0], [True], [[3]], [-1], [2**31], [10**30], [3, None, 4])
+NOT_IDS = (None, 7, "a", [], {}, [None], ["3"], [3.0], [False], [[3]], [-1], [2**31], [10**30], [3, None, 4])
 NOT_LOGPROBS = (None, 7, "a", [], {}, [None] * 3, ["-1"] * 3, [True] * 3, [[-1.0]] * 3, [0.5] * 3, [-1.0] * 2)
 NOT_LOGPROBS += ([-1.0] * 4, [float("nan")] * 3, [float("inf")] * 3, [float("-inf")] * 3, [-(10**400)] * 3)
 ENDS = (None, "abort", "error", "content_filter", "tool_calls", "", 0, True, [], {}, "LENGTH", "stop")

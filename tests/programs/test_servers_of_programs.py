@@ -180,7 +180,7 @@ def test_iterations_are_those_of_the_local_engine(program, runs, url, tmp_path, 
     written = []
     write = samplers.ServedPolicy._load
     monkeypatch.setattr(
-        samplers.ServedPolicy, "_load", lambda self, full: write(self, full) or written.append(self.target)
+        samplers.ServedPolicy, "_load", lambda self, full: write(self, full) or written.append(self.servers.target)
     )
     local = run(runs, program, tmp_path / "local")
     assert not written
