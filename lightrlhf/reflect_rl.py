@@ -85,6 +85,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
         "repetition_penalty": (1.0, "an action may be repeated without penalty"),
     }
     max_staleness: ClassVar[int] = 0  # type: ignore[misc]  # each decision waits for the one before
+    server_sleep: ClassVar[bool] = False  # type: ignore[misc]  # each decision would wake the server
     experiment_name: str = "reflect-rl"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     env: str = "dangerous_taxi"

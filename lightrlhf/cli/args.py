@@ -468,6 +468,9 @@ class ServerArgs(TimeoutArgs):
         self.check_timeouts()
         if self.max_sampling_kl is not None:
             check_positive(self, "max_sampling_kl")
+        for name in ("exchange_dir", "max_sampling_kl"):
+            if not self.rollout_server and getattr(self, name) is not None:
+                raise ValueError(f"--{name} {getattr(self, name)} requires --rollout_server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,11 +496,18 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
         if not self.sampling_bound > 1:
             raise ValueError(f"--sampling_bound {self.sampling_bound} must be above 1; 2 is usual")
         if not self.rollout_server:
-            for one in (*fields(ServerArgs), *fields(RolloutServerArgs)):
-                is_of_servers = one.name not in {other.name for other in fields(SamplingArgs)}
-                if is_of_servers and one.name != "rollout_server" and getattr(self, one.name) != one.default:
+            kept = {"rollout_server", *(other.name for other in fields(SamplingArgs))}
+            for one in fields(RolloutServerArgs):
+                if one.name not in kept and getattr(self, one.name) != one.default:
                     raise ValueError(f"--{one.name} {getattr(self, one.name)} requires --rollout_server")
             return
+        others = getattr(self, "devices", 1) * getattr(self, "num_nodes", 1) > 1
+        patience = getattr(self, "ddp_timeout", math.inf)
+        if others and patience < self.request_timeout + self.health_timeout:
+            raise ValueError(
+                f"--ddp_timeout {patience} with --request_timeout {self.request_timeout:g} and --health_timeout "
+                f"{self.health_timeout:g}: other ranks would give up before the servers are; raise the first"
+            )
         if self.server_sleep and self.max_staleness:
             raise ValueError(
                 "--server_sleep True: at --max_staleness 1 servers sample all the time; leave one of them out"

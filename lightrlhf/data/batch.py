@@ -99,7 +99,7 @@ class SampledBatch(Batch):
     logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, 0 off actions
     sampling_gap: Tensor | None = None  # (B, T-1) log of the trainer's probability over that of a server, 0 off actions
     correction: Tensor | None = None  # (B, T-1) weight of each token in the loss for that gap; None is 1
-    staleness: int = 0  # steps that the policy took between the weights that sampled and those of `logprobs`
+    staleness: int = 0  # steps that the policy took between the weights that sampled and those of this process
 
 
 @dataclass(kw_only=True)

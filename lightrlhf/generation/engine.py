@@ -6,8 +6,8 @@ Prompts are prefilled in batches, each distinct one once for all its samples and
 their keys and values wait until slots become idle. When no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
 
-Left out: beam search, speculative decoding, paged caches, servers, architectures without a KV cache, and on CUDA
-captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
+Left out: beam search, speculative decoding, paged caches, servers (see `rollout_servers`), architectures without a KV
+cache, and on CUDA captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
 """
 
 from __future__ import annotations

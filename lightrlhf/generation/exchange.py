@@ -59,14 +59,16 @@ class Exchange:
         version = f"{self.token}-{step}"
         place, partial = self.folder / f"version-{step}", self.folder / "partial"
         self._check_space(policy)
+        mine = sorted(self.folder.glob("version-*"), key=lambda path: path.stat().st_mtime_ns)
+        for old in mine[: 1 - KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
         with writing(f"--exchange_dir {self.root}"):  # neither hashed nor synchronised: no one reads it after a crash
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             export_for_servers(policy, partial, base_dir, as_adapter)
+            for path in (partial, *partial.rglob("*")):  # a server may run as another user
+                path.chmod(0o755 if path.is_dir() else 0o644)
             partial.rename(place)
-        mine = sorted(self.folder.glob("version-*"), key=lambda path: path.stat().st_mtime_ns)
-        for old in mine[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
         return Target(place, version, as_adapter)
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ def refuse_gap(run: Run[Any], rollout: SampledBatch, served: ServedPolicy) -> No
     """Raises: ServersGone, with what was found out, when servers sampled from other probabilities than the policy's."""
     args = run.args
     metrics = gap_metrics(run, rollout)
-    limit = args.max_sampling_kl or (1e-6 if args.precision == "32-true" else 1e-2)
+    limit = args.max_sampling_kl or (1e-6 if run.precision == "32-true" else 1e-2)
     if not metrics["sampling/kl"] <= limit:
         where = f" at step {run.step + 1}" if isinstance(run, Run) else ""
         raise ServersGone(

@@ -1,6 +1,6 @@
 """Client of servers that sample for training: token ids in; token ids, log-probabilities and the weights' version out.
 
-Four verbs: sample, load weights of a version, pause and resume (around a load), and which version. Two dialects: the
+Four verbs: sample, load the weights of a version (while paused), tell the version, sleep. Two dialects: the
 routes of vLLM, which `lightrlhf.serve` speaks too, and those of SGLang; which one a server speaks is found by asking.
 No tokenizer stands between: what a model read and sampled comes back as ids.
 
@@ -19,12 +19,14 @@ import base64
 import itertools
 import json
 import math
+import re
 import secrets
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +59,8 @@ MAX_RETURNS = 5  # of a chunk, by each server
 CHUNKS_PER_SERVER = 4  # of the prompts of one call, where several servers share them
 BYTES_PER_TOKEN = 512  # at most, of a reply; vLLM writes about 60
 MOST_ROWS = 1024  # of a request; vLLM takes no more prompts by default
+MOST_NOISE = 2**23  # uniform numbers of a request: our own server takes bodies of up to 64 MiB
+VERSION, PREFIX = re.compile(r"[0-9a-f]{8}-\d+"), "lightrlhf-"  # names of versions, and of exchange folders
 RESETS = 60  # attempts to reset a prefix cache
 
 
@@ -270,8 +274,13 @@ class VLLM:
 
     async def load(self, ask: Ask, server: Server, target: Target) -> None:
         """Load weights while sampling is paused, and set their version."""
+        with suppress(Refused):  # of a server without this route
+            answer = await ask("/is_sleeping")
+            if isinstance(answer, dict) and answer.get("is_sleeping") is True:  # left so by a run that was killed
+                await self.sleep(ask, server, False)
         try:
             await ask("/pause?mode=wait", {}, ask.deadline)
+            await self._drop_left(ask)
             await ask("/update_weight_version", {"new_version": NO_VERSION})
             if target.is_adapter:
                 await self._load_adapter(ask, server, target)
@@ -285,6 +294,13 @@ class VLLM:
         answer = await ask("/is_paused")
         if isinstance(answer, dict) and answer.get("is_paused"):
             raise RunFailure(f"--rollout_server {ask.url} stays paused after /resume; restart it")
+
+    async def _drop_left(self, ask: Ask) -> None:
+        """Drop adapters of trainers that have ended: their folders went with them."""
+        for model in await models_of(ask):
+            name, root = str(model.get("id")), str(model.get("root"))
+            if model.get("parent") and VERSION.fullmatch(name) and PREFIX in root and not Path(root).exists():
+                await ask("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _load_adapter(self, ask: Ask, server: Server, target: Target) -> None:
         """Load an adapter under the name of its version, which was never used, and drop those of this run before it."""
@@ -768,7 +784,7 @@ async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:
 def chunks_of(prompts: list[list[int]], uniforms: Tensor, num_servers: int) -> list[Chunk]:
     """Cut prompts into requests: one for a single server, else some for each; a group of equal prompts stays whole."""
     most = len(prompts) if num_servers == 1 else math.ceil(len(prompts) / (CHUNKS_PER_SERVER * num_servers))
-    most = min(most, MOST_ROWS)
+    most = min(most, MOST_ROWS, max(1, MOST_NOISE // uniforms.shape[1]))
     ends: list[int] = []
     start = 0
     for _, rows in itertools.groupby(prompts):

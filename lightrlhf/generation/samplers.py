@@ -1,7 +1,7 @@
 """Samplers: who answers prompts, the engine of this process or rollout servers, for programs that learn from texts.
 
 Such a program needs the responses alone. What servers sampled with is still compared with the weights of this process,
-on the first responses of each version, and refused where it differs.
+on the first responses of each version, and refused where it differs; not of greedy or truncated sampling.
 
 Left out: importance weights, which need all log-probabilities (see `rollout`).
 """
@@ -92,6 +92,7 @@ class Alone:
     """What servers need of a run, in a program without one: a process that samples from weights that do not change."""
 
     world_size, rank, step, is_first = 1, 0, 0, True
+    precision = "32-true"  # as frozen models are loaded
 
     def __init__(self, args: Any) -> None:
         self.args, self.directory = args, Path()  # where nothing is written: merged weights have no base

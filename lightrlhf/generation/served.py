@@ -2,8 +2,8 @@
 
 Before a rollout the weights are written to the exchange folder and loaded by the servers, unless these have those of
 the step already. At `--max_staleness 1` the next rollout is asked for as soon as this one is there, so it is sampled,
-by weights one step older, while this one is learned from; all its groups have the same age. Only the first rank talks
-to servers: it samples for all ranks.
+by weights one step older, while this one is learned from; groups that replace others are fresh. Only the first rank
+talks to servers: it samples for all ranks.
 
 Left out: an age of more than one step, and rollouts that are cut and continued by newer weights.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -101,6 +101,9 @@ class ServedPolicy:
     def close(self) -> None:
         """End what is under way, and remove the exchange folder."""
         if self.run.is_first:
+            if self.is_asleep:
+                with suppress(UsageError):
+                    self.servers.sleep(False)
             self.servers.close()
             self.exchange.close()
 
@@ -119,7 +122,11 @@ class ServedPolicy:
         run = self.run
         if self.ahead is not None:  # no weights change under a rollout
             self.ahead.future.result()
-        self.servers.load(self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter))
+        try:
+            target = self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter)
+        except UsageError as problem:
+            raise ServersGone(str(problem)) from None
+        self.servers.load(target)
 
     def _wake(self) -> None:
         if self.is_asleep:
@@ -148,7 +155,7 @@ class ServedPolicy:
 
     def _diagnosis(self, rollout: SampledBatch, limit: float) -> str:
         """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
-        precision = "float32" if self.run.args.precision == "32-true" else "bfloat16"
+        precision = "float32" if self.run.precision == "32-true" else "bfloat16"
         for url, settings in self.servers.settings():
             dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
             if dtype != precision:
@@ -158,7 +165,7 @@ class ServedPolicy:
                 )
         is_restricted = getattr(self.run.args, "shrink_head", False)  # to labels, which servers score no text by
         if self.run.args.temperature != 1 or rollout.sampling_gap is None or is_restricted:
-            return "is another --temperature, model or --dtype there, or its cache of prefixes not reset?"
+            return "check that servers have the run's model and --dtype, and reset their prefix caches"
         first = rollout.select(slice(0, CHECKED_ROWS))
         texts = [ids[mask].tolist() for ids, mask in zip(first.input_ids, first.attention_mask)]
         gap = rollout.sampling_gap[: len(first), : first.action_mask.shape[1]]
@@ -193,13 +200,14 @@ class ServedPolicy:
         try:
             for url, settings in self.servers.settings():
                 mode = settings.get("logprobs_mode")
-                if args.temperature != 1 and mode not in (None, "processed_logprobs"):
+                is_other = args.temperature != 1 or getattr(args, "shrink_head", False)
+                if is_other and mode not in (None, "processed_logprobs"):
                     raise RunFailure(
-                        f"--rollout_server {url} reports log-probabilities without --temperature {args.temperature} "
-                        f"(logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
+                        f"--rollout_server {url} reports log-probabilities of another distribution than it samples "
+                        f"from (logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
                     )
             self.exchange = Exchange(args.exchange_dir)
-        except UsageError:
+        except BaseException:
             self.servers.close()
             raise
 
@@ -239,7 +247,7 @@ def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[No
         saved = [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)] if run.is_first else []
         if run.step not in run.broadcast(saved):
             save()
-        raise RunFailure(f"{problem}; start servers, then resume with --resume_from {run.directory}") from None
+        raise RunFailure(f"{problem}; mend that, then resume with --resume_from {run.directory}") from None
 
 
 def of_all_ranks(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:

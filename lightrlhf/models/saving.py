@@ -59,9 +59,7 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
         export(module, folder, base_dir)
         return
     model, file = merged_model(module), folder / "model.safetensors"
-    model.save_pretrained(folder)
-    if not file.is_file():  # several files, of a model so large that its head is its own
-        return
+    model.save_pretrained(folder, max_shard_size="10000GB")  # one file
     stored, own = load_file(file), model.state_dict()
     written = {own[name].data_ptr() for name in stored if name in own}
     tied = {n: t.detach().cpu().clone() for n, t in own.items() if n not in stored and t.data_ptr() in written}
@@ -140,14 +138,9 @@ def self_contained(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def standalone_copy(source: str) -> Iterator[str]:
-    """Context manager: a copy of a model with adapters merged and a head that is not tied to the embeddings.
-
-    A head of its own is what vLLM on a CPU needs: its reload leaves a tied one as it was.
-    """
+    """Context manager: a copy of an adapter checkpoint, merged into its base."""
     model, tokenizer = _merged_from(source), load_tokenizer(None, source)
-    head: Any = model.get_output_embeddings()
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    model.config.tie_word_embeddings, model.config.pad_token_id = False, tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
     with TemporaryDirectory(dir=Path(source).resolve().parent if Path(source).is_dir() else None) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightrlhf.cli.addresses import KEY
-from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.saving import standalone_copy
 
@@ -110,20 +110,7 @@ def needs_copy(launch: Launch) -> str | None:
     """Why the engine gets a copy of the model and not the model itself; None if it does not."""
     if (Path(launch.model) / ADAPTER_CONFIG).is_file():
         return "its adapter is merged into its base"
-    if launch.engine == "vllm" and is_tied(launch.model, launch.trust_remote_code):
-        return "its head is tied to the embeddings, and a reload would leave it as it is"
     return None
-
-
-def is_tied(model: str, trust_remote_code: bool) -> bool:
-    """Whether a model's head is tied to its embeddings. Raises: UsageError when its config cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        return bool(getattr(config, "tie_word_embeddings", False))
-    except Exception as problem:  # a damaged file, an architecture with code of its own
-        raise UsageError(f"{model}: config.json cannot be read: {first_line(problem)[:200]}") from None
 
 
 def start(launch: Launch, key: str) -> None:
@@ -137,7 +124,7 @@ def start(launch: Launch, key: str) -> None:
     if reason is None:
         print(launch.shown(), flush=True)
         try:
-            os.execve(launch.python, [*launch.command(), *secret], environment)
+            os.execvpe(launch.python, [*launch.command(), *secret], environment)
         except OSError as problem:
             raise RunFailure(f"{launch.python} cannot be run: {problem.strerror}") from None
     print(f"a copy of {launch.model} is served: {reason}", flush=True)

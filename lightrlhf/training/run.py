@@ -151,6 +151,10 @@ class Run(Generic[AnyArgs]):
         return self.fabric.device
 
     @property
+    def precision(self) -> str:
+        return self.args.precision
+
+    @property
     def rank(self) -> int:
         return self.fabric.global_rank
 

@@ -228,7 +228,7 @@ def test_an_adapter_has_a_new_name_and_the_one_before_is_dropped(kind, tmp_path)
 
 def test_an_adapter_from_another_folder_is_one_line(tmp_path):
     models = json_reply({"data": [{"id": "tiny"}, {"id": "token-2", "root": "/other", "parent": "tiny"}]})
-    with FakeVLLM({"/v1/models": [None, None, models]}) as server:
+    with FakeVLLM({"/v1/models": [None, None, None, models]}) as server:
         client = RolloutServers(args_of(server))
         with pytest.raises(RunFailure, match="serves adapter token-2 from /other"):
             client.load(target(tmp_path, "token-2", is_adapter=True))

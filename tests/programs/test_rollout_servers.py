@@ -15,6 +15,7 @@ from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
 from lightrlhf.generation import served
+from lightrlhf.generation.rollout_servers import RolloutServers
 from lightrlhf.storage.checkpoint import checkpoints
 
 SERVED = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
@@ -96,7 +97,8 @@ def test_one_step_stale_weights_sample_while_others_are_learned(program, runs, u
 
 def test_two_ranks_sample_as_one(runs, url, tmp_path):
     """The first rank asks for both; the rollout of a step is that of one rank with twice the size."""
-    same = ("--rollout_server", url, "--disable_dropout", "True", "--optimizer_eps", "1e-2")
+    same = ["--rollout_server", url, "--disable_dropout", "True", "--optimizer_eps", "1e-2"]
+    same += ["--termination_condition", "randomized"]  # of lengths that are drawn for the rows of all ranks
     one = run(runs, "ppo", tmp_path / "one", *same, "--rollout_size", 8, "--mini_batch_size", 8)
     more = ("--rollout_mini_batch_size", 32, "--eval_interval", 3, "--devices", 2)
     run_program("lightrlhf.ppo", *runs.flags("ppo", tmp_path / "two", *same, *more))
@@ -134,6 +136,7 @@ def test_the_exchange_folder_keeps_two_versions_and_goes_with_the_run(runs, url,
         (["--max_staleness", "1", "--server_sleep", "True"], "--server_sleep True"),
         (["--rollout_server", "nowhere"], "--rollout_server nowhere is not an address"),
         (["--rollout_server", "http://a:1", "http://a:1"], "is given twice"),
+        (["--devices", "2", "--ddp_timeout", "900"], "--ddp_timeout 900 with --request_timeout 600"),
         (["--max_sampling_kl", "0"], "--max_sampling_kl 0.0 must be"),
     ],
 )
@@ -143,6 +146,27 @@ def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path,
         run(runs, "grpo", tmp_path, *more, *given)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert stopped.value.code == 2 and message in error
+
+
+@pytest.mark.parametrize("flag", [["--exchange_dir", "x"], ["--sampling_bound", "3"], ["--max_staleness", "1"]])
+def test_flags_of_servers_require_one(flag, runs, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(runs, "ppo", tmp_path, *flag)
+    assert stopped.value.code == 2 and "requires --rollout_server" in capsys.readouterr().err
+
+
+def test_a_sleeping_server_is_woken_before_it_is_asked(runs, url, tmp_path, monkeypatch):
+    """Also where no weights are loaded, as for the rollout after an evaluation; and at the end."""
+    told: list[str] = []
+    sleep, sample = RolloutServers.sleep, RolloutServers.sample
+    monkeypatch.setattr(
+        RolloutServers, "sleep", lambda s, asleep: told.append("sleep" if asleep else "wake") or sleep(s, asleep)
+    )
+    monkeypatch.setattr(RolloutServers, "sample", lambda *words: told.append("sample") or sample(*words))
+    run(runs, "ppo", tmp_path, "--rollout_server", url, "--server_sleep", "True")
+    assert told.count("sample") == 8
+    assert [one for one in told if one != "sample"] == ["sleep", "wake"] * 8
+    assert all(before == "wake" for before, one in zip(told, told[1:]) if one == "sample")
 
 
 def test_a_server_that_is_not_there_is_one_line_and_leaves_nothing(runs, tmp_path, capsys):

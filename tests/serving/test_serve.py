@@ -23,7 +23,6 @@ from lightrlhf.generate import main as generate_main
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.saving import standalone_copy
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving.commands import ENGINES
 from lightrlhf.sft import main as sft
@@ -203,21 +202,6 @@ def test_an_adapter_is_merged_before_another_engine_gets_it(engines, sft_dir, ca
     assert words[1] != str(checkpoint) and "model.safetensors" in files and "tokenizer.json" in files
     assert not any(name.startswith("adapter") for name in files)
     assert sorted(checkpoint.parent.iterdir()) == before
-
-
-def test_vllm_gets_a_model_with_a_head_of_its_own(engines, tokenizer, tmp_path):
-    tied = save_model("llama", tmp_path / "tied", tokenizer, tie_word_embeddings=True)
-    tokenizer.save_pretrained(tied)
-    out = run_program("lightrlhf.serve", tied, "--python", engines).stdout
-    words, _, _ = json.loads((tmp_path / "record.json").read_text())
-    assert "its head is tied" in out and words[1] != str(tied) and f"--model {words[1]}" in out
-    assert not os.path.exists(words[1])
-    with standalone_copy(str(tied)) as folder:
-        first, second = (load_policy(name, ModelArgs(), tokenizer).model for name in (str(tied), folder))
-        assert second.lm_head.weight is not second.model.embed_tokens.weight
-        assert torch.equal(first.lm_head.weight, second.lm_head.weight)
-        ids = torch.tensor([[5, 6, 7]])
-        assert torch.equal(first(ids).logits, second(ids).logits)
 
 
 def test_another_engine_stays_on_the_loopback(engines, folder):
