@@ -101,8 +101,12 @@ class Exchange:
 
 def _remove(folder: Path, lock: Lock, owner: int) -> None:
     if os.getpid() == owner:  # not a forked child
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for path in folder.iterdir():
+                if path.name != LOCK:  # which goes last, so that what a kill leaves here is known to be nobody's
+                    shutil.rmtree(path, ignore_errors=True)
         lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prefix() -> str:
