@@ -23,6 +23,7 @@ EXTRAS = {
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],
+    "gguf": ["gguf>=0.17"],
     "serve": ["starlette>=1.0", "uvicorn>=0.30"],
     "test": [
         "pytest>=8",

@@ -54,6 +54,7 @@ from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
+from lightrlhf.storage.gguf_files import from_gguf, is_gguf
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
@@ -204,9 +205,11 @@ def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a hub name or a folder. Raises: UsageError."""
+    """The tokenizer of a hub name, a folder or a GGUF file. Raises: UsageError."""
     from transformers import AutoTokenizer
 
+    if is_gguf(name):
+        name = str(from_gguf(name, "--tokenizer_name"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own

@@ -255,7 +255,7 @@ class ModelArgs:
     """Model, and which of its weights are trained."""
 
     model_name: str | None = field(default=None, metadata=STARTS)
-    """Hub name, folder, experiment dir, or `tiny` (a small new Llama)."""
+    """Hub name, folder, experiment dir, GGUF file, `package:NAME` (the one in it), or `tiny` (a small new Llama)."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
     """Allow a hub model to run code of its own repository."""
     disable_dropout: bool = field(default=False, metadata=RARE)

@@ -1,7 +1,8 @@
 """Model names: which folder or hub id a name refers to, and what kind of model is stored there.
 
 A name is a hub id, a Hugging Face folder, an adapter folder, an experiment dir (its newest checkpoint), a single
-checkpoint or `best`, or `tiny`: a Llama of under 1M parameters built from its config.
+checkpoint or `best`, a GGUF file or `package:NAME` for the one inside an installed package, or `tiny`: a Llama of under
+1M parameters built from its config.
 
 Left out: revisions of hub repositories.
 """
@@ -18,6 +19,7 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
+from lightrlhf.storage.gguf_files import from_gguf, is_gguf
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
 MOST_LAYERS = 10_000
@@ -43,10 +45,12 @@ def starting_model(args: Any) -> tuple[str, str]:
 
 
 def resolve(name: str, flag: str = "--model_name") -> str:
-    """Folder or hub id of a name; an experiment dir resolves to its newest checkpoint.
+    """Folder or hub id of a name: of an experiment dir its newest checkpoint, of a GGUF file what it converts to.
 
     Raises: UsageError when a folder is neither a model nor an experiment dir, or the checkpoint is missing or damaged.
     """
+    if is_gguf(name):
+        return str(from_gguf(name, flag))
     path = follow_best(Path(name))
     if not path.is_dir():
         if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:

