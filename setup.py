@@ -68,6 +68,7 @@ setup(
         "jsonargparse[signatures]>=4.40",
         "shtab>=1.7",
         "peft>=0.17",
+        "accelerate>=1.0",
         "rouge-score>=0.1.2",
         "nltk>=3.8",
         "matplotlib>=3.8",

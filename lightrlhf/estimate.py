@@ -190,6 +190,8 @@ def estimate(args: EstimateArgs, shape: dict[str, Any]) -> dict[str, float]:
     models = 1 if has_lora and args.share_backbone else MODELS[args.algorithm]
     learners = 2 if args.algorithm == "ppo" else 1
     one_model = QUANTISED.get(shape["bits"], FLOAT) * shape["linear"] + FLOAT * (shape["parameters"] - shape["linear"])
+    if args.base_dtype == "bfloat16":
+        one_model = 2 * shape["parameters"]
     trainable = {"all": shape["parameters"], "last_layer": shape["last_layer"], "lora": shape["adapter"]}
     learning = learners * trainable[args.finetune_mode]
     number = FLOAT if args.precision == "32-true" else 2

@@ -271,10 +271,12 @@ class ModelArgs:
     lora_targets: str = field(default="all-linear", metadata=RARE)
     """Modules with adapters, separated by commas; `all-linear`: every linear layer but the head."""
 
-    load_in_8bit: bool = False
+    load_in_8bit: bool = field(default=False, metadata=RARE)
     """Frozen weights in 8 bits (bitsandbytes), with `finetune_mode` lora."""
     load_in_4bit: bool = False
     """Frozen weights in 4 bits (nf4), with `finetune_mode` lora."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which frozen weights are held with `finetune_mode` lora; products follow `precision` all the same."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     merge: bool = field(default=False, metadata=RARE)
@@ -295,8 +297,22 @@ class ModelArgs:
         for name in ("load_in_8bit", "load_in_4bit"):
             if getattr(self, name):
                 self._check_quantisation(name)
+        if self.base_dtype != "float32":
+            self._check_base_dtype()
         if self.merge and self.finetune_mode != "lora":
             raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
+
+    def _check_base_dtype(self) -> None:
+        flag = f"--base_dtype {self.base_dtype}"
+        if self.finetune_mode != "lora":
+            raise ValueError(
+                f"{flag} with --finetune_mode {self.finetune_mode}: weights are trained in float32; leave it out, or "
+                "use --finetune_mode lora"
+            )
+        if self.load_in_8bit or self.load_in_4bit:
+            raise ValueError(f"{flag} contradicts --load_in_{4 if self.load_in_4bit else 8}bit True; give one of them")
+        if (strategy := getattr(self, "strategy", "auto")) in ("fsdp", "deepspeed"):
+            raise ValueError(f"{flag} cannot be sharded by --strategy {strategy}; use --strategy ddp")
 
     def _check_quantisation(self, name: str) -> None:
         if self.load_in_8bit and self.load_in_4bit:

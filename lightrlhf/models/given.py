@@ -9,7 +9,7 @@ import torch
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.models import lora
+from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import (
     check_weights,
     choose_trainable,
@@ -56,8 +56,12 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
     if is_quantised(model):
         raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
     check_same_ids(tokenizer, model)
+    if frozen.is_held(model):
+        frozen.release(model)
     model.float().requires_grad_(True)
     check_weights(model, "policy: the given model")
+    if args.base_dtype == "bfloat16":
+        frozen.hold(model.requires_grad_(False))
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:
         switch_off_dropout(model)
@@ -83,6 +87,8 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
                 f"{config.model_type}, so it cannot start a critic; take one such as Llama, Qwen or GPT-2"
             ) from None
     model.load_state_dict(lora.base_state_dict(policy.model), strict=False)
+    if args.base_dtype == "bfloat16":
+        frozen.hold(model)
     head = scalar_head(model)
     head.weight.data.copy_(new_head(head.in_features, seed))
     if args.disable_dropout:

@@ -3,7 +3,8 @@
 With LoRA several roles share one backbone (see `roles.py`), so a critic or a reward model may be loaded as adapters and
 a head on the policy's weights.
 
-Left out: weights in half precision (`--precision` casts in the forward pass), models spread over several devices.
+Left out: training weights in half precision (`--precision` casts in the forward pass; for frozen ones see
+`frozen.py`), models spread over several devices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.maths.finite import not_finite
-from lightrlhf.models import lora
+from lightrlhf.models import frozen, lora
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
 from lightrlhf.models.quantisation import (
@@ -166,12 +167,17 @@ def _add_rows(model: PreTrainedModel, size: int) -> None:
     for layer in layers:
         if layer is not None:
             layer.weight[rows:] = layer.weight[:rows].mean(0)
+    if frozen.is_held(model):
+        frozen.hold(model)
 
 
 def load_model(
     auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Any, **options: Any
 ) -> tuple[PreTrainedModel, str | None, LoadedAdapters]:
-    """Load a Hugging Face model in float32; returns it, the name of its base, and the adapter it came with."""
+    """Load a Hugging Face model, in float32 or with its matrices in `args.base_dtype`.
+
+    Returns it, the name of its base, and the adapter it came with.
+    """
     from transformers import GenerationConfig
 
     base, config = base_name(source, flag), None
@@ -184,9 +190,15 @@ def load_model(
         if not check_stored_quantisation(base, flag, args, "num_labels" in options):
             options |= quantisation_options(args)
         with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is drawn again from the seed
-            model = _from_pretrained(auto_class, base, flag, trust_remote_code=args.trust_remote_code, **options)
+            dtype = getattr(torch, args.base_dtype)
+            options["trust_remote_code"] = args.trust_remote_code
+            model = _from_pretrained(auto_class, base, flag, dtype=dtype, **options)
+        if args.base_dtype == "bfloat16":
+            frozen.restore_buffers(model)
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", compute_dtype(args))
+    elif args.base_dtype == "bfloat16":
+        frozen.hold(model)
     else:
         model.float()
     align(model)
@@ -232,7 +244,7 @@ def check_weights(model: nn.Module, named: str, head: Tensor | None = None) -> N
 def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> PreTrainedModel:
     quiet_libraries()
     try:
-        return auto_class.from_pretrained(source, dtype=torch.float32, **options)
+        return auto_class.from_pretrained(source, **options)
     except Exception as problem:  # a damaged or hostile file makes it raise anything
         if "Unrecognized configuration class" in str(problem):  # the whole message lists all classes that there are
             kind = saved_config(source).get("model_type")

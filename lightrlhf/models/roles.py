@@ -20,6 +20,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import Batch
 from lightrlhf.maths.ops import head_logprobs, position_ids
 from lightrlhf.models import lora
+from lightrlhf.models.frozen import HeldLinear, activation_dtype
 from lightrlhf.models.prefix_sharing import PackedGroups, pack_groups
 from lightrlhf.models.quantisation import is_quantised
 
@@ -179,9 +180,10 @@ class Policy(Role):
             states, head = self._states(input_ids, attention_mask, action_mask, cache=cache)
             if label_ids is None:
                 return head(states).float()
-            if type(head) is nn.Linear:
+            if isinstance(head, nn.Linear) and type(head) in (nn.Linear, HeldLinear):
                 bias = None if head.bias is None else head.bias[label_ids]
-                logits = nn.functional.linear(states, head.weight[label_ids], bias).float()  # (N, L)
+                rows = head.weight[label_ids].to(states.dtype)
+                logits = nn.functional.linear(states, rows, bias).float()  # (N, L)
             else:
                 logits = head(states)[:, label_ids].float()
         if allowed is None:
@@ -282,13 +284,13 @@ def model_inputs(
     if sequence_ids is None:
         positions, mask = position_ids(attention_mask), attention_mask.long()
     else:
-        positions, mask = _packed_positions(sequence_ids), _packed_attention(sequence_ids, model.dtype)
+        positions, mask = _packed_positions(sequence_ids), _packed_attention(sequence_ids, activation_dtype(model))
     return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
 
 
 def group_inputs(model: PreTrainedModel, packed: PackedGroups) -> dict[str, Any]:
     """`model_inputs` for groups that share their common prefix."""
-    mask = _additive_mask(packed.visible, model.dtype)
+    mask = _additive_mask(packed.visible, activation_dtype(model))
     positions = position_inputs(model, packed.positions)
     return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
 
@@ -431,7 +433,7 @@ def is_close(values: Tensor, expected: Tensor, model: PreTrainedModel, spread: T
 
     spread: the expected values if not given. An absolute tolerance would let anything pass in a model of small weights.
     """
-    exact = model.dtype in (torch.float32, torch.float64) and not is_quantised(model)
+    exact = activation_dtype(model) in (torch.float32, torch.float64) and not is_quantised(model)
     relative, rounding = (1e-4, 1e-5) if exact else (0.1, 1e-2)
     parts = (values, expected, expected if spread is None else spread)
     values, expected, spread = (part.float().nan_to_num(0.0, 0.0, 0.0) for part in parts)

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, first_line
-from lightrlhf.models import lora
+from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
@@ -83,6 +83,8 @@ def _save_base(model: PreTrainedModel, folder: Path) -> None:
     auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):  # saving must not advance the random state
         base = auto_class.from_config(model.config)
+    if frozen.is_held(model):
+        base.to(model.held_dtype)
     base.load_state_dict(lora.base_state_dict(model))
     if not is_scalar:
         base.generation_config = model.generation_config
@@ -97,7 +99,10 @@ def merged_model(module: Role) -> PreTrainedModel:
     if not module.adapters:
         return module.model
     if not is_quantised(module.model):
-        return lora.merge(copy.deepcopy(module.model), module.adapters)
+        model = copy.deepcopy(module.model)
+        if frozen.is_held(model):
+            frozen.release(model)
+        return lora.merge(model, module.adapters)
     with TemporaryDirectory() as folder:
         _save_adapter(module, Path(folder))
         merged = _merged_from(folder)

@@ -117,9 +117,10 @@ def convert(file: Path, folder: Path, named: str) -> None:
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
             tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 alone, gguf_file=file.name, dtype=dtype, output_loading_info=True
             )
+            model, found = loaded
         except Exception as problem:  # an architecture that transformers does not read, or damaged contents
             raise UsageError(f"{named} cannot be loaded: {first_line(problem)}") from None
     named_tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in UNUSED}
@@ -191,7 +192,9 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any]) -> None:
         raise UsageError(f"{named}: transformers does not read its tokenizer rightly, {what if tokens else 'none'}")
     eos = stored.get("tokenizer.ggml.eos_token_id")
     if eos is None or tokenizer.eos_token_id != eos:
-        raise UsageError(f"{named}: its end token is {eos}, that of the tokenizer read from it {tokenizer.eos_token_id}")
+        raise UsageError(
+            f"{named}: its end token is {eos}, that of the tokenizer read from it {tokenizer.eos_token_id}"
+        )
     if (stored.get("tokenizer.chat_template") or None) != (tokenizer.chat_template or None):
         raise UsageError(f"{named}: the chat template that transformers has read is not the one of the file")
 

@@ -52,6 +52,8 @@ def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, worl
         flags.append("--activation_checkpointing True (activations of one layer at a time, a third more compute)")
     if getattr(args, "finetune_mode", "lora") == "all" and learning:
         flags.append(f"--finetune_mode lora (saves {gib(12 * learning)} of gradients and moments)")
+    if getattr(args, "finetune_mode", "all") == "lora" and getattr(args, "base_dtype", "bfloat16") == "float32":
+        flags.append("--base_dtype bfloat16 (half of the frozen weights)")
     if args.optimizer in ("AdamW", "Adam") and args.strategy in ("auto", "ddp") and learning:
         flags.append(f"--optimizer AdamW8bit (saves {gib(6 * learning)} of moments)")
     if args.strategy != "fsdp":

@@ -130,6 +130,21 @@ ONE_FLAG = [  # program, flags added to good ones, what the line names: flag, va
         "--disable_dropout True",
     ),
     ("sft", ["--load_in_4bit=True"], "--load_in_4bit True", "--finetune_mode all", "--finetune_mode lora"),
+    ("sft", ["--base_dtype=bfloat16"], "--base_dtype bfloat16", "--finetune_mode all", "--finetune_mode lora"),
+    (
+        "ppo",
+        ["--base_dtype=bfloat16", "--load_in_4bit=True", "--finetune_mode=lora"],
+        "--base_dtype bfloat16",
+        "--load_in_4bit True",
+    ),
+    (
+        "rm",
+        ["--base_dtype=bfloat16", "--finetune_mode=lora", "--strategy=fsdp"],
+        "--base_dtype bfloat16",
+        "--strategy fsdp",
+        "--strategy ddp",
+    ),
+    ("sft", ["--base_dtype=float16", "--finetune_mode=lora"], "--base_dtype", "bfloat16"),
     ("rm", ["--load_in_8bit=True", "--finetune_mode=last_layer"], "--load_in_8bit True", "--finetune_mode lora"),
     (
         "rm",

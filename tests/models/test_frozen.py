@@ -1,0 +1,176 @@
+"""Frozen weights held in bfloat16: only their storage differs from a base that had been rounded to it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, last_checkpoint, metrics, mixed_batch, save_model, weights
+from helpers.trained import logits_of, train_a_little
+from torch import nn
+
+from lightrlhf import dpo, grpo, ppo, rm, sft
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.models import frozen
+from lightrlhf.models.loading import load_policy, load_scalar
+from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.saving import export, merged_model
+
+ARCHITECTURES = ["llama", "qwen3", "opt", "gpt_neox", "gpt2", "gemma2", "falcon"]
+
+
+def args(**changes) -> ModelArgs:
+    return ModelArgs(finetune_mode="lora", **changes)
+
+
+def rounded(folder: Path, into: Path, tokenizer) -> Path:
+    """A copy of a model whose weights were rounded to bfloat16 and are stored in float32."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    return into
+
+
+@pytest.fixture
+def bases(request, tmp_path, tokenizer):
+    """The same weights twice: to be held in bfloat16, and rounded beforehand."""
+    base = save_model(getattr(request, "param", "llama"), tmp_path / "base", tokenizer)
+    return base, rounded(base, tmp_path / "rounded", tokenizer)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("bases", ARCHITECTURES, indirect=True)
+def test_a_held_base_gives_bitwise_the_numbers_of_a_rounded_one(bases, precision, tokenizer):
+    """Log-probabilities and the gradients of all adapters, of each architecture."""
+    seen = []
+    for source, changes in zip(bases, ({"base_dtype": "bfloat16"}, {})):
+        torch.manual_seed(0)
+        policy = load_policy(str(source), args(**changes), tokenizer)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            logprobs = policy(**policy_inputs(mixed_batch())).logprobs
+        logprobs.sum().backward()
+        seen.append((logprobs, {n: p.grad for n, p in policy.named_parameters() if p.requires_grad}))
+    (held, held_grads), (plain, plain_grads) = seen
+    assert torch.equal(held, plain) and held.abs().sum() > 0
+    assert held_grads.keys() == plain_grads.keys() and held_grads
+    assert all(torch.equal(held_grads[name], plain_grads[name]) for name in plain_grads)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_held_once_and_all_else_is_float32(tied, tmp_path, tokenizer):
+    base = save_model("llama", tmp_path / "base", tokenizer, tie_word_embeddings=tied)
+    policy = load_policy(str(base), args(base_dtype="bfloat16"), tokenizer, shares=True)
+    kinds = {name: parameter.dtype for name, parameter in policy.model.named_parameters()}
+    for name, dtype in kinds.items():
+        is_matrix = "norm" not in name and ".lora_" not in name
+        assert dtype == (torch.bfloat16 if is_matrix else torch.float32), name
+    assert ("lm_head.weight" in kinds) is not tied  # a tied head is the embedding itself
+    assert (policy.model.lm_head.weight is policy.model.get_input_embeddings().weight) is tied
+
+
+def test_no_float32_copy_of_a_matrix_outlives_its_layer():
+    """What a pass keeps for the backward pass holds bfloat16 matrices only."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).requires_grad_(False)
+    frozen.hold(model)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = model(torch.randn(2, 64, requires_grad=True))
+    assert {t.dtype for t in kept if t.shape == (64, 64)} == {torch.bfloat16}
+    out.sum().backward()
+
+
+def test_a_held_weight_that_is_to_be_trained_is_refused():
+    layer = nn.Sequential(nn.Linear(4, 4))
+    frozen.hold(layer)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        layer(torch.randn(1, 4))
+
+
+def test_adapters_are_float32_and_merge_without_rounding(tmp_path, tokenizer):
+    """An adapter of a held base merges as in float32, is loaded on one exactly, and the base stays as it was."""
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    policy = load_policy(str(base), args(base_dtype="bfloat16"), tokenizer, shares=True)
+    train_a_little(policy)
+    before = copy.deepcopy(policy.model.state_dict())
+    merged = merged_model(policy)
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with policy.active():
+        torch.testing.assert_close(logits_of(merged, ids), logits_of(policy.model, ids))
+    export(policy, tmp_path / "adapter", tmp_path / "unused")
+    again = load_policy(str(tmp_path / "adapter"), args(base_dtype="bfloat16"), tokenizer, shares=True)
+    with policy.active(), again.active():
+        assert torch.equal(logits_of(again.model, ids), logits_of(policy.model, ids))
+    assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+
+
+def test_a_held_reward_model_has_a_float32_head(tmp_path, tokenizer):
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    model = load_scalar(str(base), args(base_dtype="bfloat16"), tokenizer, seed=1)
+    head = model.model.score
+    assert head.weight.dtype == torch.float32 and head.weight.requires_grad
+    plain = load_scalar(str(base), args(), tokenizer, seed=1)
+    assert torch.equal(head.weight, plain.model.score.weight)
+
+
+def test_a_grown_vocabulary_is_held_too(tmp_path, tokenizer):
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<new>"])
+    policy = load_policy(str(base), args(base_dtype="bfloat16"), more, shares=True)
+    embedding = policy.model.get_input_embeddings()
+    assert len(embedding.weight) == len(more) and type(embedding) is frozen.HeldEmbedding
+    assert embedding(torch.tensor([len(more) - 1])).dtype == torch.float32
+
+
+LORA = [*CPU, "--finetune_mode=lora", "--max_steps=2", "--lr_warmup_steps=0", "--log_interval=1", "--eval_iters=1"]
+ROLLOUT = ["--rollout_size=8", "--mini_batch_size=8", "--micro_batch_size=4", "--max_new_tokens=6"]
+
+
+def chain(base: Path, data: Path, folder: Path, *flags: str) -> list[list[dict]]:
+    """Metrics of SFT, a reward model, PPO, GRPO and DPO, each on what the one before has trained."""
+    flags = ("--data_dir", str(data), "--log_dir", str(folder), *LORA, *flags)
+    start = sft.main([*flags, "--model_name", str(base), "--learning_rate=1e-2"])
+    reward = rm.main([*flags, "--sft_experiment_dir", start, "--learning_rate=1e-2"])
+    models = ["--sft_experiment_dir", start, "--rm_experiment_dir", reward]
+    runs = [
+        start,
+        reward,
+        ppo.main([*flags, *models, *ROLLOUT, "--actor_learning_rate=1e-2", "--critic_learning_rate=1e-2"]),
+        grpo.main([*flags, *models, *ROLLOUT, "--learning_rate=1e-2", "--init_kl_coeff=0.1"]),
+        dpo.main([*flags, "--sft_experiment_dir", start, "--learning_rate=1e-2"]),
+    ]
+    return [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(run)] for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_each_algorithm_on_a_held_base_is_the_one_on_a_rounded_base(
+    precision, cafe_data, base_model, tmp_path, tokenizer
+):
+    """Every metric of every step; KL to the reference is 0 before the first update."""
+    plain = rounded(base_model, tmp_path / "rounded", tokenizer)
+    held = chain(base_model, cafe_data, tmp_path / "a", f"--precision={precision}", "--base_dtype=bfloat16")
+    assert held == chain(plain, cafe_data, tmp_path / "b", f"--precision={precision}")
+    for rows in held[2:4]:
+        assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_run_on_a_held_base_is_resumed_to_the_bit_and_keeps_a_small_base(cafe_data, tmp_path):
+    """Of `tiny`, whose base is stored with the run: in bfloat16, so that it is read back as it was held."""
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *LORA, "--model_name=tiny"]
+    whole = sft.main([*flags, "--base_dtype=bfloat16", "--learning_rate=1e-2", "--save_interval=1"])
+    expected, rows = weights(last_checkpoint(whole)), metrics(whole)
+    shutil.rmtree(f"{whole}/checkpoint-000002")
+    sft.main(["--resume_from", whole])
+    assert weights(last_checkpoint(whole)) == expected and metrics(whole) == rows
+    stored = sft.main([*flags, "--learning_rate=1e-2", "--max_steps=1"])
+    sizes = [(Path(run) / "base" / "model.safetensors").stat().st_size for run in (whole, stored)]
+    assert sizes[0] < 0.6 * sizes[1]
