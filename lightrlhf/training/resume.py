@@ -1,13 +1,15 @@
 """Resuming: what a checkpoint's `resume.pt` holds besides the model, and how a run continues from it.
 
-Optimisers, schedules, random states of all ranks, the loop's own state. Metrics and samples of steps that are repeated
-are dropped from the logs.
+Optimisers, schedules, random states of all ranks, the loop's own state, and those trained weights that the model's own
+files do not hold bit for bit: a critic's, rounded ones, adapters that were joined with others. Metrics and samples of
+steps that are repeated are dropped from the logs.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
         return None, problem
     try:
         state = torch.load(folder / "resume.pt", weights_only=True, mmap=True, map_location="cpu")
+        state["learned"] = with_stored(state["learned"], state.pop("stored", {}), folder)  # older ones hold them all
         parts = {name: state[name] for name in ("learned", "optimizers", "schedulers", "extra")}
     except Exception as error:  # unpickling raises whatever the bytes mean
         return None, f"resume.pt cannot be read: {type(error).__name__}"
@@ -93,6 +96,57 @@ def restore_rng(state: dict[str, Any], device: torch.device, rank: int) -> None:
 def trained_weights(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """Trainable parameters by name, gathered on the CPU; see `full_tensors`."""
     return {name: full_tensors(p, keep) for name, p in module.named_parameters() if p.requires_grad}
+
+
+Learned = dict[str, dict[str, Tensor]]  # trained weights by parameter, by learner
+
+
+def without_stored(learned: Learned, folder: Path) -> tuple[Learned, dict[str, dict[str, str]]]:
+    """The trained weights that the safetensors files of a folder lack; and of the others, their names there.
+
+    Weights are found by their bits, for transformers and peft save them under other names than parameters have.
+    """
+    stored, known = stored_weights(folder), defaultdict(list)
+    for key, tensor in stored.items():
+        known[_glimpse(tensor)].append(key)
+    places: dict[str, dict[str, str]] = {learner: {} for learner in learned}
+    for learner, weights in learned.items():
+        for name, weight in weights.items():
+            bits = _bits(weight)
+            same = (key for key in known[_glimpse(weight)] if torch.equal(_bits(stored[key]), bits))
+            if key := next(same, ""):
+                places[learner][name] = key
+    rest = {of: {name: weight for name, weight in own.items() if name not in places[of]} for of, own in learned.items()}
+    return rest, places
+
+
+def with_stored(learned: Learned, places: dict[str, dict[str, str]], folder: Path) -> Learned:
+    """All trained weights: those of `resume.pt`, and the others from the model's files, memory-mapped.
+
+    Raises: KeyError when these do not have one of them.
+    """
+    stored = stored_weights(folder) if any(places.values()) else {}
+    found = {of: {name: stored[key] for name, key in keys.items()} for of, keys in places.items()}
+    return {learner: {**found.get(learner, {}), **weights} for learner, weights in learned.items()}
+
+
+def stored_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in the safetensors files of a folder by their names there, memory-mapped."""
+    from safetensors.torch import load_file
+
+    return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+def _glimpse(tensor: Tensor) -> tuple[Any, ...]:
+    """Dtype, shape and some values of a tensor: the same for equal ones, and cheap."""
+    bits = _bits(tensor)
+    return tensor.dtype, tensor.shape, *bits[:: max(1, len(bits) // 16)].tolist()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The values of a tensor as one row of whole numbers, by which 0 differs from -0."""
+    numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.reshape(-1).view(numbers[tensor.element_size()])
 
 
 def load_trained(weights: dict[str, Tensor], module: nn.Module, directory: str) -> None:

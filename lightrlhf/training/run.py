@@ -62,6 +62,7 @@ from lightrlhf.training.resume import (
     restore_rng,
     rng_states,
     trained_weights,
+    without_stored,
 )
 from lightrlhf.training.watchdog import RankWatchdog
 
@@ -591,15 +592,13 @@ class Run(Generic[AnyArgs]):
         self, module: Policy | ScalarModel, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
     ) -> None:
         full = self.full(module)
+        learned = {name: trained_weights(one.module.module, self.is_first) for name, one in self.learners.items()}
         state = {
             "step": self.step,
             **rng_states(self.device, self.world_size),
             "python_rng": random.getstate(),
             "threads": torch.get_num_threads(),
             "world_size": self.world_size,
-            "learned": {
-                name: trained_weights(learner.module.module, self.is_first) for name, learner in self.learners.items()
-            },
             "optimizers": {
                 name: full_tensors(learner.optimizer.state_dict(), self.is_first)
                 for name, learner in self.learners.items()
@@ -612,7 +611,8 @@ class Run(Generic[AnyArgs]):
         def write(folder: Path) -> None:
             export(full, folder, self.directory / "base", merge=getattr(self.args, "merge", False))
             tokenizer.save_pretrained(folder)
-            save_pickled(folder / "resume.pt", state)
+            rest, stored = without_stored(learned, folder)
+            save_pickled(folder / "resume.pt", {**state, "learned": rest, "stored": stored})
             for name, text in {"README.md": self._card(), **(files or {})}.items():
                 (folder / name).write_text(text, encoding="utf-8")
 

@@ -356,8 +356,12 @@ def change_state(folder: Path, change) -> None:
     rewrite_manifest(folder)
 
 
-def spoil_weight(state: dict, value: float) -> None:
-    poison(next(iter(next(iter(state["learned"].values())).values())), value)
+def spoil_weight(folder: Path, value: float) -> None:
+    """Change a trained weight so that the manifest is true."""
+    stored = load_file(folder / "model.safetensors")
+    poison(next(iter(stored.values())), value)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_manifest(folder)
 
 
 def spoil_moment(state: dict, value: float) -> None:
@@ -382,8 +386,8 @@ DAMAGES = {
     "manifest empty": lambda at: (at / "manifest.json").write_text(""),
     "manifest missing": lambda at: (at / "manifest.json").unlink(),
     "folder empty": lambda at: [path.unlink() for path in at.iterdir()],
-    "weights NaN": lambda at: change_state(at, lambda state: spoil_weight(state, math.nan)),
-    "weights inf": lambda at: change_state(at, lambda state: spoil_weight(state, math.inf)),
+    "weights NaN": lambda at: spoil_weight(at, math.nan),
+    "weights inf": lambda at: spoil_weight(at, math.inf),
     "moment NaN": lambda at: change_state(at, lambda state: spoil_moment(state, math.nan)),
     "moment -inf": lambda at: change_state(at, lambda state: spoil_moment(state, -math.inf)),
     "state without weights": lambda at: change_state(at, lambda state: state.pop("learned")),

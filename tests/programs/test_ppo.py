@@ -35,6 +35,7 @@ from lightrlhf.ppo import (
 )
 from lightrlhf.rewards.kl import token_rewards
 from lightrlhf.rewards.scorers import Rewards
+from lightrlhf.training.resume import read_checkpoint
 
 EOS = 1
 PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
@@ -458,7 +459,7 @@ def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     folder = last_checkpoint(main([*flags, "--reward_function", "helpers.rewards:length", *SMALL, *CPU]))
     assert weights(folder) != (base_model / "model.safetensors").read_bytes()
-    state = torch.load(folder / "resume.pt", weights_only=True)["learned"]["policy"]
+    state = read_checkpoint(folder)[0]["learned"]["policy"]
     saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(value, saved[name.removeprefix("model.")]) for name, value in state.items())
 
