@@ -118,6 +118,8 @@ class RunArgs:
     """Where metrics go besides `metrics.jsonl`; wandb needs its own package."""
     profile: bool = field(default=False, metadata=RARE)
     """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata=RARE)
+    """Numbers of the weights in checkpoints; a resumed run goes on from its own exact ones all the same."""
     push_to_hub: str | None = None
     """Hub repository for the last checkpoint; private if it is new."""
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.models.rounding import rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -263,9 +264,14 @@ def _shortest(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def save_adapter(
-    model: PreTrainedModel, adapters: Sequence[str], head: Tensor | None, base: str | None, folder: Path
+    model: PreTrainedModel,
+    adapters: Sequence[str],
+    head: Tensor | None,
+    base: str | None,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`."""
+    """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`, in `dtype`."""
     from safetensors.torch import save_file
 
     config, weights = concatenate(model, adapters)
@@ -278,6 +284,7 @@ def save_adapter(
     if getattr(model.config, "compares_pairs", False):  # an adapter folder has no model config to store it in
         stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")) | {"compares_pairs": True}
         (folder / ADAPTER_CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    weights = {name: rounded(name, weight, dtype) for name, weight in weights.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -26,6 +26,7 @@ from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
+from lightrlhf.models.rounding import rounded_copy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import MANIFEST, write_folder
 
@@ -33,23 +34,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export(module: Role, folder: Path, base_dir: Path, merge: bool = False) -> None:
+def export(module: Role, folder: Path, base_dir: Path, merge: bool = False, dtype: torch.dtype = torch.float32) -> None:
     """Write a role's model for transformers: full weights, or an adapter folder that names its base.
 
-    A base that is not stored yet is written to `base_dir`.
+    A base that is not stored yet is written to `base_dir`, as it is; dtype: of all other weights.
+    Raises: RunFailure naming a weight that is beyond its range.
     """
     if merge or not module.adapters:
-        merged_model(module).save_pretrained(folder)
+        rounded_copy(merged_model(module), dtype).save_pretrained(folder)
         return
     if module.base is None:
         if not base_dir.is_dir():
             write_folder(base_dir, lambda path: _save_base(module.model, path))
         module.base = str(base_dir.resolve())
-    _save_adapter(module, folder)
+    _save_adapter(module, folder, dtype)
 
 
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
-    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone.
+    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone; never rounded.
 
     A tied head is written too: vLLM on a CPU leaves it as it was unless it is among the weights.
     """
@@ -67,10 +69,10 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
         save_file(stored | tied, file, metadata={"format": "pt"})
 
 
-def _save_adapter(module: Role, folder: Path) -> None:
+def _save_adapter(module: Role, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     model = module.model
     head = model.get_parameter("score.weight") if hasattr(model, "score") else None
-    lora.save_adapter(model, module.adapters, head, module.base, folder)
+    lora.save_adapter(model, module.adapters, head, module.base, folder, dtype)
     if head is None and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
@@ -125,8 +127,8 @@ def _merged_from(folder: str) -> PreTrainedModel:
 
 
 @contextmanager
-def self_contained(folder: Path) -> Iterator[Path]:
-    """Context manager: the checkpoint, or a merged copy of it if it is an adapter on a local base."""
+def self_contained(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
+    """Context manager: the checkpoint, or a merged copy of it in `dtype` if it is an adapter on a local base."""
     is_adapter = (folder / lora.ADAPTER_CONFIG).is_file()
     base = base_name(str(folder), "the checkpoint") if is_adapter else None
     if base is None or not Path(base).is_dir():
@@ -137,7 +139,7 @@ def self_contained(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder.parent) as temporary:
         merged = Path(temporary) / folder.name
         shutil.copytree(folder, merged, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
-        model.save_pretrained(merged)
+        rounded_copy(model, dtype).save_pretrained(merged)
         yield merged
 
 
@@ -152,8 +154,8 @@ def standalone_copy(source: str) -> Iterator[str]:
         yield folder
 
 
-def upload(folder: Path, repository: str) -> None:
-    """Upload a checkpoint to a hub repository, without the files that only a resumed run reads.
+def upload(folder: Path, repository: str, dtype: torch.dtype) -> None:
+    """Upload a checkpoint to a hub repository, without the files that only a resumed run reads; dtype: if merged.
 
     A new repository is private. Raises: RunFailure naming the checkpoint, which is kept.
     """
@@ -162,7 +164,7 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        with self_contained(folder) as portable:
+        with self_contained(folder, dtype) as portable:
             api.upload_folder(repo_id=repository, folder_path=portable, ignore_patterns=["resume.pt", MANIFEST])
     except Exception as problem:  # the hub client, the network and the login raise their own
         line = first_line(problem)

@@ -173,7 +173,7 @@ def finish(args: Any, directory: Path, left: str) -> Path:
     print(f"finished: {directory}")
     if args.push_to_hub and done:
         policy = checkpoints(directory)[-1].resolve()
-        upload(policy, args.push_to_hub)
+        upload(policy, args.push_to_hub, getattr(torch, args.save_dtype))
         print(f"uploaded {policy} to {args.push_to_hub}")
     return directory
 

@@ -609,7 +609,8 @@ class Run(Generic[AnyArgs]):
         }
 
         def write(folder: Path) -> None:
-            export(full, folder, self.directory / "base", merge=getattr(self.args, "merge", False))
+            merge, dtype = getattr(self.args, "merge", False), getattr(torch, self.args.save_dtype)
+            export(full, folder, self.directory / "base", merge, dtype)
             tokenizer.save_pretrained(folder)
             rest, stored = without_stored(learned, folder)
             save_pickled(folder / "resume.pt", {**state, "learned": rest, "stored": stored})
@@ -646,8 +647,9 @@ class Run(Generic[AnyArgs]):
                 self.print0(f"{self.best}: {self.directory / BEST}")
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
-                upload(checkpoints(self.directory)[-1], self.args.push_to_hub)
-                self.print0(f"uploaded {checkpoints(self.directory)[-1]} to {self.args.push_to_hub}")
+                last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
+                upload(last, self.args.push_to_hub, dtype)
+                self.print0(f"uploaded {last} to {self.args.push_to_hub}")
         if self._lock:
             self._lock.release()
         return self.directory

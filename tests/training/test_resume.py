@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, reseal, tiny_model, weights
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lightrlhf import ppo, rm, sft
+from lightrlhf import grpo, ppo, rm, sft
 from lightrlhf.training.resume import read_checkpoint, with_stored, without_stored
 
 PPO = ["--reward_function", "helpers.rewards:length", "--rollout_size", "8", "--mini_batch_size", "8", "--epochs", "9"]
@@ -118,3 +120,70 @@ def test_a_folder_that_lost_a_weight_is_not_resumed_from(cafe_data, base_model, 
     save_file(stored, last / "model.safetensors", metadata={"format": "pt"})
     reseal(last)
     assert read_checkpoint(last) == (None, "resume.pt cannot be read: KeyError")
+
+
+# --------------------------------------------------------------------------------------------------------- save_dtype
+def dtypes(file: Path) -> set[str]:
+    with safe_open(file, framework="pt") as stored:
+        return {stored.get_slice(key).get_dtype() for key in stored.keys()}
+
+
+@pytest.mark.parametrize("dtype, kind", [("bfloat16", "BF16"), ("float16", "F16")])
+@pytest.mark.parametrize("program", [sft, ppo])
+def test_a_rounded_folder_and_a_run_that_goes_on_exactly(program, dtype, kind, cafe_data, base_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    more = [*(PPO if program is ppo else []), "--save_dtype", dtype]
+    run = program.main(flags_of(cafe_data, base_model, tmp_path, *more))
+    last = last_checkpoint(run)
+    assert dtypes(last / "model.safetensors") == {kind}
+    assert json.loads((last / "config.json").read_text())["dtype"] == dtype
+    learned = state_of(run)["learned"]["policy"]
+    rounded = AutoModelForCausalLM.from_pretrained(last).state_dict()
+    assert learned and all(value.dtype == torch.float32 for value in learned.values())
+    assert all(torch.equal(v.to(getattr(torch, dtype)), rounded[k.removeprefix("model.")]) for k, v in learned.items())
+    assert is_bitwise(program.main, run)
+
+
+def test_the_trained_weights_are_those_of_a_run_that_is_not_rounded(cafe_data, base_model, tmp_path):
+    plain, rounded = (
+        sft.main(flags_of(cafe_data, base_model, tmp_path / dtype, "--save_dtype", dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    one, other = (read_checkpoint(last_checkpoint(run))[0]["learned"]["policy"] for run in (plain, rounded))
+    assert all(torch.equal(one[name], other[name]) for name in one) and metrics(plain) == metrics(rounded)
+    sft.main(["--resume_from", rounded, "--save_dtype", "float32", "--max_steps", "6"])  # as exact as if never rounded
+    sft.main(["--resume_from", plain, "--max_steps", "6"])
+    assert weights(last_checkpoint(rounded)) == weights(last_checkpoint(plain))
+
+
+def test_adapters_and_heads_are_rounded_and_their_base_is_not(cafe_data, tmp_path):
+    more = ["--finetune_mode", "lora", "--save_dtype", "bfloat16", "--learning_rate", "1e-2"]
+    run = rm.main(flags_of(cafe_data, "tiny", tmp_path, *more))
+    last = last_checkpoint(run)
+    assert dtypes(last / "adapter_model.safetensors") == {"BF16"} and "base_model.model.score.weight" in load_file(
+        last / "adapter_model.safetensors"
+    )
+    assert dtypes(Path(run) / "base" / "model.safetensors") == {"F32"}
+    assert is_bitwise(rm.main, run)
+    scored = grpo.main(  # the next stage reads them as float32
+        ["--data_dir", str(cafe_data), "--model_name", "tiny", "--rm_experiment_dir", run, *CPU, "--max_steps", "1"]
+        + ["--log_dir", str(tmp_path / "grpo"), "--rollout_size", "4", "--num_generations", "2", "--eval_interval", "0"]
+        + ["--mini_batch_size", "4", "--micro_batch_size", "4", "--max_new_tokens", "3"]
+    )
+    assert dtypes(last_checkpoint(scored) / "model.safetensors") == {"F32"}
+
+
+def test_a_value_beyond_float16_is_refused_and_named(cafe_data, base_model, tmp_path, capsys):
+    large = shutil.copytree(base_model, tmp_path / "large")
+    stored = load_file(large / "model.safetensors")
+    stored["model.norm.weight"][3] = 70000.0
+    save_file(stored, large / "model.safetensors", metadata={"format": "pt"})
+    more = ["--save_dtype", "float16", "--learning_rate", "1e-9"]
+    with pytest.raises(SystemExit) as stop:
+        sft.main(flags_of(cafe_data, large, tmp_path / "logs", *more))
+    line = capsys.readouterr().err.partition("error: ")[2]  # after a progress bar
+    assert stop.value.code == 1 and line.count("\n") == 1
+    assert "--save_dtype float16: model.norm.weight has the value 70000, beyond 65504" in line
+    assert "use --save_dtype float32 or bfloat16" in line
+    assert not list((tmp_path / "logs").rglob("*checkpoint-*"))
