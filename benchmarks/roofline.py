@@ -94,7 +94,7 @@ class RooflineArgs:
     """Size of actor, critic, reference and reward model."""
     accelerator: Literal["cpu", "cuda"] = "cpu"
     """Device to measure."""
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Precision of the passes."""
     rollout_size: int = 64
     """Responses of an iteration."""

@@ -47,8 +47,8 @@ class EstimateArgs(ModelArgs):
     """PPO or GRPO with `finetune_mode` lora: all roles share the base weights."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Precision of the run; activations and the KV cache are half as large in bf16."""
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    """Precision of the run; activations and the KV cache are half as large in a mixed one."""
     micro_batch_size: int = 8
     """Examples per forward and backward pass; a pair counts as one."""
     rollout_mini_batch_size: int = 32

@@ -56,8 +56,8 @@ class ServeArgs:
     """Address to serve on; another one than the loopback requires a key in OPENAI_API_KEY and our own engine."""
     port: int = 8000
     """Port to serve on; 0: one that the system chooses, with our own engine."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers to compute in: float32 for a run with `precision` 32-true, bfloat16 for bf16-mixed."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Numbers to compute in: float32 for a run with `precision` 32-true, else bfloat16 or float16, as that says."""
     served_model_name: str | None = field(default=None, metadata=RARE)
     """Name by which requests call the model; `model_name` as it was given when not set."""
     rollout_mini_batch_size: int = 64

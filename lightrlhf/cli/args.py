@@ -204,7 +204,7 @@ class DeviceArgs:
     """Whole models on each rank (ddp), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
     ddp_timeout: int = field(default=1800, metadata=RARE)
     """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Precision of forward and backward passes; weights stay in float32."""
 
 
@@ -233,6 +233,11 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
                 raise ValueError(
                     f"--{flag} {package} needs the package {package}; install it with: pip install {package}"
                 )
+        if self.precision == "16-mixed" and self.strategy in ("fsdp", "deepspeed"):
+            raise ValueError(
+                f"--precision 16-mixed scales losses, which --strategy {self.strategy} does not support here; "
+                "use --precision bf16-mixed or --strategy ddp"
+            )
         if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and find_spec("bitsandbytes") is None:
             raise ValueError(needs_package(f"--optimizer {self.optimizer}", "bitsandbytes", "quantisation"))
         if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
@@ -475,7 +480,7 @@ class ServerArgs(TimeoutArgs):
     exchange_dir: str | None = field(default=None, metadata=RARE)
     """Folder that servers see, for weights; when not given a file system in memory, else the temporary folder."""
     max_sampling_kl: float | None = field(default=None, metadata=RARE)
-    """Largest KL a token between servers and trainer; when not given 1e-6, with bf16-mixed 0.01."""
+    """Largest KL a token between servers and trainer; when not given 1e-6, with a mixed precision 0.01."""
 
     def check_servers(self) -> None:
         """Raises: ValueError, one line, when an address or a limit cannot be used."""

@@ -24,6 +24,7 @@ from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
 from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
 from lightrlhf.maths.sampling_gap import gap_size
+from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.checkpoint import checkpoints
@@ -155,7 +156,7 @@ class ServedPolicy:
 
     def _diagnosis(self, rollout: SampledBatch, limit: float) -> str:
         """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
-        precision = "float32" if self.run.precision == "32-true" else "bfloat16"
+        precision = str(compute_dtype(self.run.args)).removeprefix("torch.")
         for url, settings in self.servers.settings():
             dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
             if dtype != precision:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import ModelArgs, TrainArgs
+from lightrlhf.cli.args import DeviceArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.names import holds_reward_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 QUANTISED = ("Linear8bitLt", "Linear4bit")  # the layers of bitsandbytes
 
 
@@ -37,9 +38,9 @@ def quantisation_options(args: ModelArgs) -> dict[str, Any]:
     return {"quantization_config": config}
 
 
-def compute_dtype(args: ModelArgs) -> torch.dtype:
-    """Dtype of products with 4-bit weights: bfloat16 for `--precision bf16-mixed`, else float32."""
-    return torch.bfloat16 if getattr(args, "precision", "") == "bf16-mixed" else torch.float32
+def compute_dtype(args: ModelArgs | DeviceArgs) -> torch.dtype:
+    """Dtype of matrix products with this `--precision`; float32 for a program without it."""
+    return MIXED.get(getattr(args, "precision", ""), torch.float32)
 
 
 def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: bool = False) -> bool:

@@ -67,8 +67,8 @@ class Engine:
     """A model behind the routes.
 
     name: what requests call it; root: the folder or hub name that it was loaded from; merged_into: the base of an
-    adapter that was merged when it was loaded, else None; dtype: float32, or bfloat16 by autocast as in a training run
-    with `--precision bf16-mixed`.
+    adapter that was merged when it was loaded, else None; dtype: float32, or a half one by autocast as in a training
+    run with `--precision bf16-mixed` or `16-mixed`.
     """
 
     def __init__(

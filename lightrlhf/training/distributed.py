@@ -25,6 +25,7 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.sharding import shard_layers
 from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.training.loss_scale import check_scalable, scaled_precision
 from lightrlhf.training.watchdog import COLLECTIVE_GRACE
 
 OWN_TO_RANK = {"data_dir", "log_dir", "resume_from", "config"}  # paths may differ between machines
@@ -38,17 +39,17 @@ def make_fabric(args: TrainArgs) -> Any:
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # six lines at each start
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
+    check_scalable(args)
     devices, num_nodes = processes(args)
-    chosen: dict[str, Any] = {
-        "accelerator": args.accelerator,
-        "precision": args.precision,
-        "devices": devices,
-        "num_nodes": num_nodes,
-    }
+    chosen: dict[str, Any] = {"accelerator": args.accelerator, "devices": devices, "num_nodes": num_nodes}
+    precision: dict[str, Any] = {"precision": args.precision}
+    if args.precision == "16-mixed":
+        precision = {"plugins": scaled_precision("cuda")}
     try:
-        return Fabric(**chosen, strategy=_strategy(args, devices * num_nodes))
+        return Fabric(**chosen, **precision, strategy=_strategy(args, devices * num_nodes))
     except (ValueError, RuntimeError, MisconfigurationException) as problem:
-        given = " ".join(f"--{name} {value}" for name, value in [*chosen.items(), ("strategy", args.strategy)])
+        flags = {**chosen, "precision": args.precision, "strategy": args.strategy}
+        given = " ".join(f"--{name} {value}" for name, value in flags.items())
         raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
 
 

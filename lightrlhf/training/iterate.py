@@ -32,6 +32,7 @@ from lightrlhf.storage.locks import LOCK, lock_folder
 from lightrlhf.storage.run_dir import check_args, make_parent, new_run_dir
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import rename, sync_folder, writing
+from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 
@@ -52,6 +53,7 @@ def open_directory(
     program in older releases.
     Raises: UsageError when it cannot be written, was started with other flags or objects, or the policy is no folder.
     """
+    check_scalable(args)  # of a stage that trains, before any other
     output_dir = getattr(args, "output_dir", None)
     started = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
     if started:

@@ -66,6 +66,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
         state = torch.load(folder / "resume.pt", weights_only=True, mmap=True, map_location="cpu")
         state["learned"] = with_stored(state["learned"], state.pop("stored", {}), folder)  # older ones hold them all
         parts = {name: state[name] for name in ("learned", "optimizers", "schedulers", "extra")}
+        parts["loss_scale"] = state.get("loss_scale")
     except Exception as error:  # unpickling raises whatever the bytes mean
         return None, f"resume.pt cannot be read: {type(error).__name__}"
     bad = not_finite(leaves(parts))

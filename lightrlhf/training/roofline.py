@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.storage.checkpoint import write_text
 
 OPTIMIZER_BYTES = 7 * 4  # per weight: AdamW reads weight, gradient and two moments, writes weight and moments
@@ -276,7 +277,7 @@ def _floors_of_rollout(
         [response] * rows,
         ceilings,
         slots=args.rollout_mini_batch_size,
-        bytes_per_number=2 if args.precision == "bf16-mixed" else 4,
+        bytes_per_number=compute_dtype(args).itemsize,
         ppo_epochs=args.ppo_epochs,
         optimizer_steps=args.ppo_epochs * math.ceil(rows / args.mini_batch_size),
         reward_model=args.rm_experiment_dir is not None,
@@ -312,7 +313,7 @@ def write_profile(
     world_size: int,
 ) -> None:
     """Write `profile.json` and `profile.md` of a run; roles: its learning models by name."""
-    ceilings = measure_ceilings(device, torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32)
+    ceilings = measure_ceilings(device, compute_dtype(args))
     shapes = {name: Shape.of(role.model, role) for name, role in roles.items()}
     phases = profile(timed, shapes, args, ceilings, world_size)
     write_text(directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))

@@ -51,6 +51,7 @@ from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
+from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
@@ -133,6 +134,10 @@ class Run(Generic[AnyArgs]):
                 self._lock.release()
             raise
         self.step: int = self.resumed["step"] if self.resumed else 0
+        scaler = getattr(self.fabric.strategy.precision, "scaler", None)
+        self.loss_scale = LossScale(scaler) if scaler is not None else None  # with --precision 16-mixed
+        if self.loss_scale and self.resumed and "loss_scale" in self.resumed:
+            self.loss_scale.load(self.resumed["loss_scale"])
         self.learners: dict[str, Learner] = {}
         self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
         self.seconds: dict[str, float] = {}  # spent in each phase of the current step
@@ -323,28 +328,40 @@ class Run(Generic[AnyArgs]):
         """
         if not torch.isfinite(loss):
             where = f"at step {self.step + 1}{self._of_rows(places)}"
-            raise RunFailure(f"loss is {float(loss.detach())} {where}{self._last_good()}")
+            remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
+            raise RunFailure(f"loss is {float(loss.detach())} {where}{remedy}{self._last_good()}")
         self.fabric.backward(loss * self.world_size)
 
     def optimize(self, name: str) -> float:
         """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
 
-        Raises: RunFailure, naming the step and its rows, when a gradient is not finite; the weights are unchanged then.
+        With `--precision 16-mixed` a step whose gradients are not finite is skipped, and its norm is NaN.
+        Raises: RunFailure, naming the step and its rows, when a gradient is not finite, or those of many steps in a row
+        with 16-mixed; the weights are unchanged then.
         """
         module, optimizer, scheduler = self.learners[name]
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        is_scaled = self.loss_scale is not None and bool(parameters)
         with self._collective():
-            norm = full_tensors(
-                nn.utils.clip_grad_norm_(
-                    [p for p in module.parameters() if p.grad is not None], self.args.gradient_clip_val or math.inf
-                )
-            )
-        if not torch.isfinite(norm):
-            where = f"at step {self.step + 1}{self._of_rows()}"
-            raise RunFailure(f"{name} gradient norm is {float(norm)} {where}{self._last_good()}")
-        optimizer.step()
+            if self.loss_scale and is_scaled:
+                self.loss_scale.unscale(optimizer.optimizer)
+            norm = full_tensors(nn.utils.clip_grad_norm_(parameters, self.args.gradient_clip_val or math.inf))
+        is_finite, step = bool(torch.isfinite(norm)), f"step {self.step + 1}"
+        if is_finite:
+            optimizer.step()
+        elif not is_scaled:
+            raise RunFailure(f"{name} gradient norm is {float(norm)} at {step}{self._of_rows()}{self._last_good()}")
         optimizer.zero_grad(set_to_none=True)
+        if self.loss_scale and is_scaled:
+            if not self._has_gradients():  # others, such as a critic's, were computed with this scale
+                self.loss_scale.update()
+            if problem := self.loss_scale.count(name, is_finite):
+                raise RunFailure(f"{step}: {problem}{self._last_good()}")
         scheduler.step()
-        return float(norm)
+        return float(norm) if is_finite else math.nan
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for learner in self.learners.values() for p in learner.module.parameters())
 
     def skip_updates(self, number: int) -> None:
         """Advance all schedules by optimiser steps that were planned and not made."""
@@ -510,6 +527,8 @@ class Run(Generic[AnyArgs]):
     # --------------------------------------------------------------------------------------------------- metrics
     def log(self, metrics: dict[str, float]) -> None:
         """Log metrics of the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
+        if self.loss_scale and not all(name.startswith("val/") for name in metrics):
+            metrics = {**metrics, **self.loss_scale.metrics()}
         if self.is_first:
             self._write_metrics(metrics)
         self._compare(metrics)
@@ -607,6 +626,8 @@ class Run(Generic[AnyArgs]):
             "extra": extra or {},
             "best": self.best.state(),
         }
+        if self.loss_scale:
+            state["loss_scale"] = self.loss_scale.state()
 
         def write(folder: Path) -> None:
             merge, dtype = getattr(self.args, "merge", False), getattr(torch, self.args.save_dtype)
