@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, reseal, tiny_model, weights
+from helpers import CPU, last_checkpoint, metrics, reseal, run_program, tiny_model, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import grpo, ppo, rm, sft
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.rounding import rounded_copy
+from lightrlhf.models.saving import export_for_servers, self_contained
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.resume import read_checkpoint, with_stored, without_stored
 
 PPO = ["--reward_function", "helpers.rewards:length", "--rollout_size", "8", "--mini_batch_size", "8", "--epochs", "9"]
@@ -103,11 +108,12 @@ def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
 
 
 def test_only_the_same_bits_and_dtype_count_as_stored(tmp_path):
-    values = torch.arange(64.0)
-    save_file({"a": values, "zero": torch.zeros(3), "half": torch.ones(3).half()}, tmp_path / "model.safetensors")
-    close = values.clone()
-    close[5] = torch.nextafter(close[5], torch.tensor(9.0))  # none of the values that are looked at first
-    learned = {"same": values, "close": close, "-0": -torch.zeros(3), "float32": torch.ones(3), "wide": values[None]}
+    values = torch.arange(64.0) - 5
+    save_file({"a": values, "half": torch.ones(3).half()}, tmp_path / "model.safetensors")
+    close, negative = values.clone(), values.clone()
+    close[6] = torch.nextafter(close[6], torch.tensor(9.0))  # none of the values that are looked at first
+    negative[5] = -0.0
+    learned = {"same": values, "close": close, "-0": negative, "float32": torch.ones(3), "wide": values[None]}
     rest, places = without_stored({"one": learned}, tmp_path)
     assert places == {"one": {"same": "a"}} and list(rest["one"]) == ["close", "-0", "float32", "wide"]
 
@@ -120,6 +126,16 @@ def test_a_folder_that_lost_a_weight_is_not_resumed_from(cafe_data, base_model, 
     save_file(stored, last / "model.safetensors", metadata={"format": "pt"})
     reseal(last)
     assert read_checkpoint(last) == (None, "resume.pt cannot be read: KeyError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_store_and_resume_the_same_way(strategy, cafe_data, base_model, tmp_path):
+    more = ["--devices", "2", "--strategy", strategy, "--mini_batch_size", "4", "--micro_batch_size", "4"]
+    run_program("lightrlhf.sft", *flags_of(cafe_data, base_model, tmp_path, *more))
+    (args,) = tmp_path.rglob("args.json")
+    assert state_of(args.parent)["learned"] == {"policy": {}}
+    assert is_bitwise(lambda flags: run_program("lightrlhf.sft", *flags), str(args.parent))
 
 
 # --------------------------------------------------------------------------------------------------------- save_dtype
@@ -172,6 +188,31 @@ def test_adapters_and_heads_are_rounded_and_their_base_is_not(cafe_data, tmp_pat
         + ["--mini_batch_size", "4", "--micro_batch_size", "4", "--max_new_tokens", "3"]
     )
     assert dtypes(last_checkpoint(scored) / "model.safetensors") == {"F32"}
+
+
+def test_tied_weights_stay_tied_and_the_model_stays_as_it_is(tmp_path):
+    model = tiny_model("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    copied = rounded_copy(model, torch.bfloat16)
+    assert copied.lm_head.weight is copied.transformer.wte.weight
+    copied.save_pretrained(tmp_path)
+    assert dtypes(tmp_path / "model.safetensors") == {"BF16"}
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert rounded_copy(model, torch.float32) is model
+
+
+def test_a_merged_upload_is_rounded_and_weights_for_servers_are_not(cafe_data, tmp_path):
+    more = ["--finetune_mode", "lora", "--save_dtype", "bfloat16", "--max_steps", "2"]
+    last = last_checkpoint(sft.main(flags_of(cafe_data, "tiny", tmp_path, *more)))
+    with self_contained(last, torch.bfloat16) as folder:
+        assert dtypes(folder / "model.safetensors") == {"BF16"}
+    policy = load_policy(str(last), ModelArgs(finetune_mode="lora"), load_tokenizer(cafe_data))
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    for name in ("merged", "adapter"):
+        (tmp_path / name).mkdir()
+        export_for_servers(policy, tmp_path / name, tmp_path / "base", as_adapter=name == "adapter")
+        assert dtypes(next((tmp_path / name).glob("*.safetensors"))) == {"F32"}
 
 
 def test_a_value_beyond_float16_is_refused_and_named(cafe_data, base_model, tmp_path, capsys):
