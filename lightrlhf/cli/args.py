@@ -277,7 +277,14 @@ class ModelArgs:
     """Dropout on the input of the adapters."""
     lora_targets: str = field(default="all-linear", metadata=RARE)
     """Modules with adapters, separated by commas; `all-linear`: every linear layer but the head."""
-
+    use_rslora: bool = field(default=False, metadata=RARE)
+    """Scale of the adapters: alpha / sqrt(rank), which suits high ranks (rsLoRA)."""
+    use_dora: bool = field(default=False, metadata=RARE)
+    """Also train the length of each row of the adapted weights (DoRA); not where models share a backbone."""
+    init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = field(
+        default="default", metadata=RARE
+    )
+    """Initial adapters; pissa and olora: a part of the weights, subtracted again by a frozen adapter."""
     load_in_8bit: bool = field(default=False, metadata=RARE)
     """Frozen weights in 8 bits (bitsandbytes), with `finetune_mode` lora."""
     load_in_4bit: bool = False
@@ -306,6 +313,7 @@ class ModelArgs:
                 self._check_quantisation(name)
         if self.base_dtype != "float32":
             self._check_base_dtype()
+        self._check_variants()
         if self.merge and self.finetune_mode != "lora":
             raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
 
@@ -316,10 +324,30 @@ class ModelArgs:
                 f"{flag} with --finetune_mode {self.finetune_mode}: weights are trained in float32; leave it out, or "
                 "use --finetune_mode lora"
             )
+        if self.use_dora or self.init_lora_weights in ("pissa", "olora"):
+            other = "--use_dora True" if self.use_dora else f"--init_lora_weights {self.init_lora_weights}"
+            raise ValueError(f"{other} reads or changes the base in float32; leave {flag} out")
         if self.load_in_8bit or self.load_in_4bit:
             raise ValueError(f"{flag} contradicts --load_in_{4 if self.load_in_4bit else 8}bit True; give one of them")
         if (strategy := getattr(self, "strategy", "auto")) in ("fsdp", "deepspeed"):
             raise ValueError(f"{flag} cannot be sharded by --strategy {strategy}; use --strategy ddp")
+
+    def _check_variants(self) -> None:
+        init = f"--init_lora_weights {self.init_lora_weights}"
+        given = {"--use_rslora True": self.use_rslora, "--use_dora True": self.use_dora}
+        given[init] = self.init_lora_weights != "default"
+        for flag, value in given.items():
+            if value and self.finetune_mode != "lora":
+                raise ValueError(f"{flag} requires --finetune_mode lora")
+        if self.init_lora_weights == "orthogonal" and self.lora_rank % 2:
+            raise ValueError(f"{init} needs an even rank, not --lora_rank {self.lora_rank}")
+        begins_as_a_part = self.init_lora_weights in ("pissa", "olora")
+        if begins_as_a_part and self.use_dora:
+            raise ValueError(f"{init} subtracts by a second adapter, and one of --use_dora True must stand alone")
+        if (begins_as_a_part or self.use_dora) and (self.load_in_8bit or self.load_in_4bit):
+            flag = init if begins_as_a_part else "--use_dora True"
+            bits = "--load_in_8bit True" if self.load_in_8bit else "--load_in_4bit True"
+            raise ValueError(f"{flag} needs weights that are not quantised; remove it or {bits}")
 
     def _check_quantisation(self, name: str) -> None:
         if self.load_in_8bit and self.load_in_4bit:
@@ -541,6 +569,8 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
             raise ValueError(
                 "--exchange_adapter True: a server's base is not quantised as that of this process; leave it out"
             )
+        if self.exchange_adapter and getattr(self, "use_dora", False):
+            raise ValueError("--exchange_adapter True: vLLM and SGLang load no DoRA adapter; leave it out")
         for flag, value, whole in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):
             if value != whole:
                 raise ValueError(

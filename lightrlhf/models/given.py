@@ -48,6 +48,7 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
     as the base.
     Raises: UsageError when it is no causal language model, or has adapters.
     """
+    lora.check_shared(args, shares)
     model = model.model if isinstance(model, Policy) else model
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise UsageError(f"policy: a causal language model of transformers is needed, not a {type(model).__name__}")

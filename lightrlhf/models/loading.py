@@ -49,12 +49,15 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     """
     from transformers import AutoModelForCausalLM
 
+    lora.check_shared(args, shares)
     source = name if name == "tiny" else resolve(name, flag)
     if holds_reward_model(source):
         raise UsageError(f"{flag} {name} holds a reward model, not a language model; give an SFT experiment dir")
     model, base, loaded = load_model(AutoModelForCausalLM, source, flag, args, tokenizer)
     if grow_vocabulary(model, tokenizer, name):
         base = None  # these weights are not stored
+    if merge_below_dora(model, args, loaded, f"{flag} {name}"):
+        base = None
     store_ends(model, tokenizer)
     adapters = choose_trainable(model, args, loaded, "policy")
     policy = Policy(model, adapters, base, shares=shares and bool(adapters))
@@ -89,11 +92,14 @@ def load_scalar(
             f"{flag} {name} compares two responses and cannot score one; give a reward model of another --loss_type"
         )
     if backbone is not None and backbone.shares and backbone.base == base_name(source, flag) is not None:
-        return scalar_on_backbone(backbone, source, args, seed, flag)
+        if not args.use_dora and not lora.holds_dora(source, flag):
+            return scalar_on_backbone(backbone, source, args, seed, flag)
     model, base, loaded = load_model(AutoModelForSequenceClassification, source, flag, args, tokenizer, num_labels=1)
     if has_head and model.config.num_labels != 1:
         raise UsageError(f"{flag} {name} has {model.config.num_labels} labels; a reward model has one")
     if tokenizer is not None and not needs_head and grow_vocabulary(model, tokenizer, name):
+        base = None
+    if merge_below_dora(model, args, loaded, f"{flag} {name}"):
         base = None
     if config.get("compares_pairs"):
         model.config.compares_pairs = True
@@ -112,14 +118,14 @@ def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, se
         backbone.loaded[source] = name, lora.load_adapter(model, name, source, config)
         check_weights(model, f"{flag} {source}", backbone.loaded[source][1])
     start, head = backbone.loaded.get(source or "", (None, None))
+    adapters: tuple[str, ...] = (start,) if start else ()
     trainable = args.finetune_mode == "lora"
     if trainable:
-        lora.add_adapter(model, "scalar", args)
+        adapters += lora.add_adapter(model, "scalar", args, adapters)
     lora.configure(model, active=backbone.adapters, trainable=("policy", "scalar"))
     width = model.get_output_embeddings().weight.shape[1]
     score = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=model.device)  # draws no random numbers
     score.weight.data.copy_(new_head(score.in_features, seed) if head is None else head)
-    adapters = ((start,) if start else ()) + (("scalar",) if trainable else ())
     return ScalarModel(model, adapters, backbone.base, shares=True, trainable=trainable, score=score)
 
 
@@ -171,6 +177,22 @@ def _add_rows(model: PreTrainedModel, size: int) -> None:
         frozen.hold(model)
 
 
+def merge_below_dora(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdapters, named: str) -> bool:
+    """Merge a loaded adapter on which another is to be trained, if one of the two is DoRA; returns whether.
+
+    The merged weights are not stored.
+    """
+    if not loaded or args.finetune_mode != "lora" or not (args.use_dora or lora.is_dora(model)):
+        return False
+    lora.merge(model, tuple(name for name, _ in loaded.values()))
+    loaded.clear()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"{named}: its adapter is merged into its base, since a DoRA adapter stands alone; this run saves the sum"
+        )
+    return True
+
+
 def load_model(
     auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Any, **options: Any
 ) -> tuple[PreTrainedModel, str | None, LoadedAdapters]:
@@ -197,7 +219,17 @@ def load_model(
             frozen.restore_buffers(model)
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", compute_dtype(args))
+        if args.use_dora or (config is not None and config.use_dora):  # peft (0.21) loses the scales of such weights
+            raise UsageError(
+                f"{flag} {source}: a DoRA adapter needs a base that is not quantised; give unquantised weights"
+            )
+        if args.base_dtype != "float32":
+            raise UsageError(
+                f"{flag} {source}: its weights were saved quantised; remove --base_dtype {args.base_dtype}"
+            )
     elif args.base_dtype == "bfloat16":
+        if config is not None and config.use_dora:  # merging it would round the sum
+            raise UsageError(f"{flag} {source}: a DoRA adapter is merged in float32; leave --base_dtype out")
         frozen.hold(model)
     else:
         model.float()
@@ -265,8 +297,7 @@ def choose_trainable(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
     adapters = tuple(name for name, _ in loaded.values())
     if args.finetune_mode == "lora":
         quiet_libraries()
-        lora.add_adapter(model, new, args)
-        adapters += (new,)
+        adapters += lora.add_adapter(model, new, args, adapters)
         lora.configure(model, active=adapters, trainable=(new,))
         if hasattr(model, "score"):
             model.get_submodule("score").requires_grad_(True)

@@ -7,7 +7,15 @@ frozen one it started from, and a new trainable one. `active` switches roles by 
 An exported adapter is the concatenation of a role's adapters, so it is always relative to the stored base weights:
 B1 A1 + B2 A2 = [B1 B2] [A1; A2]. transformers and peft load it like any other.
 
-Left out: adapters other than plain LoRA; peft can merge them into their base first.
+An adapter that begins as a part of the weights (PiSSA, Meng et al. 2024; OLoRA, Büyükakyüz 2024) usually has that part
+taken out of the base. Here the base stays as it is, and the part is subtracted by a second adapter, frozen: W + B A -
+B0 A0. So quantities that are relative to the base (a reference, an export, a merge) hold without a special case. A
+checkpoint's rank is then twice the trained one.
+
+DoRA (Liu et al. 2024) is no sum, for it scales the rows of W + B A: such an adapter stands alone on its base.
+
+Left out: adapters of other kinds, which peft can merge into their base first. LoftQ, which chooses the quantised base
+together with the adapter, so that the checkpoint would need that base.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +42,16 @@ LoadedAdapters = dict[str, tuple[str, Tensor | None]]  # by source: name of the 
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # of parameter names in peft's files, from its wrapper
+KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")  # the modules of an adapter in a layer; the last of DoRA alone
 HEADS = {"score", "classifier"}
+INITIAL = "-initial"  # ends the name of the frozen adapter that subtracts where a trained one began
+KEEP_THE_BASE = {"True", "False", "gaussian", "orthogonal", "eva"}  # of peft's initialisations
 
 
 def adapter_config(source: str, flag: str) -> Any | None:
     """peft's config of the adapter in a folder or hub repository; None if there is no adapter.
 
-    Raises: UsageError when it is not plain LoRA, which could not be concatenated.
+    Raises: UsageError when it is neither LoRA nor DoRA, or relative to a base that its initialisation changed.
     """
     from transformers.utils import find_adapter_config_file
 
@@ -54,13 +66,30 @@ def adapter_config(source: str, flag: str) -> Any | None:
         except Exception as problem:  # whatever peft raises for a broken file
             raise UsageError(f"{flag} {source}: {ADAPTER_CONFIG} cannot be read: {first_line(problem)}") from None
     plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
-    plain = plain and not (config.use_dora or config.lora_bias or config.bias != "none")
+    plain = plain and not (config.lora_bias or config.bias != "none" or _other_variants(config))
     if not plain or not set(config.modules_to_save or []) <= HEADS:
         raise UsageError(
-            f"{flag} {source} holds an adapter other than plain LoRA; "
+            f"{flag} {source} holds an adapter other than LoRA and DoRA; "
             "merge it into its base first (peft: merge_and_unload) and give the merged folder"
         )
+    if str(config.init_lora_weights) not in KEEP_THE_BASE:
+        raise UsageError(
+            f"{flag} {source} holds an adapter relative to a base that its initialisation {config.init_lora_weights} "
+            "changed; save it relative to the original one (peft: path_initial_model_for_weight_conversion)"
+        )
     return config
+
+
+def _other_variants(config: Any) -> list[str]:
+    """Names of the variants of LoRA in a peft config, besides DoRA."""
+    names = [one.name for one in fields(config) if one.metadata.get("is_lora_variant") and one.name != "use_dora"]
+    return [name for name in names if getattr(config, name)]
+
+
+def holds_dora(source: str, flag: str) -> bool:
+    """Whether a folder or hub repository holds a DoRA adapter."""
+    config = adapter_config(source, flag)
+    return config is not None and bool(config.use_dora)
 
 
 def base_of(config: Any, source: str, flag: str) -> str:
@@ -80,8 +109,11 @@ def base_of(config: Any, source: str, flag: str) -> str:
     return base
 
 
-def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs) -> None:
-    """Add a new adapter, initially the identity, to the layers of `args.lora_targets`."""
+def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs, below: Sequence[str] = ()) -> tuple[str, ...]:
+    """Add a new adapter to the layers of `args.lora_targets`; returns the names of all that belong to it, its own last.
+
+    With them the model is initially as with the adapters `below` alone.
+    """
     from peft import LoraConfig
 
     targets = args.lora_target_names()
@@ -98,11 +130,78 @@ def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs) -> None:
         lora_dropout=args.lora_dropout,
         target_modules=targets,
         fan_in_fan_out=_is_transposed(model),
+        use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
     )
+    if args.init_lora_weights in ("gaussian", "orthogonal"):
+        config.init_lora_weights = args.init_lora_weights
     try:
         _inject(config, model, name)
+        if args.init_lora_weights not in ("pissa", "olora"):
+            return (name,)
+        _inject(config, model, name + INITIAL)
     except ValueError as problem:
         raise UsageError(f"--lora_targets {args.lora_targets}: {first_line(problem)}") from None
+    for where, layer in lora_layers(model).items():
+        if name in layer.lora_A:
+            _begin_with_a_part(layer, name, [one for one in below if one in layer.lora_A], args, where)
+    return name + INITIAL, name
+
+
+@torch.no_grad()
+def _begin_with_a_part(layer: Any, name: str, below: list[str], args: ModelArgs, where: str) -> None:
+    """Set an adapter to a part of rank r of the weights it starts from, and its frozen twin to minus that part.
+
+    PiSSA: the largest singular values, by subspace iteration; OLoRA: the first r columns of Q of a QR decomposition.
+    """
+    weight = layer.get_base_layer().weight.float() + sum(layer.get_delta_weight(one) for one in below)
+    weight = weight.T if layer.fan_in_fan_out else weight  # (out, in)
+    rank = args.lora_rank
+    if rank > min(weight.shape):
+        raise UsageError(
+            f"--lora_rank {rank} with --init_lora_weights {args.init_lora_weights}: {where} has only "
+            f"{min(weight.shape)} singular values; lower the rank or leave that layer out of --lora_targets"
+        )
+    if args.init_lora_weights == "pissa":
+        left, values, right = torch.svd_lowrank(weight, q=min(2 * rank + 32, *weight.shape), niter=16)
+        root = (values[:rank] / layer.scaling[name]).sqrt()  # (r,)
+        down, up = (right[:, :rank] * root).T, left[:, :rank] * root
+    else:
+        up = torch.linalg.qr(weight[:, :rank]).Q  # those of the whole matrix
+        down = up.T @ weight
+    for adapter, sign in ((name, 1), (name + INITIAL, -1)):
+        layer.lora_A[adapter].weight.copy_(down)
+        layer.lora_B[adapter].weight.copy_(sign * up)
+
+
+def belonging(adapters: Sequence[str]) -> tuple[str, ...]:
+    """The trainable adapter of a role, and its frozen twin if it has one: the last ones."""
+    return tuple(adapters[-2:] if adapters[-1] + INITIAL in adapters else adapters[-1:])
+
+
+def is_initial(parameter: str) -> bool:
+    """Whether a parameter, by its name, belongs to an adapter that subtracts where a trained one began."""
+    return parameter.endswith(f"{INITIAL}.weight")
+
+
+def initial_of(parameter: str) -> str:
+    """Name of the frozen parameter that subtracts where a trained one began, if there is one."""
+    return f"{parameter.removesuffix('.weight')}{INITIAL}.weight"
+
+
+def check_shared(args: ModelArgs, shares: bool) -> None:
+    """Raises: UsageError when new adapters would be DoRA on a backbone that roles share."""
+    if shares and args.use_dora and args.finetune_mode == "lora":
+        remedy = " or add --share_backbone False" if hasattr(args, "share_backbone") else ""
+        raise UsageError(
+            "--use_dora True: a DoRA adapter must stand alone on its base, and here policy and reference share one; "
+            f"remove it{remedy}"
+        )
+
+
+def is_dora(model: nn.Module) -> bool:
+    """Whether the model carries a DoRA adapter."""
+    return any(layer.lora_magnitude_vector for layer in lora_layers(model).values())
 
 
 def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) -> Tensor | None:
@@ -110,6 +209,7 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
     from peft import load_peft_weights, set_peft_model_state_dict
 
     config.lora_dropout, config.modules_to_save, config.inference_mode = 0.0, None, True  # it is frozen
+    config.init_lora_weights = True
     try:
         with torch.random.fork_rng(devices=[]):  # the initial values are overwritten
             _inject(config, model, name)
@@ -168,14 +268,15 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def adapter_modules(model: nn.Module, adapter: str) -> nn.ModuleDict:
-    """The modules of one adapter, shared with the model, by names that a ModuleDict accepts."""
+def adapter_modules(model: nn.Module, *adapters: str) -> nn.ModuleDict:
+    """The modules of adapters, shared with the model, by names that a ModuleDict accepts."""
     return nn.ModuleDict(
         {
             f"{name}.{kind}.{adapter}".replace(".", "/"): getattr(layer, kind)[adapter]
             for name, layer in lora_layers(model).items()
-            if adapter in layer.lora_A
-            for kind in ("lora_A", "lora_B")
+            for adapter in adapters
+            for kind in KINDS
+            if adapter in getattr(layer, kind)
         }
     )
 
@@ -204,10 +305,10 @@ def configure(model: nn.Module, active: Sequence[str], trainable: Sequence[str])
     model.requires_grad_(False)
     for layer in lora_layers(model).values():
         layer._active_adapter = list(active)
-        for name in trainable:
-            if name in layer.lora_A:
-                layer.lora_A[name].requires_grad_(True)
-                layer.lora_B[name].requires_grad_(True)
+        for modules in (getattr(layer, kind) for kind in KINDS):
+            for name in trainable:
+                if name in modules:
+                    modules[name].requires_grad_(True)
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -220,8 +321,13 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, Abstra
 
 
 # ------------------------------------------------------------------------------------------------- saving, merging
-def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:
-    """Concatenate adapters into one equal to their sum: its peft config, and its weights by peft's names."""
+def concatenate(
+    model: PreTrainedModel, adapters: Sequence[str], for_servers: bool = False
+) -> tuple[Any, dict[str, Tensor]]:
+    """Concatenate adapters into one equal to their sum: its peft config, and its weights by peft's names.
+
+    for_servers: with the scale alpha / rank in any case, since SGLang ignores `use_rslora` (its issue 40835).
+    """
     from peft import LoraConfig
 
     layers = {
@@ -229,9 +335,11 @@ def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, d
         for name, layer in lora_layers(model).items()
     }
     layers = {name: parts for name, parts in layers.items() if parts}
-    kinds = {(layer.r[a], layer.lora_alpha[a], layer.scaling[a]) for parts in layers.values() for layer, a in parts}
-    rank, alpha, scaling = next(iter(kinds))
-    unchanged = len(adapters) == len(kinds) == 1 and scaling == alpha / rank
+    names = ("r", "lora_alpha", "scaling", "use_rslora")
+    kinds = {tuple(getattr(layer, name)[a] for name in names) for parts in layers.values() for layer, a in parts}
+    rank, alpha, scaling, stabilised = next(iter(kinds))
+    unchanged = len(adapters) == len(kinds) == 1 and scaling == alpha / (rank**0.5 if stabilised else rank)
+    unchanged = unchanged and not (stabilised and for_servers)
     if not unchanged:
         rank = alpha = max(sum(layer.r[adapter] for layer, adapter in parts) for parts in layers.values())
     weights = {}
@@ -240,11 +348,17 @@ def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, d
         up = [layer.lora_B[adapter].weight * (1 if unchanged else layer.scaling[adapter]) for layer, adapter in parts]
         weights[f"{PREFIX}{name}.lora_A.weight"] = _padded(torch.cat(down), rank, 0)
         weights[f"{PREFIX}{name}.lora_B.weight"] = _padded(torch.cat(up, 1), rank, 1)
+        for layer, adapter in parts:
+            if adapter in layer.lora_magnitude_vector:  # the only one; peft writes it without the suffix,
+                magnitude = layer.lora_magnitude_vector[adapter].weight  # and then transformers (5.23) overlooks it
+                weights[f"{PREFIX}{name}.lora_magnitude_vector.weight"] = magnitude.detach().float().cpu().contiguous()
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         target_modules=_shortest(model, list(layers)),
         fan_in_fan_out=_is_transposed(model),
+        use_rslora=unchanged and stabilised,
+        use_dora=any("lora_magnitude_vector" in name for name in weights),
     )
     return config, weights
 
@@ -270,11 +384,12 @@ def save_adapter(
     base: str | None,
     folder: Path,
     dtype: torch.dtype = torch.float32,
+    for_servers: bool = False,
 ) -> None:
     """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`, in `dtype`."""
     from safetensors.torch import save_file
 
-    config, weights = concatenate(model, adapters)
+    config, weights = concatenate(model, adapters, for_servers)
     config.base_model_name_or_path, config.inference_mode = base, True
     config.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
     if head is not None:

@@ -43,10 +43,10 @@ class TokenStats(NamedTuple):
 class Role(nn.Module):
     """A Hugging Face model in one role: a model of its own, or with LoRA one of several roles on a shared backbone.
 
-    adapters: names of the adapters that are active in this role; a trainable one comes last.
+    adapters: names of the adapters that are active in this role; a trainable one comes last, see `lora.belonging`.
     base: hub id or folder of the weights below the adapters; None if they are not stored.
-    shares: the backbone is shared. Such a role registers only its trainable parameters, so Fabric wraps, clips and
-    saves those and no others. Outside a role's forward pass the policy's adapters are active.
+    shares: the backbone is shared. Such a role registers only its own parameters, so Fabric wraps, clips and saves
+    those and no others. Outside a role's forward pass the policy's adapters are active.
     """
 
     model: PreTrainedModel
@@ -64,7 +64,7 @@ class Role(nn.Module):
         self.adapters, self.base, self.shares = adapters, base, shares
         if shares:
             self.__dict__["model"] = model  # not registered as a submodule
-            self.own = lora.adapter_modules(model, adapters[-1]) if trainable else nn.ModuleDict()
+            self.own = lora.adapter_modules(model, *lora.belonging(adapters)) if trainable else nn.ModuleDict()
         else:
             self.model = model
 
@@ -119,14 +119,21 @@ class Policy(Role):
     def reference(self) -> Policy:
         """A frozen reference: on a shared backbone a role without the new adapter, else a copy of the policy.
 
-        The copy shares the frozen parameters.
+        The copy shares the frozen parameters. It lacks an adapter that begins as a part of the weights, whose
+        decomposition another machine might round differently when the run is resumed.
         """
+        own = lora.belonging(self.adapters) if self.adapters else ()
         if self.shares:
             known = {"shares": True, "trainable": False, "head_is_plain": self.head_is_plain}
-            reference = Policy(self.model, self.adapters[:-1], self.base, **known)
+            reference = Policy(self.model, self.adapters[: -len(own)], self.base, **known)
             reference.shares_prefixes = self.shares_prefixes
             return reference
-        return copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
+        reference = copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
+        if len(own) > 1:
+            reference.adapters = self.adapters[: -len(own)]
+            for name in own:
+                lora.remove_adapter(reference.model, name)
+        return reference
 
     def forward(
         self,

@@ -34,10 +34,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export(module: Role, folder: Path, base_dir: Path, merge: bool = False, dtype: torch.dtype = torch.float32) -> None:
+def export(
+    module: Role,
+    folder: Path,
+    base_dir: Path,
+    merge: bool = False,
+    dtype: torch.dtype = torch.float32,
+    for_servers: bool = False,
+) -> None:
     """Write a role's model for transformers: full weights, or an adapter folder that names its base.
 
-    A base that is not stored yet is written to `base_dir`, as it is; dtype: of all other weights.
+    A base that is not stored yet is written to `base_dir`, as it is; dtype: of all other weights. for_servers: see
+    `lora.concatenate`.
     Raises: RunFailure naming a weight that is beyond its range.
     """
     if merge or not module.adapters:
@@ -47,7 +55,7 @@ def export(module: Role, folder: Path, base_dir: Path, merge: bool = False, dtyp
         if not base_dir.is_dir():
             write_folder(base_dir, lambda path: _save_base(module.model, path))
         module.base = str(base_dir.resolve())
-    _save_adapter(module, folder, dtype)
+    _save_adapter(module, folder, dtype, for_servers)
 
 
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
@@ -58,7 +66,7 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
     from safetensors.torch import load_file, save_file
 
     if as_adapter:
-        export(module, folder, base_dir)
+        export(module, folder, base_dir, for_servers=True)
         return
     model, file = merged_model(module), folder / "model.safetensors"
     model.save_pretrained(folder, max_shard_size="10000GB")  # one file
@@ -69,10 +77,10 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
         save_file(stored | tied, file, metadata={"format": "pt"})
 
 
-def _save_adapter(module: Role, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def _save_adapter(module: Role, folder: Path, dtype: torch.dtype = torch.float32, for_servers: bool = False) -> None:
     model = module.model
     head = model.get_parameter("score.weight") if hasattr(model, "score") else None
-    lora.save_adapter(model, module.adapters, head, module.base, folder, dtype)
+    lora.save_adapter(model, module.adapters, head, module.base, folder, dtype, for_servers)
     if head is None and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
@@ -172,9 +180,15 @@ def upload(folder: Path, repository: str, dtype: torch.dtype) -> None:
 
 
 def hash_weights(module: nn.Module, digest: Any = None) -> Any:
-    """Add the names and bytes of a module's weights to a hashlib digest (SHA-256 by default), and return it."""
+    """Add the names and bytes of a module's weights to a hashlib digest (SHA-256 by default), and return it.
+
+    Adapters that begin as a part of the weights are left out: machines may round their decomposition differently.
+    """
     digest = digest or hashlib.sha256()
-    for name, tensor in module.state_dict().items():
+    state = module.state_dict()
+    for name, tensor in state.items():
+        if lora.is_initial(name) or lora.initial_of(name) in state:
+            continue
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.maths.finite import leaves, not_finite
+from lightrlhf.models.lora import is_initial
 from lightrlhf.models.sharding import full_tensors
 from lightrlhf.storage.checkpoint import checkpoints, damage, newest_checkpoint, write_text
 from lightrlhf.storage.run_dir import check_args
@@ -95,8 +96,9 @@ def restore_rng(state: dict[str, Any], device: torch.device, rank: int) -> None:
 
 
 def trained_weights(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """Trainable parameters by name, gathered on the CPU; see `full_tensors`."""
-    return {name: full_tensors(p, keep) for name, p in module.named_parameters() if p.requires_grad}
+    """Trainable parameters by name, and where they began if that counts, gathered on the CPU; see `full_tensors`."""
+    named = module.named_parameters()
+    return {name: full_tensors(p, keep) for name, p in named if p.requires_grad or is_initial(name)}
 
 
 Learned = dict[str, dict[str, Tensor]]  # trained weights by parameter, by learner

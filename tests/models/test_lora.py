@@ -176,11 +176,13 @@ def test_an_uploaded_checkpoint_needs_no_local_folder(scalar, stage, base_model,
         assert whole == base_model
 
 
-@pytest.mark.parametrize("change", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "change", [{"bias": "all"}, {"alora_invocation_tokens": [1]}, {"modules_to_save": ["lm_head"]}]
+)
 def test_adapters_of_other_kinds_are_refused(change, stage, base_model, tokenizer):
     folder = stage(load_policy(str(base_model), LORA, tokenizer), "other")
     (folder / "adapter_config.json").write_text(json.dumps(config_of(folder) | change))
-    with pytest.raises(UsageError, match="adapter other than plain LoRA"):
+    with pytest.raises(UsageError, match="adapter other than LoRA and DoRA"):
         load_policy(str(folder), LORA, tokenizer)
 
 
