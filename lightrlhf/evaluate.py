@@ -44,6 +44,7 @@ from lightrlhf.models.roles import Policy, last_token, policy_inputs, vocabulary
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import device_of, finite, score_rollout
+from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
@@ -86,11 +87,13 @@ class EvaluateArgs(GenerationArgs, SealArgs):
             check_at_least(self, "num_samples", 1)
         if not self.experiment_dir:
             raise ValueError("--experiment_dir needs at least one experiment dir")
-        for flag in ("experiment_dir", "data_dir", "rm_experiment_dir", "reference_dir"):
-            value = getattr(self, flag)
-            for name in value if isinstance(value, list) else [value]:
-                if name is not None and not Path(name).is_dir():
-                    raise ValueError(f"--{flag} {name} does not exist")
+        for name in self.experiment_dir:
+            check_model_exists(name, "--experiment_dir")
+        if self.reference_dir is not None:
+            check_model_exists(self.reference_dir, "--reference_dir")
+        for flag in ("data_dir", "rm_experiment_dir"):
+            if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
+                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
         check_results(self.experiment_dir, self.split)
         find_device(self.accelerator)
 

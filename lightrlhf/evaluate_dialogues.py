@@ -30,6 +30,7 @@ from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
+from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
@@ -70,11 +71,11 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
             check_at_least(self, "num_samples", 1)
         if not self.experiment_dir:
             raise ValueError("--experiment_dir needs at least one experiment dir")
-        for flag in ("experiment_dir", "data_dir", "rm_experiment_dir"):
-            value = getattr(self, flag)
-            for name in value if isinstance(value, list) else [value]:
-                if name is not None and not Path(name).is_dir():
-                    raise ValueError(f"--{flag} {name} does not exist")
+        for name in self.experiment_dir:
+            check_model_exists(name, "--experiment_dir")
+        for flag in ("data_dir", "rm_experiment_dir"):
+            if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
+                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
         check_results(self.experiment_dir, f"{self.split}_by_turn")
         find_device(self.accelerator)
 

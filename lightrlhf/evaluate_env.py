@@ -29,6 +29,7 @@ from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
 
@@ -103,8 +104,8 @@ class EvaluateEnvArgs(RemoteArgs):
             raise ValueError("--base_url and --agent_model are required together: an address, and a model's name there")
         for flag in ("experiment_dir", "reflect_experiment_dir"):
             for name in getattr(self, flag):
-                if not Path(name).is_dir() and (flag, name) != ("reflect_experiment_dir", "none"):
-                    raise ValueError(f"--{flag} {name} does not exist")
+                if (flag, name) != ("reflect_experiment_dir", "none"):
+                    check_model_exists(name, f"--{flag}")
         check_results(self.experiment_dir, self.results_name)
         find_device(self.accelerator)
 

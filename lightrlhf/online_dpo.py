@@ -58,6 +58,7 @@ from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Encoding, Sample, finite
 from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
@@ -142,8 +143,8 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerA
         check_at_least(self, "num_generations", 2)
         if self.prompts_per_iteration is not None:
             check_at_least(self, "prompts_per_iteration", 1)
-        if self.responder not in ("last", "initial") and not Path(self.responder).is_dir():
-            raise ValueError(f"--responder {self.responder} must be last, initial or an existing directory")
+        if self.responder not in ("last", "initial"):
+            check_model_exists(self.responder, "--responder (last, initial or a model)")
         if self.reference == "moving" and self.ref_model:
             raise ValueError(f"--ref_model {self.ref_model} requires --reference initial")
         if self.length_penalty and self.choose_type != "max_min_p":

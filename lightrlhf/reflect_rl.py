@@ -60,6 +60,7 @@ from lightrlhf.models.roles import Policy, TokenStats, count_parameters, inferen
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -201,8 +202,8 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
         if self.strategy in ("fsdp", "deepspeed"):
             raise ValueError(f"--strategy {self.strategy} shards models, which acting does not support; use ddp")
         for flag in ("sft_experiment_dir", "reflect_experiment_dir"):
-            if getattr(self, flag) and not Path(getattr(self, flag)).is_dir():
-                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
+            if getattr(self, flag):
+                check_model_exists(getattr(self, flag), f"--{flag}")
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from lightrlhf.cli.args import RARE, GenerationArgs, SealArgs, check_at_least, c
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
 from lightrlhf.models.loading import find_device
+from lightrlhf.storage.gguf_files import check_model_exists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,13 @@ class DemoArgs(GenerationArgs, SealArgs):
         check_at_least(self, "seed", 0)
         if not self.experiment_dir:
             raise ValueError("--experiment_dir needs at least one experiment dir")
-        folders = [("experiment_dir", name) for name in self.experiment_dir]
-        folders += [(flag, getattr(self, flag)) for flag in ("rm_experiment_dir", "reference_dir", "data_dir")]
-        for flag, name in folders:
-            if name is not None and not Path(name).is_dir():
-                raise ValueError(f"--{flag} {name} does not exist")
+        for name in self.experiment_dir:
+            check_model_exists(name, "--experiment_dir")
+        if self.reference_dir is not None:
+            check_model_exists(self.reference_dir, "--reference_dir")
+        for flag in ("rm_experiment_dir", "data_dir"):
+            if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
+                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"--overlap {self.overlap} must lie in [0, 1]")
         if not 1 <= self.port <= 65535:

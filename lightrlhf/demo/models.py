@@ -38,6 +38,7 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.gguf_files import is_gguf
 from lightrlhf.storage.run_dir import choices, located, stored
 from lightrlhf.storage.seals import check_sealed
 
@@ -107,7 +108,9 @@ class ModelCache:
         self.lock = threading.Lock()
         self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
         for folder in folders:
-            if not any((Path(folder) / file).is_file() for file in ("args.json", "config.json", ADAPTER_CONFIG)):
+            if not is_gguf(folder) and not any(
+                (Path(folder) / file).is_file() for file in ("args.json", "config.json", ADAPTER_CONFIG)
+            ):
                 raise UsageError(
                     f"--experiment_dir {folder} is neither a model folder (config.json) "
                     "nor an experiment dir (args.json)"

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.models.rounding import rounded
+from lightrlhf.storage.gguf_files import converted_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,6 +103,8 @@ def base_of(config: Any, source: str, flag: str) -> str:
     moved = Path(source).resolve().parent / "base"
     if Path(base).name == "base" and moved.is_dir():  # the experiment dir was moved together with its base
         return str(moved)
+    if converted := converted_here(base):  # of a GGUF file, by another user or on another machine
+        return str(converted.resolve())
     if base.startswith(("/", ".", "~")) or base.count("/") > 1:
         raise UsageError(
             f"{flag} {source} holds an adapter, but its base {base} does not exist; restore it or a link to it"

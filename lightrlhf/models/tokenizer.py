@@ -13,6 +13,7 @@ from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.gguf_files import is_gguf
 from lightrlhf.storage.seals import check_sealed, seal
 
 
@@ -133,12 +134,13 @@ def check_same_ids(tokenizer: Any, model: Any) -> None:
 
 def check_stored_ids(tokenizer: Any, data_dir: Any, model_name: str) -> None:
     """Check that the tokenizer of a local model or run maps the data's tokens to the same ids. Raises: UsageError."""
-    folder = next(reversed(checkpoints(Path(model_name))), Path(model_name))
+    source = Path(resolve(model_name) if is_gguf(model_name) else model_name)
+    folder = next(reversed(checkpoints(source)), source)
     own = _vocabulary(folder)  # may have more: a reward model's pad token
     if own and any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
         raise UsageError(
             f"{data_dir} was prepared with a tokenizer other than that of {model_name}; "
-            f"prepare the data again with --tokenizer_name {folder}"
+            f"prepare the data again with --tokenizer_name {model_name if is_gguf(model_name) else folder}"
         )
 
 

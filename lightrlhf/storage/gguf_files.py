@@ -27,6 +27,7 @@ from lightrlhf.storage.checkpoint import sha256, verify_checkpoint, write_folder
 from lightrlhf.storage.locks import lock_folder
 
 SUFFIX, PACKAGE = ".gguf", "package:"
+FOLDER = "gguf"  # of the cache
 MOST_SHOWN = 3  # names in an error
 UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that configs compute
 
@@ -78,6 +79,25 @@ def gguf_file(name: str, flag: str) -> Path:
     return files[0]
 
 
+def check_model_exists(name: str, flag: str) -> None:
+    """Raises: UsageError, before any work, unless a name is that of a folder here or of a GGUF file."""
+    if is_gguf(name):
+        gguf_file(name, flag)
+    elif not Path(name).is_dir():
+        raise UsageError(f"{flag} {name} does not exist")
+
+
+def described(name: str, flag: str = "--model_name") -> str:
+    """What a GGUF file is, by which name, hash and licence, as the folder that it was converted into says."""
+    return (from_gguf(name, flag) / "README.md").read_text(encoding="utf-8").strip().replace("\n", " ")
+
+
+def converted_here(folder: str) -> Path | None:
+    """The folder in this cache that has the name of one in another, so the same content; None if there is none."""
+    here = cache_dir() / FOLDER / Path(folder).name
+    return here if Path(folder).parent.name == FOLDER and here.is_dir() else None
+
+
 @cache
 def from_gguf(name: str, flag: str = "--model_name") -> Path:
     """The Hugging Face folder of a GGUF file, which is converted unless the cache has it.
@@ -85,7 +105,7 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
     Raises: UsageError when there is no such file, it cannot be read, or what was read differs from what it says.
     """
     file = gguf_file(name, flag)
-    folder = cache_dir() / "gguf" / f"{file.stem}-{sha256(file)[:12]}"
+    folder = cache_dir() / FOLDER / f"{file.stem}-{sha256(file)[:12]}"
     lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
     try:
         if folder.is_dir():

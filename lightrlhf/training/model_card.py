@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.names import starting_model
+from lightrlhf.storage.gguf_files import described, is_gguf
+from lightrlhf.storage.run_dir import pretrained, stored
 
 
 def model_card(
@@ -29,3 +35,12 @@ def model_card(
     if results:
         lines += ["", *results]
     return "\n".join(lines) + "\n"
+
+
+def described_base(args: Any) -> str | None:
+    """The GGUF file that a run goes back to, with its licence; None when it goes back to no such file."""
+    name, flag = starting_model(args)
+    with suppress(UsageError):  # a run from nothing, or a file that is gone by now
+        first = pretrained(name) if name and stored(name, "program") else name
+        return described(first, flag) if first and is_gguf(first) else None
+    return None

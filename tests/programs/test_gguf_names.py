@@ -1,0 +1,129 @@
+"""Programs take a GGUF file, or the package that has one, wherever they take a model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU
+from helpers.data import gpt2_like
+from helpers.gguf import converted
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.parser import parse
+from lightrlhf.demo.args import DemoArgs
+from lightrlhf.demo.models import ModelCache
+from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.storage.run_dir import choices
+
+NAME = "package:toy_weights"
+LORA = ["--finetune_mode", "lora", "--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4"]
+LORA += ["--eval_iters", "1", *CPU]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tokenizer):
+    """A package with a GGUF file, which is converted in the cache, and a run of SFT that starts from it."""
+    root = tmp_path_factory.mktemp("gguf")
+    folder = converted(root / "site" / "toy_weights" / "toy-1M.gguf", root / "cache", tokenizer)
+    (root / "site" / "toy_weights" / "__init__.py").write_text("raise ImportError('not to be imported')\n")
+    return root, folder
+
+
+@pytest.fixture
+def here(world, monkeypatch):
+    root, folder = world
+    monkeypatch.setenv("LIGHTRLHF_CACHE", str(root / "cache"))
+    monkeypatch.syspath_prepend(str(root / "site"))
+    return root, folder
+
+
+@pytest.fixture
+def tuned(here, cafe_data):
+    """The experiment dir of a step of SFT with adapters."""
+    log_dir = here[0] / "logs"
+    if not log_dir.is_dir():
+        sft = importlib.import_module("lightrlhf.sft")
+        sft.main(["--data_dir", str(cafe_data), "--model_name", NAME, "--log_dir", str(log_dir), *LORA])
+    (experiment,) = log_dir.glob("*/*/*/*")
+    return experiment
+
+
+def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, tuned, cafe_data):
+    again = ["--data_dir", str(cafe_data), "--sft_experiment_dir", str(tuned), "--log_dir", str(here[0] / "more")]
+    later = Path(importlib.import_module("lightrlhf.dpo").main([*again, *LORA]))
+    for experiment in (tuned, later):
+        for card in experiment.rglob("README.md"):
+            text = card.read_text()
+            assert "`toy-1M.gguf`" in text and "Licence: apache-2.0" in text
+            assert str(here[1]) not in text
+    assert json.loads((tuned / "args.json").read_text())["model_name"] == NAME
+
+
+def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_data):
+    evaluate = importlib.import_module("lightrlhf.evaluate")
+    few = ["--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
+    alone = evaluate.main(["--experiment_dir", NAME, "--data_dir", str(cafe_data), *few])
+    both = evaluate.main(["--experiment_dir", str(tuned), "--use_pretrained", "True", "--reference_dir", NAME, *few])
+    assert [row["model"] for row in both] == [NAME, "rlhf-supervised-finetuning"]
+    assert both[0]["perplexity"] == alone[0]["perplexity"] and both[0]["kl"] == 0
+
+
+def test_the_demo_offers_it_and_what_a_run_started_from(here, tuned):
+    args = parse(DemoArgs, ["--experiment_dir", NAME, str(tuned), "--reference_dir", NAME])
+    cache = ModelCache(args.experiment_dir, torch.device("cpu"), reference_dir=args.reference_dir)
+    assert set(choices([NAME, str(tuned)])) == set(cache.labels()) >= {NAME, f"pretrained {NAME}"}
+    assert cache.model(NAME).policy is cache.model(f"pretrained {NAME}").policy
+
+
+def test_data_of_another_tokenizer_are_refused_by_the_name_that_was_given(here, tmp_path):
+    other = gpt2_like()
+    store_tokenizer(other, tmp_path)
+    with pytest.raises(UsageError, match=f"other than that of {NAME}; .*--tokenizer_name {NAME}$"):
+        load_tokenizer(tmp_path, NAME)
+
+
+def test_adapters_find_their_base_in_another_cache(here, tuned, cafe_data, monkeypatch, tmp_path):
+    evaluate = importlib.import_module("lightrlhf.evaluate")
+    flags = ["--experiment_dir", str(tuned), "--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
+    before = evaluate.main(flags)
+    moved = shutil.move(here[0] / "cache", tmp_path / "elsewhere")
+    try:
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main(flags)
+        assert stop.value.code == 2
+        monkeypatch.setenv("LIGHTRLHF_CACHE", str(moved))
+        assert evaluate.main(flags) == before
+    finally:
+        shutil.move(moved, here[0] / "cache")
+
+
+@pytest.mark.parametrize(
+    "program, flags",
+    [
+        ("evaluate", ["--experiment_dir"]),
+        ("evaluate", ["--experiment_dir", NAME, "--reference_dir"]),
+        ("evaluate_dialogues", ["--experiment_dir"]),
+        ("evaluate_env", ["--env", "dangerous_taxi", "--experiment_dir"]),
+        ("reflect_rl", ["--env", "dangerous_taxi", "--sft_experiment_dir"]),
+        ("online_dpo", ["--model_name", NAME, "--reward_function", "helpers.rewards:vowels", "--responder"]),
+        ("demo.page", ["--experiment_dir"]),
+        ("sft", ["--model_name"]),
+        ("generate", ["--model_name"]),
+        ("estimate", ["--model_name"]),
+        ("serve", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["package:no_such", "package:json", "no_such.gguf"])
+def test_a_name_that_means_no_file_is_one_line(program, flags, name, here, cafe_data, capsys, monkeypatch):
+    monkeypatch.chdir(here[0])
+    data = ["--data_dir", str(cafe_data)] if program in ("sft", "generate", "online_dpo", "evaluate") else []
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"lightrlhf.{program}").main([*flags, name, *data])
+    assert stop.value.code == 2
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert name in line and ("does not exist" in line or "package" in line)
