@@ -11,6 +11,7 @@ in several parts, and projectors of images.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterable
 from functools import cache
@@ -29,7 +30,7 @@ from lightrlhf.storage.locks import lock_folder
 SUFFIX, PACKAGE = ".gguf", "package:"
 FOLDER = "gguf"  # of the cache
 MOST_SHOWN = 3  # names in an error
-UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that configs compute
+UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that a config computes
 
 # What llama.cpp calls the regular expressions by which a byte-level tokenizer splits its text before any merge.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -122,8 +123,27 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
 
 def convert(file: Path, folder: Path, named: str) -> None:
     """Write model and tokenizer of a GGUF file into a folder of transformers. Raises: UsageError."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer, stored = read_gguf(file, named)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)  # raises if the folder does not load
+    licence = stored.get("general.license", "not named in the file")
+    (folder / "README.md").write_text(
+        f"Converted by lightrlhf from `{file.name}` ({stored.get('general.name', 'unnamed')}), sha256 {sha256(file)}.\n"
+        f"Licence: {licence}. Weights are stored as {str(model.dtype).removeprefix('torch.')}.\n",
+        encoding="utf-8",
+    )
+
+
+def read_gguf(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Model and tokenizer of a GGUF file, and its metadata.
+
+    named: the file in errors. Raises: UsageError when it cannot be read, or what was read differs from what it says.
+    """
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         reader = GGUFReader(file)
@@ -132,32 +152,67 @@ def convert(file: Path, folder: Path, named: str) -> None:
         raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
     if (parts := stored.get("split.count", 1)) > 1:
         raise UsageError(f"{named} is one of {parts} parts; join them first: llama-gguf-split --merge")
-    dtype = exact_dtype(reader.tensors)
     with TemporaryDirectory() as alone:  # transformers would also read other files of its folder
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
             tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                alone, gguf_file=file.name, dtype=dtype, output_loading_info=True
+            config: Any = AutoConfig.from_pretrained(alone, gguf_file=file.name)
+            complete_config(config, stored, {tensor.name: tensor for tensor in reader.tensors}, named)
+            load: Any = AutoModelForCausalLM.from_pretrained
+            model, found = load(
+                alone,
+                gguf_file=file.name,
+                config=config,
+                dtype=exact_dtype(reader.tensors),
+                output_loading_info=True,
             )
-            model, found = loaded
+        except UsageError:
+            raise
         except Exception as problem:  # an architecture that transformers does not read, or damaged contents
             raise UsageError(f"{named} cannot be loaded: {first_line(problem)}") from None
     named_tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in UNUSED}
     check_all_used(named, named_tensors, model, found)
-    complete(tokenizer, stored)
+    tokenizer = completed(tokenizer, stored)
     check_tokenizer(named, tokenizer, stored)
     plain = as_plain(model)
     plain.generation_config.eos_token_id = ends_of(stored, tokenizer)
     plain.generation_config.pad_token_id = tokenizer.pad_token_id
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder)  # raises if the folder does not load
-    licence = stored.get("general.license", "not named in the file")
-    (folder / "README.md").write_text(
-        f"Converted by lightrlhf from `{file.name}` ({stored.get('general.name', 'unnamed')}), sha256 {sha256(file)}.\n"
-        f"Licence: {licence}. Weights are stored as {str(dtype).removeprefix('torch.')}.\n",
-        encoding="utf-8",
+    return plain, tokenizer, stored
+
+
+def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any], named: str) -> None:
+    """Give a config what transformers leaves out of a file: widths, biases and scaled positions."""
+    sizes = {"head_dim": "attention.key_length", "n_positions": "context_length", "n_inner": "feed_forward_length"}
+    for name, key in sizes.items():
+        size = stored.get(f"{stored['general.architecture']}.{key}")
+        if size and hasattr(config, name):
+            setattr(config, name, size)
+    for name, tensor in (("attention_bias", "attn_q.bias"), ("mlp_bias", "ffn_up.bias")):
+        if hasattr(config, name):
+            setattr(config, name, f"blk.0.{tensor}" in tensors)
+    if "rope_freqs.weight" in tensors:
+        factors = torch.tensor(tensors["rope_freqs.weight"].data)
+        config.rope_parameters = scaled_positions(config, factors.float(), named)
+
+
+def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str, Any]:
+    """Settings of rotary positions whose frequencies are divided by `factors`. Raises: UsageError for unknown ones.
+
+    Llama 3.1 and later slow down low frequencies alone, all of its models by the same wavelengths.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theta, largest = config.rope_parameters["rope_theta"], round(float(factors.max()), 3)
+    plain = 1 / theta ** (torch.arange(len(factors)) / len(factors))
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for kind, more in (("linear", {}), ("llama3", llama3)):
+        tried = copy.deepcopy(config)
+        tried.rope_parameters = {"rope_type": kind, "rope_theta": theta, "factor": largest, **more}
+        if torch.allclose(ROPE_INIT_FUNCTIONS[kind](tried, None)[0], plain / factors, rtol=1e-5):
+            return dict(tried.rope_parameters)
+    raise UsageError(
+        f"{named} scales its positions by factors that are not those of Llama 3; "
+        "convert it with the tools of its authors and give the folder"
     )
 
 
@@ -184,22 +239,32 @@ def check_all_used(named: str, tensors: dict[str, int], model: Any, found: dict[
         )
 
 
-def complete(tokenizer: Any, stored: dict[str, Any]) -> None:
-    """Give a tokenizer what transformers leaves out of a file's metadata: how text is split, and control tokens."""
-    from tokenizers import Regex, pre_tokenizers
+def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
+    """A tokenizer with what transformers leaves out of a file's metadata: how text is split, and control tokens.
 
+    It is of no class with named tokens of its own, which a file need not have and which would get new ids.
+    """
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = stored.get("tokenizer.ggml.tokens", [])
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(tokens)]
+    backend = Tokenizer.from_str(json.dumps(state))
     patterns = PRE_TOKENIZERS.get(stored.get("tokenizer.ggml.pre", ""))
     if stored.get("tokenizer.ggml.model") == "gpt2" and patterns:
         split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         whole = [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(whole)
-    tokens = stored.get("tokenizer.ggml.tokens", [])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(whole)
+    named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = stored.get(f"tokenizer.ggml.{key}_token_id")
         if index is not None and index < len(tokens):
-            setattr(tokenizer, f"{name}_token", tokens[index])
-    if tokenizer.chat_template is None and stored.get("tokenizer.chat_template"):
-        tokenizer.chat_template = stored["tokenizer.chat_template"]
+            named[f"{name}_token"] = tokens[index]
+    special = [token["content"] for token in state["added_tokens"] if token["special"]]
+    more = [token for token in special if token not in named.values()]
+    template = stored.get("tokenizer.chat_template") or None
+    return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=more, chat_template=template, **named)
 
 
 def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any]) -> None:
@@ -207,8 +272,9 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any]) -> None:
     tokens = stored.get("tokenizer.ggml.tokens", [])
     ids = tokenizer.get_vocab()
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
-    if not tokens or wrong:
+    if not tokens or wrong or len(ids) > len(tokens):
         what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({_some(map(repr, wrong))})"
+        what = what if wrong else f"it gets {len(ids)} tokens instead of {len(tokens)}"
         raise UsageError(f"{named}: transformers does not read its tokenizer rightly, {what if tokens else 'none'}")
     eos = stored.get("tokenizer.ggml.eos_token_id")
     if eos is None or tokenizer.eos_token_id != eos:
