@@ -15,7 +15,7 @@ PROGRAMS = [
     "reflect_rl",
 ]
 PROGRAMS += ["generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge", "estimate", "plot"]
-PROGRAMS += ["check_reward", "serve"]
+PROGRAMS += ["check_reward", "serve", "export"]
 
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],

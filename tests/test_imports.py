@@ -223,6 +223,8 @@ RAW = {  # where a text reaches a tokenizer as it is, and why it may
     "datasets_prep.encoding": "behind marks",
     "datasets_prep.common": "an end token and a greeting, to try the tokenizer and its template",
     "datasets_prep.train_tokenizer": "tokens of texts, which are counted alone",
+    "lightrlhf.models.export_check": "texts and control tokens of its own, to compare two tokenizers",
+    "lightrlhf.models.gguf_tokens": "a letter, to see what is added behind it",
     "datasets_prep.cafe.pretrain_base": "the words of the cafe's own grammar",
 }
 ENCODING = {"apply_chat_template", "batch_encode_plus", "encode_plus", "tokenize", "prepare_for_model"}

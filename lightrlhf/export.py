@@ -1,0 +1,289 @@
+"""Export a model for other programs: merged weights, an adapter for the hub, GGUF for llama.cpp, a folder for Ollama.
+
+`python -m lightrlhf.export DIR --to gguf` takes whatever `--model_name` takes. Adapters are merged in float32 before
+weights are rounded. The folder gets its name only once its content has been loaded again and compared with the model:
+token ids, chat template, end tokens, weights, logits and greedy decoding (`models/export_check.py`).
+
+Left out: ONNX, other quantisers (GPTQ, AWQ), and uploading (`--push_to_hub` of a training run, or `hf upload`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, needs_package
+from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.models import export_check as checks
+from lightrlhf.models import gguf_writer, lora
+from lightrlhf.models.export_check import Finding, Pair
+from lightrlhf.models.loading import load_model, load_policy, load_scalar
+from lightrlhf.models.modelfile import modelfile
+from lightrlhf.models.names import holds_reward_model, resolve
+from lightrlhf.models.quantisation import is_quantised
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import write_folder
+from lightrlhf.storage.gguf_files import ends_of, read_gguf
+from lightrlhf.storage.locks import lock_file
+from lightrlhf.storage.results import print_table
+from lightrlhf.storage.run_dir import is_experiment_dir
+from lightrlhf.storage.writing import make_folder, writing
+from lightrlhf.training.model_card import model_card
+
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
+FOR_LLAMA = ("gguf", "ollama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArgs:
+    """Export a model for other programs, and check what was written."""
+
+    POSITIONAL: ClassVar[str] = "model_name"
+
+    model_name: str = field(metadata=INPUT)
+    """Experiment dir, checkpoint, folder, GGUF file or hub name of the model; may be given without its flag."""
+    to: Literal["merged", "safetensors-bf16", "adapter", "gguf", "ollama"]
+    """All weights for transformers (`safetensors-bf16`: in bfloat16), an adapter, GGUF, or GGUF with a Modelfile."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Numbers of `to` merged."""
+    gguf_type: Literal["f32", "bf16", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
+    """Numbers of the matrices in a GGUF file."""
+    destination_dir: str | None = None
+    """Folder to write, a new one; by default in `export` of the experiment dir, else of the current folder."""
+    temperature: float | None = None
+    """Temperature in the Modelfile; by default that of the model's generation config, else 1."""
+    base_model_name: str | None = field(default=None, metadata=RARE)
+    """Hub name to put into an exported adapter as that of its base, which is a folder here."""
+    trust_remote_code: bool = field(default=False, metadata=RARE)
+    """Let a model run the code of its own repository."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.model_name == "tiny":
+            raise ValueError("--model_name tiny is a new model that is stored nowhere; give a trained one")
+        for name, kinds in (("dtype", ("merged",)), ("gguf_type", FOR_LLAMA), ("temperature", ("ollama",))):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default and self.to not in kinds:
+                raise ValueError(f"--{name} {getattr(self, name)} is of --to {' and '.join(kinds)}, not of {self.to}")
+        if self.base_model_name is not None and self.to != "adapter":
+            raise ValueError(f"--base_model_name {self.base_model_name} is of --to adapter, not of {self.to}")
+        if self.temperature is not None and not 0 <= self.temperature <= 100:
+            raise ValueError(f"--temperature {self.temperature} must lie in 0 to 100")
+        if self.to in FOR_LLAMA and find_spec("gguf") is None:
+            raise ValueError(needs_package(f"--to {self.to}", "gguf", "gguf"))
+        if self.destination_dir is not None:
+            check_new(Path(self.destination_dir))
+
+
+def run(args: ExportArgs) -> str:
+    """Export a model; returns the folder. Raises: RunFailure when what was written is not the model."""
+    check_args(args, ExportArgs)
+    source = resolve(args.model_name)
+    name = name_of(source)
+    destination = Path(args.destination_dir) if args.destination_dir else default_destination(args, source, name)
+    check_new(destination)
+    write = {"adapter": write_adapter, "gguf": write_llama, "ollama": write_llama}.get(args.to, write_merged)
+    found: list[Finding] = []
+    with writing(f"--destination_dir {destination}", error=UsageError):
+        make_folder(destination.parent)
+    with lock_file(destination):
+        write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
+    show(args, destination, found[0])
+    return str(destination)
+
+
+def check_new(destination: Path) -> None:
+    """Raises: UsageError when a folder is there already."""
+    if destination.exists():
+        raise UsageError(f"--destination_dir {destination} exists; name a new one, or remove it")
+
+
+def name_of(source: str) -> str:
+    """A name for a model, from that of its folder or run."""
+    path = Path(source).resolve()
+    if (path.parent / "args.json").is_file():
+        try:
+            stored = json.loads((path.parent / "args.json").read_text(encoding="utf-8"))
+            return f"{Path(str(stored['experiment_name'])).name}-{path.name.removeprefix('checkpoint-')}"
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # the folder's own name will do
+    return path.name
+
+
+def default_destination(args: ExportArgs, source: str, name: str) -> Path:
+    """`export/NAME-KIND` in the model's experiment dir, or in the current folder."""
+    kind = {"merged": f"merged-{args.dtype}", "safetensors-bf16": "merged-bfloat16"}.get(args.to, args.to)
+    kind = f"{args.to}-{args.gguf_type}" if args.to in FOR_LLAMA else kind
+    run_dir = Path(source).resolve().parent
+    return (run_dir if is_experiment_dir(str(run_dir)) else Path()) / "export" / f"{name}-{kind}"
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+def write_merged(args: ExportArgs, source: str, folder: Path, name: str) -> Finding:
+    """Write a folder of transformers with all weights."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = load_merged(args, source)
+    dtype = "bfloat16" if args.to == "safetensors-bf16" else args.dtype
+    before = checks.observe(model, tokenizer)
+    save_rounded(model, dtype, folder)
+    tokenizer.save_pretrained(folder)
+    write_card(args, folder, name, source)
+    read = auto_class(source).from_pretrained(folder, dtype=torch.float32).eval()
+    after = checks.observe(read, AutoTokenizer.from_pretrained(folder), before)
+    types = {weight: SHORT[dtype] for weight, _ in model.named_parameters()}
+    state = read.state_dict()
+    pairs = (Pair(key, value.float(), state[key], SHORT[dtype]) for key, value in model.state_dict().items())
+    return checks.check(model, before, after, pairs, types)
+
+
+def save_rounded(model: Any, dtype: str, folder: Path) -> None:
+    """Save a model in another type; the model itself is left as it is."""
+    rounded = model if dtype == "float32" else copy.deepcopy(model).to(getattr(torch, dtype))
+    rounded.save_pretrained(folder)
+
+
+def write_adapter(args: ExportArgs, source: str, folder: Path, name: str) -> Finding:
+    """Write a peft folder that names its base."""
+    from transformers import AutoTokenizer
+
+    if lora.adapter_config(source, "--model_name") is None:
+        raise UsageError(f"--to adapter: {args.model_name} holds no adapter but all weights; use --to merged")
+    tokenizer = load_tokenizer(None, source)
+    is_scalar = holds_reward_model(source)
+    options: dict[str, Any] = {"num_labels": 1} if is_scalar else {}
+    model, base, loaded = load_model(auto_class(source), source, "--model_name", model_args(args), tokenizer, **options)
+    check_unquantised(args, model)
+    adapters = [adapter for adapter, _ in loaded.values()]
+    lora.configure(model, active=adapters, trainable=())
+    model.config.pad_token_id = tokenizer.pad_token_id
+    before = checks.observe(model.eval(), tokenizer)
+    head = model.get_parameter("score.weight") if is_scalar else None
+    lora.save_adapter(model, adapters, head, base, folder)
+    if not is_scalar and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    read = auto_class(source).from_pretrained(folder, dtype=torch.float32, **options).eval()
+    read.config.pad_token_id = tokenizer.pad_token_id
+    after = checks.observe(read, AutoTokenizer.from_pretrained(folder), before)
+    state = read.state_dict()
+    weights = {key: value for key, value in model.state_dict().items() if ".lora_" in key}
+    (own,) = adapters
+    pairs = (Pair(key, value, state[key.replace(f".{own}.", ".default.")], "f32") for key, value in weights.items())
+    finding = checks.check(model, before, after, pairs, {key: "f32" for key in weights})
+    if args.base_model_name is not None:
+        rename_base(folder, args.base_model_name)
+    write_card(args, folder, name, source, args.base_model_name or base)
+    return finding
+
+
+def rename_base(folder: Path, base: str) -> None:
+    """Name another place of the base in an adapter's config."""
+    file = folder / lora.ADAPTER_CONFIG
+    stored = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    file.write_text(json.dumps(stored, indent=2), encoding="utf-8")
+
+
+def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Finding:
+    """Write a GGUF file, for Ollama with its Modelfile."""
+    if holds_reward_model(source):
+        raise UsageError(f"--to {args.to}: {args.model_name} holds a reward model; llama.cpp reads language models")
+    model, tokenizer = load_merged(args, source)
+    described = gguf_writer.metadata(model, tokenizer)
+    file = folder / f"{name}-{args.gguf_type}.gguf"
+    before = checks.observe(model, tokenizer)
+    if args.to == "ollama":
+        stored = model.generation_config.temperature if model.generation_config else None
+        temperature = args.temperature if args.temperature is not None else stored or 1.0
+        text = modelfile(tokenizer, before.ends, file.name, temperature)
+        (folder / "Modelfile").write_text(text, encoding="utf-8")
+    gguf_writer.write_gguf(model, described, file, args.gguf_type, name)
+    write_card(args, folder, name, source)
+    read, tokenizer, metadata = read_gguf(file, f"--to {args.to}")
+    read = read.float().eval()
+    ends = ends_of(metadata, tokenizer)
+    after = checks.observe(read, tokenizer, before)._replace(ends={ends} if isinstance(ends, int) else {*ends})
+    types = {one.source: one.type for one in gguf_writer.stored_tensors(model, args.gguf_type)}
+    both = zip(gguf_writer.stored_tensors(model, args.gguf_type), gguf_writer.stored_tensors(read, "f32"), strict=True)
+    pairs = (Pair(mine.name, mine.value, theirs.value, mine.type) for mine, theirs in both)
+    return checks.check(model, before, after, pairs, types)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+def model_args(args: ExportArgs) -> ModelArgs:
+    return ModelArgs(trust_remote_code=args.trust_remote_code)
+
+
+def auto_class(source: str) -> Any:
+    """The class of transformers that loads a model: with a scalar head, or a language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if holds_reward_model(source) else AutoModelForCausalLM
+
+
+def load_merged(args: ExportArgs, source: str) -> tuple[Any, Any]:
+    """A model with its adapters merged, in float32, and its tokenizer."""
+    tokenizer = load_tokenizer(None, source)
+    if holds_reward_model(source):
+        model = load_scalar(source, model_args(args), None, seed=0).model
+        model.config.pad_token_id = tokenizer.pad_token_id
+    else:
+        model = load_policy(source, model_args(args), tokenizer).model
+    check_unquantised(args, model)
+    return model.eval(), tokenizer
+
+
+def check_unquantised(args: ExportArgs, model: Any) -> None:
+    """Raises: UsageError for weights that are stored in 4 or 8 bits."""
+    if is_quantised(model):
+        raise UsageError(
+            f"{args.model_name}: its weights are stored in 4 or 8 bits (bitsandbytes), which are not exported; give an "
+            "adapter on unquantised ones"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str | None = None) -> None:
+    """Write a model card for the hub beside the weights, with that of the source below it."""
+    given = {key: value for key, value in to_dict(args).items() if value is not None and key != "destination_dir"}
+    text = model_card(name, "export", f"Exported by lightrlhf from `{args.model_name}`.", given)
+    if base is not None:
+        text = text.replace("library_name: transformers", f"library_name: peft\nbase_model: {base}", 1)
+    before = Path(source) / "README.md"
+    if before.is_file():
+        text += "\n## The model it was made of\n\n" + without_header(before.read_text(encoding="utf-8"))
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def without_header(card: str) -> str:
+    """A model card without the YAML at its start."""
+    parts = card.split("---\n", 2)
+    return parts[2] if card.startswith("---\n") and len(parts) == 3 else card
+
+
+def show(args: ExportArgs, folder: Path, finding: Finding) -> None:
+    """Print what was written, and what the check has measured."""
+    columns = ["file", "MB", "largest difference of logits", "allowed", "greedy tokens equal"]
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors"))
+    rows = [[path.name, f"{path.stat().st_size / 1e6:.1f}"] for path in files]
+    measured = [f"{finding.difference:.2g}", f"{finding.bound:.2g}", finding.greedy]
+    print_table(
+        f"{args.to}: {folder}", columns, [row + (measured if i == 0 else [""] * 3) for i, row in enumerate(rows)]
+    )
+    print(f"wrote {folder}")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the folder."""
+    return run(parse(ExportArgs, argv))
+
+
+if __name__ == "__main__":
+    main()
