@@ -19,7 +19,7 @@ $(VENV)/.installed: setup.py constraints.txt
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install quickstart demo real check test test-vllm attacks test-nightly lint clean
+.PHONY: install quickstart demo real check test test-vllm test-llama attacks test-nightly lint clean
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
@@ -60,6 +60,21 @@ $(VLLM)/.installed: tests/real_vllm/setup.sh
 	tests/real_vllm/setup.sh $(VLLM) $(PYTHON)
 	touch $@
 
+# Exported GGUF files read by a real llama.cpp, compiled for an environment of its own (minutes); LIGHTRLHF_LLAMA_PYTHON
+# names the interpreter of another one.
+LLAMA := .venv-llama
+ifdef LIGHTRLHF_LLAMA_PYTHON
+test-llama: $(VENV)/.installed
+else
+test-llama: export LIGHTRLHF_LLAMA_PYTHON := $(CURDIR)/$(LLAMA)/bin/python
+test-llama: $(VENV)/.installed $(LLAMA)/.installed
+endif
+	$(BIN)/python -m pytest -rs tests/real_llama
+
+$(LLAMA)/.installed: tests/real_llama/setup.sh
+	tests/real_llama/setup.sh $(LLAMA) $(PYTHON)
+	touch $@
+
 # Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
 ROW ?= *
 attacks: $(VENV)/.installed
@@ -74,4 +89,4 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) quickstart
+	rm -rf $(VENV) $(VLLM) $(LLAMA) quickstart
