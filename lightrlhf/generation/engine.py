@@ -26,7 +26,7 @@ from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, position_inputs
+from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, position_inputs, trial_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -427,7 +427,8 @@ def check_architecture(policy: Policy) -> None:
         return
     model, args = policy.model, SamplingArgs(max_new_tokens=3)
     make_cache(model)
-    prompts = [[index % embedding_rows(model) for index in prompt] for prompt in ([2, 3, 4, 5, 6, 7], [4, 5])]
+    tokens = trial_ids(model, 6)[0].tolist()
+    prompts = [tokens, tokens[2:4]]
     with torch.autocast(model.device.type, enabled=False):
         try:
             slots = decode_all(Slots(model, prompts, args, [], torch.full((2, 3), 0.5), num_slots=2), None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.splits import Row, longest_text
-from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, inference, is_close
+from lightrlhf.models.roles import Policy, ScalarModel, inference, is_close, trial_ids
 
 Outputs = dict[str, list[Tensor]]  # of modules, by name
 
@@ -33,7 +33,7 @@ def share_prefixes(role: Policy | ScalarModel, longest: int, group_size: int = 2
     windows = [(getattr(config, "sliding_window", None), longest), (getattr(config, "window_size", None), columns)]
     if any(window and needed > window for window, needed in windows):
         return
-    ids = _trial_row(role, 11).repeat(3, 1)  # (3, 11); packed: 8 common tokens, then 2, 3 and 1 of the texts
+    ids = trial_ids(role.model, 11).repeat(3, 1)  # (3, 11); packed: 8 common tokens, then 2, 3 and 1 of the texts
     ids[1, 8:], ids[2, 8:] = ids[0, :3], ids[0, 3:6]
     mask = torch.arange(11, device=ids.device) < torch.tensor([[10], [11], [9]], device=ids.device)
     places = [*range(10)], [*range(8), 10, 11, 12], [*range(8), 13]  # columns of each text when packed
@@ -71,7 +71,7 @@ def check_packing(policy: Policy, name: str, longest: int = 0) -> None:
             f"--packing True: the sliding window of {name} ({kind}) has {window} tokens and the longest row {longest}; "
             "use --packing False"
         )
-    ids = _trial_row(policy, 13)
+    ids = trial_ids(policy.model, 13)
     sequence_ids = torch.tensor([[1] * 7 + [2] * 6], device=ids.device)
     parts = ids.split([7, 6], 1)
 
@@ -112,12 +112,6 @@ def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
-def _trial_row(role: Policy | ScalarModel, count: int) -> Tensor:
-    """A row of `count` different tokens (1, count); not the first two, which often are special."""
-    device = next(role.model.parameters()).device
-    return torch.arange(2, 2 + count, device=device).remainder(embedding_rows(role.model))[None]
-
-
 def _difference(role: Policy | ScalarModel, packed: Outputs, width: int, alone: list[tuple[Outputs, list[int]]]) -> str:
     """The first module whose output for a text in a packed row is not that for the text alone; "" if there is none.
 

@@ -375,7 +375,7 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     hooks = [model.base_model.register_forward_hook(replace_states), head.register_forward_hook(replace_logits)]
     try:
         with inference(model):
-            logits = model(input_ids=_trial_ids(model, 4), use_cache=False).logits
+            logits = model(input_ids=trial_ids(model, 4), use_cache=False).logits
     except (AttributeError, IndexError, TypeError, RuntimeError):  # no such states, or a head that is called otherwise
         return False
     finally:
@@ -388,7 +388,7 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
 
 def _check_language_model(model: PreTrainedModel) -> None:
     """Check by trial passes that neither padding nor later tokens change a token's logits. Raises: UsageError."""
-    kind, ids = model.config.model_type, _trial_ids(model, 8)
+    kind, ids = model.config.model_type, trial_ids(model, 8)
     rows, mask = ids.repeat(2, 1), torch.ones(2, 8, dtype=torch.bool, device=ids.device)
     rows[0, 5:], mask[0, 5:] = ids[0, 0], False  # (2, 8): five tokens and padding, and all eight
     remedy = "give a causal language model, such as a Llama, Qwen or GPT-2"
@@ -413,7 +413,7 @@ def _check_language_model(model: PreTrainedModel) -> None:
 
 def _check_scalar_model(model: PreTrainedModel) -> None:
     """Check that the head at a padded row's last token gives the model's own output. Raises: UsageError."""
-    head, ids = scalar_head(model), _trial_ids(model, 5)
+    head, ids = scalar_head(model), trial_ids(model, 5)
     rows, mask = nn.functional.pad(ids, (0, 2), value=int(ids[0, 0])), torch.arange(7, device=ids.device)[None] < 5
     try:
         with inference(model):
@@ -448,9 +448,14 @@ def is_close(values: Tensor, expected: Tensor, model: PreTrainedModel, spread: T
     return bool((values - expected).abs().max() <= tolerance)
 
 
-def _trial_ids(model: PreTrainedModel, count: int) -> Tensor:
-    """A row of `count` different tokens (1, count); not the first two, which often are special."""
-    return torch.arange(2, 2 + count, device=model.device).remainder(embedding_rows(model))[None]
+def trial_ids(model: PreTrainedModel, count: int) -> Tensor:
+    """A row of `count` different tokens (1, count), spread over the vocabulary.
+
+    The first ones often are control tokens, which pretraining never showed: a fine-tuned model of 135M parameters
+    multiplied their rounding by a hundred.
+    """
+    rows = embedding_rows(model)
+    return (torch.arange(1, 1 + count, device=model.device) * max(rows // (count + 1), 1)).remainder(rows)[None]
 
 
 def _packed_positions(sequence_ids: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ in several parts, and projectors of images.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from lightrlhf.storage.locks import lock_folder
 
 SUFFIX, PACKAGE = ".gguf", "package:"
 FOLDER = "gguf"  # of the cache
+READING = 1  # raise it when files are read otherwise, so that no folder of an older release is taken
 MOST_SHOWN = 3  # names in an error
 UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that a config computes
 
@@ -99,6 +101,12 @@ def converted_here(folder: str) -> Path | None:
     return here if Path(folder).parent.name == FOLDER and here.is_dir() else None
 
 
+def folder_of(file: Path) -> Path:
+    """The folder of the cache for a GGUF file, named by its content."""
+    content = hashlib.sha256(f"{sha256(file)} {READING}".encode()).hexdigest()
+    return cache_dir() / FOLDER / f"{file.stem}-{content[:12]}"
+
+
 @cache
 def from_gguf(name: str, flag: str = "--model_name") -> Path:
     """The Hugging Face folder of a GGUF file, which is converted unless the cache has it.
@@ -106,7 +114,7 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
     Raises: UsageError when there is no such file, it cannot be read, or what was read differs from what it says.
     """
     file = gguf_file(name, flag)
-    folder = cache_dir() / FOLDER / f"{file.stem}-{sha256(file)[:12]}"
+    folder = folder_of(file)
     lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
     try:
         if folder.is_dir():

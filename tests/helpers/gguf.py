@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from helpers import save_model
-from lightrlhf.storage.checkpoint import sha256, write_folder
+from lightrlhf.storage.checkpoint import write_folder
+from lightrlhf.storage.gguf_files import FOLDER, folder_of
 
 
 def converted(file: Path, cache: Path, tokenizer) -> Path:
     """Write `file` and, in `cache`, the folder that its name is resolved to; returns that folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"GGUF")
-    folder = cache / "gguf" / f"{file.stem}-{sha256(file)[:12]}"
+    folder = cache / FOLDER / folder_of(file).name
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_folder(folder, lambda partial: _write(partial, file, tokenizer))
     return folder

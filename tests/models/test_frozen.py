@@ -14,6 +14,7 @@ from torch import nn
 
 from lightrlhf import dpo, grpo, ppo, rm, sft
 from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import frozen
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import policy_inputs
@@ -174,3 +175,12 @@ def test_a_run_on_a_held_base_is_resumed_to_the_bit_and_keeps_a_small_base(cafe_
     stored = sft.main([*flags, "--learning_rate=1e-2", "--max_steps=1"])
     sizes = [(Path(run) / "base" / "model.safetensors").stat().st_size for run in (whole, stored)]
     assert sizes[0] < 0.6 * sizes[1]
+
+
+def test_an_adapter_that_is_merged_below_is_refused_on_a_held_base(tmp_path, tokenizer):
+    """A sum rounded to bfloat16 would not be what was trained."""
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    policy = load_policy(str(base), args(use_dora=True), tokenizer)
+    export(policy, tmp_path / "adapter", tmp_path / "unused")
+    with pytest.raises(UsageError, match="DoRA adapter is merged in float32; leave --base_dtype out"):
+        load_policy(str(tmp_path / "adapter"), args(base_dtype="bfloat16"), tokenizer)

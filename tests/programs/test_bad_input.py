@@ -144,6 +144,18 @@ ONE_FLAG = [  # program, flags added to good ones, what the line names: flag, va
         "--strategy fsdp",
         "--strategy ddp",
     ),
+    (
+        "sft",
+        ["--base_dtype=bfloat16", "--finetune_mode=lora", "--use_dora=True"],
+        "--use_dora True",
+        "--base_dtype bfloat16",
+    ),
+    (
+        "sft",
+        ["--base_dtype=bfloat16", "--finetune_mode=lora", "--init_lora_weights=pissa"],
+        "--init_lora_weights pissa",
+        "--base_dtype bfloat16",
+    ),
     ("sft", ["--base_dtype=float16", "--finetune_mode=lora"], "--base_dtype", "bfloat16"),
     ("rm", ["--load_in_8bit=True", "--finetune_mode=last_layer"], "--load_in_8bit True", "--finetune_mode lora"),
     (
