@@ -569,6 +569,11 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
             raise ValueError(
                 "--exchange_adapter True: a server's base is not quantised as that of this process; leave it out"
             )
+        if self.exchange_adapter and getattr(self, "base_dtype", "float32") != "float32":
+            raise ValueError(
+                "--exchange_adapter True: a server's base is not rounded as --base_dtype rounds that of this process; "
+                "leave one of them out"
+            )
         if self.exchange_adapter and getattr(self, "use_dora", False):
             raise ValueError("--exchange_adapter True: vLLM and SGLang load no DoRA adapter; leave it out")
         for flag, value, whole in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation.rollout_servers import Target
+from lightrlhf.models.frozen import is_held
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers
 from lightrlhf.storage.locks import LOCK, Lock, lock_folder
@@ -76,7 +77,9 @@ class Exchange:
         self._end()
 
     def _check_space(self, policy: Policy) -> None:
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in policy.model.state_dict().values())
+        least = 4 if is_held(policy.model) else 1  # merged weights are float32
+        tensors = policy.model.state_dict().values()
+        needed = sum(tensor.numel() * max(tensor.element_size(), least) for tensor in tensors)
         free = shutil.disk_usage(self.root).free
         if free < needed * 1.05:
             raise UsageError(

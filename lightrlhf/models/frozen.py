@@ -11,6 +11,7 @@ cast back to float32; training such weights.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,9 +64,9 @@ KINDS: dict[type, type] = {nn.Linear: HeldLinear, nn.Embedding: HeldEmbedding}
 
 
 def hold(model: PreTrainedModel) -> None:
-    """Hold a model's matrices in bfloat16, those of `KINDS`; all else, its scalar head too, becomes float32.
+    """Round a model to bfloat16, all but its scalar head, and hold its matrices so, those of `KINDS`.
 
-    Adapters come later.
+    All else is held in float32. Adapters come later.
     """
     heads = [getattr(model, name, None) for name in HEADS]
     owners: dict[int, list[nn.Module]] = {}
@@ -76,6 +77,8 @@ def hold(model: PreTrainedModel) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             kinds = {type(owner) for owner in owners[id(parameter)]}  # a tied head shares its matrix
             fits = name == "weight" and kinds <= KINDS.keys() | KINDS.values() and module not in heads
+            if module not in heads:
+                parameter.data = parameter.data.to(HELD)
             parameter.data = parameter.data.to(HELD if fits else torch.float32)
             if fits:
                 module.__class__ = KINDS.get(type(module), type(module))
@@ -103,6 +106,17 @@ def release(model: PreTrainedModel) -> None:
                 module.__class__ = kind
     model.float()
     del model.held_dtype
+
+
+def released_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model on the CPU, held in float32: next to the model itself it might not fit on its device."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().cpu().float(), requires_grad=False)
+        for parameter in model.parameters()
+    }
+    released = copy.deepcopy(model, memo).cpu()
+    release(released)
+    return released
 
 
 def is_held(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ Left out: training weights in half precision (`--precision` casts in the forward
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,6 @@ def load_scalar(
         base = None
     if merge_below_dora(model, args, loaded, f"{flag} {name}"):
         base = None
-    if config.get("compares_pairs"):
-        model.config.compares_pairs = True
     if not has_head:
         head = scalar_head(model)
         head.weight.data.copy_(new_head(head.in_features, seed))
@@ -217,6 +215,9 @@ def load_model(
             model = _from_pretrained(auto_class, base, flag, dtype=dtype, **options)
         if args.base_dtype == "bfloat16":
             frozen.restore_buffers(model)
+            note_rounding(base, flag)
+        if "num_labels" in options and saved_config(source).get("compares_pairs"):
+            model.config.compares_pairs = True  # an adapter's config has it, not that of its base
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", compute_dtype(args))
         if args.use_dora or (config is not None and config.use_dora):  # peft (0.21) loses the scales of such weights
@@ -248,6 +249,20 @@ def load_model(
     if head is not None and hasattr(model, "score"):
         model.get_parameter("score.weight").data.copy_(head)
     return model, base, {source: ("start_0", head)}
+
+
+@cache
+def note_rounding(base: str, flag: str) -> None:
+    """Print that a base is rounded, unless it was published in bfloat16: checkpoints name the one that was not."""
+    from transformers import PretrainedConfig
+
+    stored = PretrainedConfig.get_config_dict(base)[0]
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype"))
+    if dtype != "bfloat16" and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"{flag} {base} is stored in {dtype}, and --base_dtype bfloat16 rounds it: adapters learn on the rounded "
+            "weights, and where they are loaded without this flag logits differ by that rounding"
+        )
 
 
 def align(model: nn.Module) -> None:
@@ -301,12 +316,14 @@ def choose_trainable(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
         lora.configure(model, active=adapters, trainable=(new,))
         if hasattr(model, "score"):
             model.get_submodule("score").requires_grad_(True)
-    elif adapters and is_quantised(model):
+    elif adapters and (is_quantised(model) or frozen.is_held(model)):
         lora.configure(model, active=adapters, trainable=())
     elif adapters:
         lora.merge(model, adapters).requires_grad_(True)
         loaded.clear()
         adapters = ()
+    if args.finetune_mode != "lora" and frozen.is_held(model):  # of a reference
+        model.requires_grad_(False)
     if args.finetune_mode == "last_layer":
         train_last_layers(model, 1)
     if args.activation_checkpointing:

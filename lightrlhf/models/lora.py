@@ -142,6 +142,7 @@ def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs, below: Seque
         _inject(config, model, name)
         if args.init_lora_weights not in ("pissa", "olora"):
             return (name,)
+        config.lora_dropout = 0.0  # the twin takes away the same part in every pass
         _inject(config, model, name + INITIAL)
     except ValueError as problem:
         raise UsageError(f"--lora_targets {args.lora_targets}: {first_line(problem)}") from None

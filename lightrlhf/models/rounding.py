@@ -25,7 +25,7 @@ def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
-    result = tensor.detach().to(dtype)
+    result = tensor.detach().cpu().to(dtype)  # not on the device, where the model itself may leave no room
     if not_finite([(name, result)]):
         kind = str(dtype).removeprefix("torch.")
         raise RunFailure(

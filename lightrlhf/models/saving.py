@@ -2,7 +2,7 @@
 
 With LoRA a checkpoint is a peft folder that names its base; `--merge True` writes merged weights instead.
 
-Left out: export to other formats.
+Left out: formats of other programs (`lightrlhf.export`).
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ def merged_model(module: Role) -> PreTrainedModel:
     if not module.adapters:
         return module.model
     if not is_quantised(module.model):
-        model = copy.deepcopy(module.model)
-        if frozen.is_held(model):
-            frozen.release(model)
+        is_held = frozen.is_held(module.model)
+        model = frozen.released_copy(module.model) if is_held else copy.deepcopy(module.model)
         return lora.merge(model, module.adapters)
     with TemporaryDirectory() as folder:
         _save_adapter(module, Path(folder))

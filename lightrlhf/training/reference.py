@@ -122,7 +122,7 @@ def reference_logps(
             run.args.ref_model,
             verify=run.args.verify,
         )  # refuses a model with another tokenizer
-        plain = ModelArgs(trust_remote_code=run.args.trust_remote_code)
+        plain = ModelArgs(trust_remote_code=run.args.trust_remote_code, base_dtype=run.args.base_dtype)
         reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
         check_vocabulary(rows, vocabulary_size(reference), run.args.data_name)
         check_positions(rows, reference, run.args.data_name)

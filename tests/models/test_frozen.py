@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, mixed_batch, save_model, weights
+from helpers import CPU, last_checkpoint, metrics, mixed_batch, save_model, tiny_model, weights
 from helpers.trained import logits_of, train_a_little
 from torch import nn
 
@@ -16,6 +16,7 @@ from lightrlhf import dpo, grpo, ppo, rm, sft
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import frozen
+from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import policy_inputs
 from lightrlhf.models.saving import export, merged_model
@@ -184,3 +185,39 @@ def test_an_adapter_that_is_merged_below_is_refused_on_a_held_base(tmp_path, tok
     export(policy, tmp_path / "adapter", tmp_path / "unused")
     with pytest.raises(UsageError, match="DoRA adapter is merged in float32; leave --base_dtype out"):
         load_policy(str(tmp_path / "adapter"), args(base_dtype="bfloat16"), tokenizer)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_given_model_is_stored_as_it_was_held(architecture, tmp_path, tokenizer):
+    """Norms, and layers that stay in float32, are rounded as those of a model from disk are."""
+    policy = as_policy(
+        tiny_model(architecture, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id),
+        args(base_dtype="bfloat16"),
+        tokenizer,
+    )
+    train_a_little(policy)
+    export(policy, tmp_path / "adapter", tmp_path / "base")
+    again = load_policy(str(tmp_path / "adapter"), args(base_dtype="bfloat16"), tokenizer)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with policy.active(), again.active():
+        assert torch.equal(logits_of(again.model, ids), logits_of(policy.model, ids))
+
+
+def test_a_base_that_is_rounded_is_noted(bases, tokenizer, capsys):
+    from transformers import AutoModelForCausalLM
+
+    load_policy(str(bases[0]), args(base_dtype="bfloat16"), tokenizer)
+    assert "is stored in float32, and --base_dtype bfloat16 rounds it" in capsys.readouterr().out
+    published = bases[0].parent / "published"
+    AutoModelForCausalLM.from_pretrained(bases[0], dtype=torch.bfloat16).save_pretrained(published)
+    load_policy(str(published), args(base_dtype="bfloat16"), tokenizer)
+    assert "rounds" not in capsys.readouterr().out
+
+
+def test_a_reference_is_held_like_the_policy(cafe_data, base_model, tmp_path):
+    """DPO from a base, with that base as `--ref_model`: no margin at the first step, as without the flag."""
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *LORA, "--base_dtype=bfloat16"]
+    flags += ["--model_name", str(base_model)]
+    runs = [dpo.main([*flags, *more]) for more in ([], ["--ref_model", str(base_model)])]
+    mine, theirs = ([row["rewards/margins"] for row in metrics(run)[:2]] for run in runs)
+    assert mine[0] == theirs[0] == 0 and theirs == pytest.approx(mine, abs=5e-6)

@@ -400,3 +400,15 @@ def test_a_variant_on_models_of_its_own_is_resumed_to_the_bit(variant, flags, mo
     assert abs(metrics(run)[0]["objective/kl"]) < 1e-5 < abs(metrics(run)[2]["objective/kl"])
     rounds_differently(monkeypatch)
     resumed(ppo, run)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_the_frozen_twin_has_no_dropout(init, tmp_path, tokenizer):
+    """It takes away what the base has in every pass; with dropout of its own the two would not cancel."""
+    base = save_model("llama", tmp_path / "base", tokenizer)
+    policy = load_policy(
+        str(base), ModelArgs(finetune_mode="lora", init_lora_weights=init, lora_dropout=0.5), tokenizer
+    )
+    for layer in lora.lora_layers(policy.model).values():
+        kinds = {name: type(module).__name__ for name, module in layer.lora_dropout.items()}
+        assert kinds == {"policy": "Dropout", f"policy{lora.INITIAL}": "Identity"}

@@ -156,6 +156,15 @@ ONE_FLAG = [  # program, flags added to good ones, what the line names: flag, va
         "--init_lora_weights pissa",
         "--base_dtype bfloat16",
     ),
+    (
+        "ppo",
+        [
+            *["--base_dtype=bfloat16", "--finetune_mode=lora", "--exchange_adapter=True"],
+            *["--rollout_server=http://localhost:1", "--rm_experiment_dir=."],
+        ],
+        "--exchange_adapter True",
+        "--base_dtype",
+    ),
     ("sft", ["--base_dtype=float16", "--finetune_mode=lora"], "--base_dtype", "bfloat16"),
     ("rm", ["--load_in_8bit=True", "--finetune_mode=last_layer"], "--load_in_8bit True", "--finetune_mode lora"),
     (
