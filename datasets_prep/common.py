@@ -47,14 +47,14 @@ from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
-from lightrlhf.cli.args import RARE, check_at_least, check_types
+from lightrlhf.cli.args import RARE, check_at_least, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
-from lightrlhf.storage.gguf_files import from_gguf, is_gguf
+from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import make_folder, sync_folder, writing

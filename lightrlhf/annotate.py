@@ -22,7 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, RewardArgs, SealArgs, check_args, check_at_least, check_output, check_types
+from lightrlhf.cli.args import (
+    RARE,
+    RewardArgs,
+    SealArgs,
+    check_args,
+    check_at_least,
+    check_output,
+    check_reward_model,
+    check_types,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import WAS_TEXT
 from lightrlhf.cli.parser import parse, to_dict
@@ -94,8 +103,7 @@ class AnnotateArgs(RewardArgs, SealArgs):
         find_device(self.accelerator)
         if not Path(self.responses_file).is_file():
             raise ValueError(f"--responses_file {self.responses_file} does not exist; write it by lightrlhf.generate")
-        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
-            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         if not 0 <= self.validation_percentage < 1:
             raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 1), such as 0.1")
         if self.length_penalty and self.choose_type != "max_min_p":

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from lightrlhf import evaluate_dialogues, evaluate_env
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_args, check_at_least, check_types
+from lightrlhf.cli.args import (
+    INPUT,
+    GenerationArgs,
+    ModelArgs,
+    SealArgs,
+    check_args,
+    check_at_least,
+    check_reward_model,
+    check_types,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -91,9 +100,9 @@ class EvaluateArgs(GenerationArgs, SealArgs):
             check_model_exists(name, "--experiment_dir")
         if self.reference_dir is not None:
             check_model_exists(self.reference_dir, "--reference_dir")
-        for flag in ("data_dir", "rm_experiment_dir"):
-            if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
-                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
+        if self.data_dir is not None and not Path(self.data_dir).is_dir():
+            raise ValueError(f"--data_dir {self.data_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         check_results(self.experiment_dir, self.split)
         find_device(self.accelerator)
 

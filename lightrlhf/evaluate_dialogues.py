@@ -16,7 +16,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, GenerationArgs, ModelArgs, SealArgs, check_args, check_at_least, check_types
+from lightrlhf.cli.args import (
+    INPUT,
+    GenerationArgs,
+    ModelArgs,
+    SealArgs,
+    check_args,
+    check_at_least,
+    check_reward_model,
+    check_types,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -73,9 +82,9 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
             raise ValueError("--experiment_dir needs at least one experiment dir")
         for name in self.experiment_dir:
             check_model_exists(name, "--experiment_dir")
-        for flag in ("data_dir", "rm_experiment_dir"):
-            if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
-                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
+        if self.data_dir is not None and not Path(self.data_dir).is_dir():
+            raise ValueError(f"--data_dir {self.data_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         check_results(self.experiment_dir, f"{self.split}_by_turn")
         find_device(self.accelerator)
 

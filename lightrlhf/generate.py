@@ -36,6 +36,7 @@ from lightrlhf.cli.args import (
     check_at_least,
     check_data_dir,
     check_output,
+    check_reward_model,
     check_types,
 )
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
@@ -135,8 +136,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs):
             raise ValueError(f"--prompts_from {self.prompts_from} requires --data_dir")
         if self.prompts_file is not None and not Path(self.prompts_file).is_file():
             raise ValueError(f"--prompts_file {self.prompts_file} does not exist")
-        if self.rm_experiment_dir is not None and not Path(self.rm_experiment_dir).is_dir():
-            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         if self.ref_scores and not (self.rm_experiment_dir and self.data_dir):
             raise ValueError("--ref_scores True needs --rm_experiment_dir as scorer and --data_dir with the answers")
         if self.rollout_engine == "openai" and not self.base_url:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import RARE, check_args, check_at_least, check_output, check_types
+from lightrlhf.cli.args import RARE, check_args, check_at_least, check_output, check_reward_model, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -148,8 +148,7 @@ class JudgeArgs(RemoteArgs):
             raise ValueError("--judge openai needs --base_url, such as http://localhost:8000/v1, and --judge_model")
         if self.judge == "reward" and self.rm_experiment_dir is None:
             raise ValueError("--judge reward needs --rm_experiment_dir")
-        if self.rm_experiment_dir is not None and not Path(self.rm_experiment_dir).is_dir():
-            raise ValueError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         if self.judge not in ("openai", "reward", "human") and ":" not in self.judge:
             raise ValueError(f"--judge {self.judge} is not one of openai, reward, human, or package.module:function")
         check_output(output_path(self), "--output_file")

@@ -27,6 +27,7 @@ TYPES: dict[Any, tuple[type, str]] = {
     str: (str, "a text"),
 }
 LARGEST = 2**53  # of whole numbers; every smaller one is a float, too
+GGUF, PACKAGE = ".gguf", "package:"  # how a name of a model file ends, and of a package that has one begins
 RARE = {"rare": True}  # metadata of flags that `--help` leaves to `--help_all`
 INPUT = {"input": True}  # metadata of what a program reads; `--help` shows it first
 STARTS = INPUT | {"required": "a model"}  # metadata of flags of which a program needs one
@@ -405,8 +406,7 @@ class RewardArgs:
                 "--rm_experiment_dir or --reward_function (from Python: reward) is needed, of the last two only one: "
                 "what scores responses"
             )
-        if self.rm_experiment_dir and not Path(self.rm_experiment_dir).is_dir():
-            raise UsageError(f"--rm_experiment_dir {self.rm_experiment_dir} does not exist")
+        check_reward_model(self.rm_experiment_dir)
         twice = next((path for path in self.reward_function if self.reward_function.count(path) > 1), None)
         if twice is not None:
             raise UsageError(f"--reward_function {twice} is given twice; give it once, with a larger --reward_weights")
@@ -709,6 +709,23 @@ def check_positive(args: Any, *names: str) -> None:
 def needs_package(what: str, package: str, extra: str) -> str:
     """Error message for a package that is not installed; `extra` is the one of `setup.py` that brings it."""
     return f"{what} needs the package {package}; install it from the clone with: pip install -e '.[{extra}]'"
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file, or of a package that has one."""
+    return name.endswith(GGUF) or name.startswith(PACKAGE)
+
+
+def check_reward_model(name: str | None) -> None:
+    """Raises: UsageError when `--rm_experiment_dir` is no folder here; called before any model is loaded."""
+    if not name or Path(name).is_dir():
+        return
+    if is_gguf(name):
+        raise UsageError(
+            f"--rm_experiment_dir {name}: a GGUF file holds a language model, not a reward model; "
+            f"train one on it: python -m lightrlhf.rm --model_name {name}"
+        )
+    raise UsageError(f"--rm_experiment_dir {name} does not exist")
 
 
 def check_data_dir(args: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, is_gguf
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import Rollout, response_batch
 from lightrlhf.data.chat import controls
@@ -38,7 +38,6 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.gguf_files import is_gguf
 from lightrlhf.storage.run_dir import choices, located, stored
 from lightrlhf.storage.seals import check_sealed
 

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
-from lightrlhf.storage.gguf_files import from_gguf, is_gguf
+from lightrlhf.storage.gguf_files import from_gguf
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
 MOST_LAYERS = 10_000

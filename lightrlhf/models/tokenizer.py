@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.gguf_files import is_gguf
 from lightrlhf.storage.seals import check_sealed, seal
 
 

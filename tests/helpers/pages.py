@@ -10,7 +10,6 @@ from pathlib import Path
 
 from helpers import ROOT
 from helpers.programs import args_class
-from lightrlhf.storage.gguf_files import is_gguf
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "howto").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -58,6 +57,7 @@ def programs() -> list[str]:
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
+    from lightrlhf.cli.args import is_gguf
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):

@@ -64,6 +64,27 @@ def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, 
     assert json.loads((tuned / "args.json").read_text())["model_name"] == NAME
 
 
+@pytest.mark.parametrize(
+    "program", ["annotate", "generate", "evaluate", "evaluate_dialogues", "judge", "ppo", "online_dpo"]
+)
+@pytest.mark.parametrize("name", [NAME, "toy.gguf"])
+def test_it_is_no_reward_model(program, name, here, tuned, cafe_data, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    rows = str(tmp_path / "rows.jsonl")
+    flags = {
+        "annotate": ["--responses_file", rows],
+        "generate": ["--data_dir", str(cafe_data), "--model_name", NAME],
+        "judge": ["--judge", "reward", "--responses_file", rows, rows],
+        "ppo": ["--data_dir", str(cafe_data), "--model_name", NAME],
+        "online_dpo": ["--data_dir", str(cafe_data), "--model_name", NAME],
+    }
+    given = flags.get(program, ["--experiment_dir", str(tuned)])
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"lightrlhf.{program}").main([*given, "--rm_experiment_dir", name])
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and f"--rm_experiment_dir {name}: a GGUF file holds a language model" in line
+
+
 def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_data):
     evaluate = importlib.import_module("lightrlhf.evaluate")
     few = ["--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
