@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightrlhf.cli.args import (
     INPUT,
+    PACKAGE,
     RARE,
     DeviceArgs,
     GenerationArgs,
@@ -479,7 +480,7 @@ def output_path(args: GenerateArgs) -> Path:
         name = f"{data.parent.name}-{data.name}"
     else:
         name = Path(args.prompts_file or "").name.partition(".")[0]
-    model = Path(args.model_name.rstrip("/"))
+    model = Path(args.model_name.removeprefix(PACKAGE).rstrip("/"))  # a file with a colon has no name on Windows
     parts = model.resolve().parts if model.is_dir() else model.parts
     is_run = (model / "args.json").is_file() and len(parts) > 4  # {experiment}/{data}/{data}/{time}
     label = f"{parts[-4]}_{parts[-1]}" if is_run else "_".join(parts[-2:])

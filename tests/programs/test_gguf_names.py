@@ -64,6 +64,14 @@ def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, 
     assert json.loads((tuned / "args.json").read_text())["model_name"] == NAME
 
 
+def test_files_are_called_after_a_package_without_a_colon(here, cafe_data, tmp_path):
+    few = ["--num_prompts", "1", "--max_new_tokens", "2", "--accelerator", "cpu", "--output_dir", str(tmp_path)]
+    (file,) = importlib.import_module("lightrlhf.generate").main(
+        ["--model_name", NAME, "--data_dir", str(cafe_data), *few]
+    )
+    assert Path(file).name == "toy_weights.jsonl" and Path(file).is_file()
+
+
 @pytest.mark.parametrize(
     "program", ["annotate", "generate", "evaluate", "evaluate_dialogues", "judge", "ppo", "online_dpo"]
 )
