@@ -57,6 +57,7 @@ from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import data_dir_of
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.iterate import (
+    as_given,
     check_one_machine,
     find_started_run,
     finish,
@@ -68,7 +69,7 @@ from lightrlhf.training.iterate import (
     run_on_devices,
     shared_flags,
 )
-from lightrlhf.training.model_card import model_card
+from lightrlhf.training.model_card import described_base, model_card
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
@@ -181,7 +182,7 @@ def train(
             policy = str(final_checkpoint(folder / "policy"))
             link_checkpoint(directory, number, policy)
             evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
-            metrics = report(directory)
+            metrics = report(args, directory)
             if is_new and args.stage != "all":
                 break
             try:
@@ -384,7 +385,7 @@ def evaluate_iteration(
     write_text(folder / "evaluation.json", json.dumps(results, indent=1))
 
 
-def report(directory: Path) -> Metrics:
+def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
     """Write `results.json`, `metrics.jsonl` (its step is the iteration) and the model card, and print the last scores.
 
     Returns the metrics of the last iteration.
@@ -409,14 +410,14 @@ def report(directory: Path) -> Metrics:
         for row in rows
     ]
     write_jsonl(directory / "metrics.jsonl", logged)
-    write_text(directory / "README.md", card(directory, rows))
+    write_text(directory / "README.md", card(args, directory, rows))
     if "score_by_turn" in rows[-1]:
         scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
         print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)
     return {name: value for name, value in logged[-1].items() if name != "step"}
 
 
-def card(directory: Path, rows: Sequence[Row]) -> str:
+def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str:
     """The model card, with the scores by turn of each iteration."""
     stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     turns = max((len(row.get("score_by_turn", [])) for row in rows), default=0)
@@ -426,7 +427,9 @@ def card(directory: Path, rows: Sequence[Row]) -> str:
         scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
         table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
     data = data_dir_of(str(directory)) or "given dialogues"
-    summary = f"`{stored['initial']}` trained by `lightrlhf.iterative_refuel` on `{data}`."
+    summary = f"`{as_given(args, stored['initial'])}` trained by `lightrlhf.iterative_refuel` on `{data}`."
+    if base := described_base(args):
+        summary += f"\n\nBase model: {base}"
     flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given")}
     return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
 

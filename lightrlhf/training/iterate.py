@@ -15,12 +15,13 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.old_flags import flags_of, update_names
 from lightrlhf.cli.parser import to_dict
@@ -62,7 +63,7 @@ def open_directory(
         if not (Path(started) / MANIFEST).exists():  # a kill came before the seal
             seal(Path(started), ["args.json"])
         reopen_damaged_policy(Path(started))
-        return Path(started), initial
+        return Path(started), as_given(args, initial)
     name, flag = starting_model(args)
     initial = resolve(name, flag)  # the newest checkpoint now; later ones do not change the run
     if not Path(initial).is_dir():
@@ -78,7 +79,15 @@ def open_directory(
     with writing(flag), lock_folder(directory):
         write_text(directory / "args.json", json.dumps(stored, indent=1))
         seal(directory, ["args.json"])
-    return directory, initial
+    return directory, as_given(args, initial)
+
+
+def as_given(args: Any, initial: str) -> str:
+    """The initial policy by the name of its GGUF file, which cards show, while that still means the same weights."""
+    name, flag = starting_model(args)
+    with suppress(UsageError):  # the file is gone; what it was converted into may be there
+        return name if is_gguf(name) and resolve(name, flag) == initial else initial
+    return initial
 
 
 def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], source: str, directory: Path) -> str:

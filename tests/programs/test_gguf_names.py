@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
 from lightrlhf.demo.models import ModelCache
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.online_dpo import OnlineDPOArgs
+from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.run_dir import choices
+from lightrlhf.training.iterate import as_given
 
 NAME = "package:toy_weights"
 LORA = ["--finetune_mode", "lora", "--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4"]
@@ -62,6 +66,45 @@ def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, 
             assert "`toy-1M.gguf`" in text and "Licence: apache-2.0" in text
             assert str(here[1]) not in text
     assert json.loads((tuned / "args.json").read_text())["model_name"] == NAME
+
+
+@pytest.mark.parametrize("program, data", [("online_dpo", "cafe_data"), ("iterative_refuel", "talk_data")])
+def test_iterations_hand_its_name_on(program, data, here, request, tmp_path):
+    """Cards and arguments of the runs inside name the file; `initial` alone is pinned to what it was converted into."""
+    few = ["--iterations", "1", "--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", *CPU]
+    few += ["--reward_function", "helpers.rewards:vowels", "--max_new_tokens", "4", "--finetune_mode", "lora"]
+    if program == "online_dpo":
+        few += ["--prompts_per_iteration", "4", "--num_generations", "2", "--eval_prompts", "2"]
+    else:
+        few += [
+            "--user_function",
+            "helpers.rewards:echo",
+            "--num_data",
+            "4",
+            "--num_turns",
+            "2",
+            "--eval_dialogues",
+            "2",
+        ]
+    data_dir = str(request.getfixturevalue(data))
+    started = ["--data_dir", data_dir, "--model_name", NAME, "--log_dir", str(tmp_path), *few]
+    experiment = Path(importlib.import_module(f"lightrlhf.{program}").main(started))
+    cards = [path.read_text() for path in experiment.rglob("README.md")]
+    assert len(cards) >= 2
+    for card in cards:
+        assert "Licence: apache-2.0" in card and str(here[1]) not in card
+    policy = json.loads((experiment / "iteration-01" / "policy" / "args.json").read_text())
+    assert policy["sft_experiment_dir"] == NAME and policy.get("ref_model") in (None, NAME)
+    assert json.loads((experiment / "args.json").read_text())["initial"] == str(here[1])
+
+
+def test_iterations_go_on_with_the_same_weights_when_the_file_is_another_by_now(here, monkeypatch, tmp_path):
+    args = parse(OnlineDPOArgs, ["--model_name", NAME, "--reward_function", "helpers.rewards:vowels"])
+    assert as_given(args, str(here[1])) == NAME
+    assert as_given(args, str(tmp_path)) == str(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path[1:])
+    from_gguf.cache_clear()
+    assert as_given(args, str(here[1])) == str(here[1])
 
 
 def test_files_are_called_after_a_package_without_a_colon(here, cafe_data, tmp_path):
