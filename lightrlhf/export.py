@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, needs_package
+from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf, needs_package
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.models import export_check as checks
@@ -35,7 +35,7 @@ from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
-from lightrlhf.training.model_card import model_card
+from lightrlhf.training.model_card import described_base, model_card
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
 FOR_LLAMA = ("gguf", "ollama")
@@ -252,11 +252,14 @@ def check_unquantised(args: ExportArgs, model: Any) -> None:
 def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str | None = None) -> None:
     """Write a model card for the hub beside the weights, with that of the source below it."""
     given = {key: value for key, value in to_dict(args).items() if value is not None and key != "destination_dir"}
-    text = model_card(name, "export", f"Exported by lightrlhf from `{args.model_name}`.", given)
+    summary = f"Exported by lightrlhf from `{args.model_name}`."
+    if described := described_base(args):
+        summary += f"\n\nBase model: {described}"
+    text = model_card(name, "export", summary, given)
     if base is not None:
         text = text.replace("library_name: transformers", f"library_name: peft\nbase_model: {base}", 1)
     before = Path(source) / "README.md"
-    if before.is_file():
+    if before.is_file() and not is_gguf(args.model_name):  # whose folder says nothing but what `described` does
         text += "\n## The model it was made of\n\n" + without_header(before.read_text(encoding="utf-8"))
     (folder / "README.md").write_text(text, encoding="utf-8")
 

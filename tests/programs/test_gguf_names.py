@@ -107,6 +107,15 @@ def test_iterations_go_on_with_the_same_weights_when_the_file_is_another_by_now(
     assert as_given(args, str(here[1])) == str(here[1])
 
 
+def test_the_card_of_an_export_names_the_file_and_its_licence_once_at_its_start(here, tuned, tmp_path):
+    export = importlib.import_module("lightrlhf.export")
+    for number, model in enumerate((NAME, str(tuned))):
+        folder = Path(export.main([model, "--to", "merged", "--destination_dir", str(tmp_path / str(number))]))
+        start = (folder / "README.md").read_text().split("\n## ")[0]
+        assert start.count("Licence: apache-2.0") == 1 and str(here[1]) not in start
+        assert ("## The model it was made of" in (folder / "README.md").read_text()) == (model != NAME)
+
+
 def test_files_are_called_after_a_package_without_a_colon(here, cafe_data, tmp_path):
     few = ["--num_prompts", "1", "--max_new_tokens", "2", "--accelerator", "cpu", "--output_dir", str(tmp_path)]
     (file,) = importlib.import_module("lightrlhf.generate").main(
