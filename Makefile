@@ -6,7 +6,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # torch goes first: asked for by itself its pinned release is taken, whatever newer one another package would allow.
 $(VENV)/.installed: setup.py constraints.txt
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null || { \
-		echo "Python 3.11 or newer is needed. $(PYTHON) says: $$($(PYTHON) --version 2>&1)." \
+		echo "Python 3.11 or newer is needed. $(PYTHON) says: $$($(PYTHON) --version 2>&1 | head -n 1)." \
 			"Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(BIN)/python -c '$(NEW_ENOUGH)' 2> /dev/null || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
