@@ -713,7 +713,7 @@ def needs_package(what: str, package: str, extra: str) -> str:
 
 def is_gguf(name: str) -> bool:
     """Whether a model's name is that of a GGUF file, or of a package that has one."""
-    return name.endswith(GGUF) or name.startswith(PACKAGE)
+    return name.lower().endswith(GGUF) or name.startswith(PACKAGE)
 
 
 def check_reward_model(name: str | None) -> None:

@@ -37,7 +37,8 @@ from lightrlhf.storage.writing import writing
 FOLDER = "gguf"  # of the cache
 READING = 1  # raise it when files are read otherwise, so that no folder of an older release is taken
 MOST_SHOWN, LONGEST_SHOWN = 3, 40  # names in an error, characters of a value
-UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tables that a config computes
+UNUSED = ("rope_freqs.weight",)  # a table that the config computes
+NOT_READ = ("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "attention.clamp_kqv")
 
 # What llama.cpp calls the regular expressions by which a byte-level tokenizer splits its text before any merge.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -295,6 +296,12 @@ def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any]
     if "rope_freqs.weight" in tensors:
         factors = torch.tensor(tensors["rope_freqs.weight"].data)
         config.rope_parameters = scaled_positions(config, factors.float(), named)
+    for key in NOT_READ if config.model_type in ("llama", "mistral", "qwen2", "qwen3") else ():
+        if stored.get(f"{stored['general.architecture']}.{key}"):
+            raise UsageError(f"{named} has {key}, which is not read here; {FOLDER_INSTEAD}")
+    window = stored.get(f"{stored['general.architecture']}.attention.sliding_window")
+    if window and getattr(config, "sliding_window", None) is None and window < config.max_position_embeddings:
+        raise UsageError(f"{named} attends to {window} tokens at a time, which is not read here; {FOLDER_INSTEAD}")
     scaling = stored.get(f"{stored['general.architecture']}.rope.scaling.type", "none")
     if scaling != "none" and (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "default":
         raise UsageError(f"{named} scales its positions ({scaling!r}), which is not read here; {FOLDER_INSTEAD}")
@@ -320,10 +327,10 @@ def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str
 
 def exact_dtype(tensors: Iterable[Any]) -> torch.dtype:
     """Half precision if it holds every weight of the file exactly, else float32."""
+    kinds = {tensor.tensor_type.name for tensor in tensors}
     for name, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
-        kinds = {tensor.tensor_type.name for tensor in tensors}
-        whole = [torch.from_numpy(tensor.data.copy()) for tensor in tensors if tensor.tensor_type.name == "F32"]
-        if kinds <= {name, "F32"} and all(torch.equal(values.to(dtype).float(), values) for values in whole):
+        whole = (torch.tensor(tensor.data) for tensor in tensors if tensor.tensor_type.name == "F32")  # one at a time
+        if kinds == {name, "F32"} and all(torch.equal(values.to(dtype).float(), values) for values in whole):
             return dtype
     return torch.float32
 
