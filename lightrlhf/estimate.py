@@ -1,31 +1,57 @@
 """Estimate the memory of a training run on one device before it starts.
 
-Counted: weights, gradients, optimiser state, activations of one micro-batch, and the KV cache of a rollout. The
-parameters are those of the model itself, built on the meta device; a size such as `1.5B` is a Llama of about that size.
-Weights, gradients and optimiser state are exact. Activations are counted per token from the widths of the layers, for
-attention that does not store its scores.
+The run itself is done on tensors without data (torch's fake ones): the model as the library builds it, one update of
+one micro-batch, the engine's prefill and last decoding step, and a scoring pass. What they allocate and free is counted
+by tensor. So every dtype, cast and temporary counts as it is: float32 norms and adapters on a base held in bfloat16,
+the float32 copy of a matrix for its product, logits of a chunk, keys in float32 under autocast.
 
-Left out: memory of the libraries and the allocator (0.5 to 1 GiB), and sharding over ranks by fsdp.
+A size such as `1.5B` is a Llama of about that size. Other programs: `online_dpo` and `refuel` are `dpo` (REFUEL's
+dialogues are its rows) with the rollout of `grpo` where they sample; `reflect_rl` is `ppo`.
+
+Left out: the libraries and what an allocator wastes (0.5 to 1 GiB, and some percent), loading (on the host, see
+howto/finetuning.md), sharding by fsdp, logits that are capped or scaled after the head (Gemma 2), layers that choose
+their work by the data.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_types
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightrlhf.cli.args import ModelArgs, SamplingArgs, check_args, check_at_least, check_positive, check_types
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import inference_batch_size
+from lightrlhf.generation.engine import Slots, no_gradients
+from lightrlhf.maths.ops import head_logprobs
+from lightrlhf.models import frozen
+from lightrlhf.models.loading import choose_trainable
+from lightrlhf.models.lora import linear_layers
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
+from lightrlhf.models.prefix_sharing import pack_groups
+from lightrlhf.models.quantisation import MIXED
+from lightrlhf.models.roles import embedding_rows, group_inputs, inference, model_inputs
 from lightrlhf.storage.results import print_table
 
-FLOAT = 4  # bytes; weights, gradients and optimiser state are float32 in every precision
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOAT = 4  # bytes; weights that are trained, gradients and optimiser state are float32 in every precision
 QUANTISED = {8: 1.0, 4: 0.5 + 4 / 64}  # bytes by bits; nf4 has a scale for each 64 weights
 OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
-MODELS = {"sft": 1, "dpo": 1, "rm": 1, "ppo": 4, "grpo": 2}  # models in memory when none shares a backbone
-CHUNK = 4096  # predictions whose logits are in memory at a time
+MOST = 1024  # examples of a micro-batch
+RESERVE = 2.0  # GiB of a device for its libraries (0.5 to 1 GiB) and what the allocator cannot use
 SAMPLING: dict[str, Any] = {
     "do_sample": True,
     "temperature": 1.0,
@@ -48,15 +74,21 @@ class EstimateArgs(ModelArgs):
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    """Precision of the run; activations and the KV cache are half as large in a mixed one."""
+    """Precision of the run."""
     micro_batch_size: int = 8
     """Examples per forward and backward pass; a pair counts as one."""
+    num_generations: int = 8
+    """GRPO: responses per prompt, which is read once."""
     rollout_mini_batch_size: int = 32
     """PPO, GRPO: rows of a rollout decoded at a time."""
     sequence_length: int = 512
     """Tokens of an example, prompt and response."""
     max_new_tokens: int = 128
     """PPO, GRPO: longest response."""
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+    """Device of the run; on a CPU passes without gradients take fewer rows."""
+    memory_gb: float | None = None
+    """GiB of the device: says whether the run fits, and the largest micro-batch, a power of two, that does."""
 
     REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
         name: (default, "it changes no memory; leave it out") for name, default in SAMPLING.items()
@@ -69,50 +101,32 @@ class EstimateArgs(ModelArgs):
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
             )
         self.check_model()
-        for name in ("micro_batch_size", "rollout_mini_batch_size", "sequence_length", "max_new_tokens"):
+        sizes = ("micro_batch_size", "num_generations", "rollout_mini_batch_size", "sequence_length", "max_new_tokens")
+        for name in sizes:
             check_at_least(self, name, 1)
+        if self.memory_gb is not None:
+            check_positive(self, "memory_gb")
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run samples responses."""
+        return self.algorithm in ("ppo", "grpo")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt, at least one."""
+        return max(self.sequence_length - self.max_new_tokens, 1)
 
 
 def run(args: EstimateArgs) -> dict[str, float]:
     """Estimate memory; returns the bytes of each part."""
     check_args(args, EstimateArgs)
-    parts = estimate(args, shape_of(args))
+    parts = estimate(args)
     show(args, parts)
     return parts
 
 
-def shape_of(args: EstimateArgs) -> dict[str, Any]:
-    """Sizes of a model that determine the memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from lightrlhf.models.lora import linear_layers
-
-    config = config_of(args)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    names = linear_layers(model)
-    wanted = args.lora_target_names()
-    if wanted != ["all-linear"]:
-        names = [name for name in names if name.rpartition(".")[2] in wanted]
-    linear = [out_and_in(model.get_submodule(name)) for name in linear_layers(model)]
-    adapted = [out_and_in(model.get_submodule(name)) for name in names]
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return {
-        "bits": bits_of(args, config),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "linear": sum(out * width for out, width in linear),
-        "adapter": args.lora_rank * sum(out + width for out, width in adapted),
-        "layers": text.num_hidden_layers,
-        "last_layer": sum(out * width for out, width in linear) // text.num_hidden_layers,
-        "hidden": text.hidden_size,
-        "vocabulary": text.vocab_size,
-        "stored": stored_per_token(linear, text.num_hidden_layers, text.hidden_size),
-        "cache": 2 * (getattr(text, "num_key_value_heads", None) or heads) * (text.hidden_size // heads),
-    }
-
-
+# ------------------------------------------------------------------------------------------------------------ the model
 def config_of(args: EstimateArgs) -> Any:
     """The Hugging Face config of `--model_name`. Raises: UsageError when there is none, or it is a reward model's."""
     from transformers import AutoConfig
@@ -148,12 +162,6 @@ def bits_of(args: EstimateArgs, config: Any) -> int | None:
     return bits
 
 
-def out_and_in(layer: Any) -> tuple[int, int]:
-    """Output and input width of a linear layer; the weights of GPT-2 are transposed."""
-    out, width = layer.weight.shape
-    return (width, out) if type(layer).__name__ == "Conv1D" else (out, width)
-
-
 def llama_of(parameters: float) -> Any:
     """The config of a Llama of about this many parameters, with a width of 128 per layer, as from 1B to 70B."""
     from transformers import LlamaConfig
@@ -173,57 +181,254 @@ def llama_size(width: int) -> float:
     return 12 * width**2 * max(width // 128, 2) + 32000 * width
 
 
-def stored_per_token(linear: list[tuple[int, int]], layers: int, hidden: int) -> int:
-    """Numbers per token that a layer stores for its backward pass.
+def build(args: EstimateArgs, config: Any) -> tuple[PreTrainedModel, int | None]:
+    """The model as the library builds it, on the meta device, and the bits of its frozen weights if quantised.
 
-    The output of every linear layer; twice the widest, for the activation function's output and the gated product; two
-    norms with their inputs; the residual sums.
+    Quantised layers stand as such held in bfloat16: both are cast for their product, one at a time.
     """
-    outputs = sum(shape[0] for shape in linear) // layers
-    widest = max(max(shape) for shape in linear)
-    return outputs + 2 * widest + 4 * hidden
+    from transformers import AutoModelForCausalLM
+
+    bits = bits_of(args, config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).float()
+        if args.base_dtype == "bfloat16":
+            frozen.hold(model)
+        for name in linear_layers(model) if bits else ():
+            layer: Any = model.get_submodule(name)
+            layer.weight.data = layer.weight.data.to(frozen.HELD)
+            layer.__class__ = frozen.KINDS.get(type(layer), type(layer))
+        choose_trainable(model, args, {}, "policy")
+    return model.train(), bits
 
 
-def estimate(args: EstimateArgs, shape: dict[str, Any]) -> dict[str, float]:
-    """Bytes of each part, and `peak`: weights, optimiser, and the larger of an update and a rollout."""
-    has_lora = args.finetune_mode == "lora"
-    models = 1 if has_lora and args.share_backbone else MODELS[args.algorithm]
-    learners = 2 if args.algorithm == "ppo" else 1
-    one_model = QUANTISED.get(shape["bits"], FLOAT) * shape["linear"] + FLOAT * (shape["parameters"] - shape["linear"])
-    if args.base_dtype == "bfloat16":
-        one_model = 2 * shape["parameters"]
-    trainable = {"all": shape["parameters"], "last_layer": shape["last_layer"], "lora": shape["adapter"]}
-    learning = learners * trainable[args.finetune_mode]
-    number = FLOAT if args.precision == "32-true" else 2
-    rows = args.micro_batch_size * (2 if args.algorithm in ("rm", "dpo") else 1)
-    tokens = rows * args.sequence_length
-    numbers = shape["hidden"] * shape["layers"] + shape["stored"]  # one layer at a time is recomputed
-    if not args.activation_checkpointing:
-        numbers = shape["stored"] * shape["layers"]
-    if args.finetune_mode == "last_layer":
-        numbers = shape["stored"]
-    logits = 0 if args.algorithm == "rm" else 3 * FLOAT * min(tokens, CHUNK) * shape["vocabulary"]
+def give_storage(model: PreTrainedModel) -> None:
+    """Replace meta tensors by fake ones, which have a device and so a precision; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            made.setdefault(id(parameter), nn.Parameter(fake, parameter.requires_grad))
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+class Sizes(NamedTuple):
+    """Bytes of all models of a run, and how many parameters it trains."""
+
+    weights: float
+    learning: int
+
+
+def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Sizes:
+    """Weights of all roles, trained and frozen, that a run has on its device, and the number of trained parameters.
+
+    A critic or reward model is the policy's body with a scalar head. A reference copies what is trained and shares the
+    rest. A reward model on a base of its own is float32.
+    """
+    width = model.config.get_text_config().hidden_size
+    body = {id(p): p for p in model.base_model.parameters()}.values()
+    quantised: list[Any] = [model.get_submodule(name).weight for name in linear_layers(model)] if bits else []
+    saved = sum(p.nbytes - QUANTISED[bits or 4] * p.numel() for p in quantised)
+    policy, policy_trained = sum(p.nbytes for p in model.parameters()) - saved, trained(model.parameters())
+    scalar, scalar_trained = sum(p.nbytes for p in body) - saved + FLOAT * width, trained(body) + width
+    if args.algorithm == "rm":
+        return Sizes(scalar, scalar_trained)
+    weights, learning = policy, policy_trained
+    if args.algorithm == "ppo":
+        weights, learning = weights + FLOAT * policy_trained, learning + scalar_trained  # with the reference
+    if not args.samples:
+        return Sizes(weights, learning)
+    adapters = FLOAT * trained(body) if args.finetune_mode == "lora" else 0
+    if args.finetune_mode == "lora" and args.share_backbone:
+        others = [adapters + FLOAT * width] * (2 if args.algorithm == "ppo" else 1)  # of the critic, a reward model
+        return Sizes(policy + sum(others), learning)
+    reward_model = FLOAT * (sum(p.numel() for p in body) + width) - adapters  # merged
+    return Sizes(weights + reward_model + (scalar if args.algorithm == "ppo" else 0), learning)
+
+
+def trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
+
+
+# -------------------------------------------------------------------------------------------------------------- the run
+class Meter(TorchDispatchMode):
+    """Counts the bytes of tensors that are made and freed while it is active: those that live now, and the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self.note(value)
+        return out
+
+    def note(self, value: Tensor) -> None:
+        """Count a tensor's storage, once however many tensors view it."""
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+    def peak(self, task: Callable[..., None], *args: Any) -> int:
+        """Bytes that a task allocates at most beyond what lives when it begins."""
+        before = self.most = self.now
+        task(*args)
+        return self.most - before
+
+
+def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
+    """Bytes of each part, and `peak`: weights, optimiser, and the larger of an update and a rollout.
+
+    config: of Hugging Face, that of `--model_name` when not given. Raises: UsageError when there is none, or the model
+    cannot pass tensors without data.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    config = config or config_of(args)
+    model, bits = build(args, config)
+    weights, learning = sizes_of(args, model, bits)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # active only where tensors are made: masks are looked at
+    try:
+        with fake:
+            give_storage(model)
+        with Meter() as meter:
+            for value in (*model.parameters(), *model.buffers()):
+                meter.note(value)
+            rollout = max(meter.peak(task, args, model, fake) for task in (sample, score)) if args.samples else 0
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)  # of earlier micro-batches
+            activations = meter.peak(update, args, model, fake)
+    except UsageError:
+        raise
+    except Exception as problem:  # each architecture that looks at its data raises something else
+        raise UsageError(
+            f"--model_name {args.model_name}: the architecture {config.model_type} cannot be estimated, a pass without "
+            f"data fails ({type(problem).__name__}: {first_line(problem)[:200]}); take a size such as 1.5B for it"
+        ) from None
     parts: dict[str, float] = {
-        "weights": models * one_model + (FLOAT * learning if has_lora else 0),
+        "weights": weights,
         "gradients": FLOAT * learning,
         "optimizer": OPTIMIZER_BYTES[args.optimizer] * learning,
-        "activations": number * tokens * numbers + logits,
-        "cache": 0,
+        "activations": activations,
+        "rollout": rollout,
     }
-    if args.algorithm in ("ppo", "grpo"):
-        columns = args.rollout_mini_batch_size * max(args.sequence_length, args.max_new_tokens)
-        parts["cache"] = number * columns * shape["cache"] * shape["layers"]
-    parts["peak"] = (
-        parts["weights"] + parts["optimizer"] + max(parts["gradients"] + parts["activations"], parts["cache"])
-    )
-    return parts
+    return parts | {"peak": weights + parts["optimizer"] + max(parts["gradients"] + activations, rollout)}
 
 
+def pass_inputs(model: PreTrainedModel, rows: int, length: int, fake: Any) -> dict[str, Any]:
+    """Inputs of a pass over rows without data. A single row has some: transformers looks whether it is padded."""
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    inputs = model_inputs(model, mask.long(), mask)
+    return inputs if rows == 1 else without_data(inputs, fake)
+
+
+def without_data(inputs: dict[str, Any], fake: Any) -> dict[str, Any]:
+    return {name: fake.from_tensor(one) if isinstance(one, Tensor) else one for name, one in inputs.items()}
+
+
+def update_inputs(args: EstimateArgs, model: PreTrainedModel, rows: int, length: int, fake: Any) -> dict[str, Any]:
+    """Inputs of a micro-batch; the rows of a group of GRPO share their prompt, where that costs less."""
+    if args.algorithm == "grpo" and rows > 1:
+        number = torch.arange(rows)
+        ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length, dtype=torch.bool)
+        ids[:, args.prompt_length :] = (number % args.num_generations)[:, None]
+        packed = pack_groups(ids, mask, number // args.num_generations, model.config.get_text_config().hidden_size)
+        if packed is not None:
+            return without_data(group_inputs(model, packed), fake)
+    return pass_inputs(model, rows, length, fake)
+
+
+def autocast(args: EstimateArgs) -> AbstractContextManager:
+    """The run's precision; the fake tensors are on a CPU."""
+    dtype = MIXED.get(args.precision)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def update(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
+    """Forward and backward pass of a micro-batch."""
+    rows = args.micro_batch_size * (2 if args.algorithm in ("rm", "dpo") else 1)
+    length = args.prompt_length + args.max_new_tokens if args.samples else args.sequence_length
+    inputs = update_inputs(args, model, rows, length, fake)
+    with autocast(args):
+        states = model.base_model(**inputs).last_hidden_state  # (B, T, H)
+        if args.algorithm == "rm":
+            with fake:
+                head = nn.Linear(states.shape[-1], 1, bias=False)
+            loss = head(states).float().sum()
+        else:
+            loss = logprobs(model, states, rows * (args.max_new_tokens if args.samples else length - 1)).sum()
+    loss.backward()
+
+
+def logprobs(model: PreTrainedModel, states: Tensor, count: int) -> Tensor:
+    """Log-probabilities (N,) of the actions; states (B, T, H)."""
+    chosen = states.flatten(0, 1)[torch.arange(count) % states[..., 0].numel()]  # (N, H)
+    return head_logprobs(chosen, model.get_output_embeddings(), torch.zeros(count, dtype=torch.int64))[0]
+
+
+def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
+    """Prefill a rollout's slots, decode the last token, and prefill the prompts that come next."""
+    slots = args.rollout_mini_batch_size
+    repeats = args.num_generations if args.algorithm == "grpo" else 1
+    prompts = [[row // repeats % embedding_rows(model)] * args.prompt_length for row in range(2 * slots)]
+    prefixes: list[Any] | None = None
+    if args.accelerator == "cuda":
+        prefixes = [None] * len(prompts)  # with a list of them the engine prefills as many prompts as a GPU does
+    settings = SamplingArgs(max_new_tokens=args.max_new_tokens)
+    with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
+        engine = Slots(model, prompts, settings, [], torch.zeros(len(prompts), args.max_new_tokens), slots, prefixes)
+        engine.admit(torch.arange(slots))
+        for layer in engine.layers:
+            layer.end = engine.num_columns - 1
+        engine.step()
+        if engine.groups:
+            engine.prefilled = engine._prefill(slots)
+
+
+def score(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
+    """Log-probabilities of a rollout, in one pass of the most rows."""
+    length = args.prompt_length + args.max_new_tokens
+    rows = inference_batch_size(length, args.rollout_mini_batch_size, torch.device(args.accelerator))
+    inputs = pass_inputs(model, rows, length, fake)
+    with inference(model), autocast(args):
+        logprobs(model, model.base_model(**inputs).last_hidden_state, rows * args.max_new_tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------- the answer
 def show(args: EstimateArgs, parts: dict[str, float]) -> None:
-    """Print the parts as a table."""
+    """Print the parts as a table, and what fits into `--memory_gb`."""
     lines: list[list[str] | None] = [[name, f"{size / 2**30:.2f}"] for name, size in parts.items()]
     title = f"{args.algorithm} of {args.model_name}, --finetune_mode {args.finetune_mode}"
     print_table(title, ["part", "GiB"], [*lines[:-1], None, lines[-1]])
+    if args.memory_gb is not None:
+        print(verdict(args, parts["peak"], args.memory_gb))
+
+
+def verdict(args: EstimateArgs, peak: float, memory_gb: float) -> str:
+    """Whether a peak fits into GiB of memory less the reserve, and the largest micro-batch (1, 2, 4 …) that does."""
+    room = (memory_gb - RESERVE) * 2**30
+
+    def fits(size: int) -> bool:
+        return estimate(dataclasses.replace(args, micro_batch_size=size))["peak"] <= room
+
+    answer = "fits" if peak <= room else "does not fit"
+    largest = 0
+    while largest < MOST and fits(max(2 * largest, 1)):
+        largest = max(2 * largest, 1)
+    most = f"up to --micro_batch_size {largest} does" if largest else "not even --micro_batch_size 1 does"
+    return f"it {answer} into {memory_gb:g} GiB with {RESERVE:g} kept free; {most}"
 
 
 @one_line_errors

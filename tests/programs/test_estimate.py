@@ -5,16 +5,29 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from helpers import save_model, tiny_scalar
+from transformers import LlamaConfig, Qwen2Config
 
+from lightrlhf import estimate
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.estimate import llama_of, main
-from lightrlhf.models.loading import load_policy
+from lightrlhf.estimate import EstimateArgs, Meter, build, llama_of, main, update
+from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import count_parameters
+
+QWEN_7B = {  # Qwen2.5-7B as published: 7.6B parameters
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 
 
 def parts(name, *flags: str) -> dict[str, float]:
-    return main(["--model_name", str(name), "--sequence_length", "64", *flags])
+    return main(["--model_name", str(name), "--sequence_length", "64", "--max_new_tokens", "32", *flags])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "falcon"])
@@ -24,28 +37,94 @@ def test_weights_gradients_and_optimiser_are_those_of_the_model(mode, architectu
     total, learning = count_parameters(load_policy(str(folder), ModelArgs(finetune_mode=mode), tokenizer))
     found = parts(folder, "--finetune_mode", mode)
     assert found["weights"] == 4 * total and found["gradients"] == 4 * learning
-    assert found["optimizer"] == 8 * learning and found["cache"] == 0
+    assert found["optimizer"] == 8 * learning and found["rollout"] == 0
     assert parts(folder, "--finetune_mode", mode, "--optimizer", "AdamW8bit")["optimizer"] == 2 * learning
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_weights_held_in_bfloat16_are_those_that_the_library_holds(architecture, tmp_path, tokenizer):
+    folder = save_model(architecture, tmp_path, tokenizer)
+    args = ModelArgs(finetune_mode="lora", base_dtype="bfloat16")
+    held = sum(p.nbytes for p in load_policy(str(folder), args, tokenizer).parameters())
+    flags = ["--finetune_mode", "lora", "--base_dtype", "bfloat16"]
+    assert parts(folder, *flags)["weights"] == held
+    scalar = load_scalar(str(folder), args, tokenizer, seed=0)
+    assert parts(folder, *flags, "--algorithm", "rm")["weights"] == sum(p.nbytes for p in scalar.parameters())
 
 
 def test_ppo_counts_four_models_or_one_backbone(tmp_path, tokenizer):
     folder = save_model("llama", tmp_path, tokenizer)
-    one = parts(folder, "--finetune_mode", "lora")
-    ppo = parts(folder, "--finetune_mode", "lora", "--algorithm", "ppo")
-    four = parts(folder, "--finetune_mode", "lora", "--algorithm", "ppo", "--share_backbone", "False")
-    base = one["weights"] - one["gradients"]
-    assert ppo["weights"] == base + 2 * one["gradients"] and four["weights"] == 4 * base + 2 * one["gradients"]
-    assert ppo["gradients"] == 2 * one["gradients"] and ppo["cache"] > 0
-    assert parts(folder, "--algorithm", "ppo")["weights"] == 4 * base
+    reward_model = parts(folder, "--algorithm", "rm")
+    one, ppo = (parts(folder, "--algorithm", name) for name in ("sft", "ppo"))
+    assert ppo["weights"] == 2 * one["weights"] + 2 * reward_model["weights"]
+    assert ppo["gradients"] == one["gradients"] + reward_model["gradients"] and ppo["rollout"] > 0
+    lora = ["--finetune_mode", "lora"]
+    policy, scalar, shared = (parts(folder, *lora, "--algorithm", name) for name in ("sft", "rm", "ppo"))
+    apart = parts(folder, *lora, "--algorithm", "ppo", "--share_backbone", "False")
+    assert shared["weights"] == policy["weights"] + 2 * scalar["gradients"]  # adapters and heads
+    adapter = policy["gradients"]  # a reference shares what is frozen
+    assert apart["weights"] == policy["weights"] + adapter + scalar["weights"] + reward_model["weights"]
+    assert shared["gradients"] == apart["gradients"] == policy["gradients"] + scalar["gradients"]
 
 
 def test_grpo_counts_policy_and_reward_model(tmp_path, tokenizer):
     folder = save_model("llama", tmp_path, tokenizer)
-    one, two = parts(folder), parts(folder, "--algorithm", "grpo")
-    assert two["weights"] == 2 * one["weights"] and two["gradients"] == one["gradients"]
-    assert two["cache"] == parts(folder, "--algorithm", "ppo")["cache"] > 0
-    lora = [parts(folder, "--finetune_mode", "lora", "--algorithm", name)["weights"] for name in ("sft", "grpo")]
-    assert lora[0] == lora[1]
+    one, two, reward_model = (parts(folder, "--algorithm", name) for name in ("sft", "grpo", "rm"))
+    assert two["weights"] == one["weights"] + reward_model["weights"] and two["gradients"] == one["gradients"]
+    assert two["rollout"] > 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"precision": "bf16-mixed"}, {"activation_checkpointing": True}])
+def test_tensors_without_data_take_what_real_ones_do(flags):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 500}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
+    args = EstimateArgs(
+        model_name="1M", finetune_mode="lora", base_dtype="bfloat16", micro_batch_size=1, sequence_length=50, **flags
+    )
+    model, _ = build(args, config)
+    estimate.give_storage(model)
+    with Meter() as meter:
+        for value in (*model.parameters(), *model.buffers()):
+            meter.note(value)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        real = meter.peak(update, args, model, None)
+    assert estimate.estimate(args, config)["activations"] == real > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "length"),
+    [
+        ("ppo", 1024),
+        pytest.param("grpo", 1024, marks=pytest.mark.slow),
+        pytest.param("dpo", 1024, marks=pytest.mark.slow),
+        pytest.param("sft", 2048, marks=pytest.mark.slow),
+    ],
+)
+def test_7b_on_a_base_in_bfloat16_fits_24_gib(program, length):
+    args = EstimateArgs(
+        algorithm=program,
+        model_name="7B",
+        finetune_mode="lora",
+        lora_rank=16,
+        base_dtype="bfloat16",
+        precision="bf16-mixed",
+        activation_checkpointing=True,
+        micro_batch_size=1,
+        sequence_length=length,
+        max_new_tokens=512,
+        rollout_mini_batch_size=8,
+    )
+    assert estimate.estimate(args, Qwen2Config(**QWEN_7B))["peak"] < (24 - estimate.RESERVE) * 2**30
+
+
+def test_the_largest_micro_batch_that_fits_is_named(capsys):
+    flags = ["--finetune_mode", "lora", "--micro_batch_size", "64"]
+    parts("1M", *flags, "--memory_gb", "2.2")
+    line = " ".join(capsys.readouterr().out.split())
+    assert "it does not fit into 2.2 GiB with 2 kept free; up to --micro_batch_size" in line
+    parts("1M", *flags, "--memory_gb", "1")
+    assert "not even --micro_batch_size 1 does" in " ".join(capsys.readouterr().out.split())
 
 
 def test_weights_saved_in_4_bits_count_as_such(tmp_path, tokenizer, capsys):
@@ -64,15 +143,16 @@ def test_weights_saved_in_4_bits_count_as_such(tmp_path, tokenizer, capsys):
 def test_options_that_save_memory_lower_the_estimate():
     flags = ["--finetune_mode", "lora"]
     whole, less = (parts("50M", *flags, *more) for more in ([], ["--load_in_4bit", "True"]))
+    held = [*flags, "--base_dtype", "bfloat16"]
     assert 0.15 < less["weights"] / whole["weights"] < 0.6
+    assert parts("50M", *held)["weights"] == pytest.approx(whole["weights"] / 2, rel=0.1)
     assert parts("50M", "--activation_checkpointing", "True")["activations"] < parts("50M")["activations"]
-    assert parts("50M", "--precision", "bf16-mixed")["activations"] < parts("50M")["activations"]
+    assert parts("50M", *held, "--precision", "bf16-mixed")["activations"] < parts("50M", *held)["activations"]
     assert parts("50M", "--micro_batch_size", "16")["activations"] > parts("50M")["activations"]
 
 
 @pytest.mark.parametrize("size", [30e6, 1.5e9, 7e9])
 def test_a_size_is_that_of_the_llama_that_stands_for_it(size):
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
