@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,7 @@ SIZES = {
 NUM_TRAIN, NUM_HELD_OUT, NUM_BASE = 4000, 250, 6000  # items of a task, and of a range of the base
 STEPS, PROMPTS, K, ITERATIONS = 128, 32, 8, 8  # of GRPO: steps, prompts of one, samples a prompt; parts of RAFT
 LONGEST = 8  # tokens of a response
+SLOTS = PROMPTS * K  # of the generation engine
 CPU = {"accelerator": "cpu", "eval_interval": 0}
 BASE_SFT = CPU | {
     "max_steps": 1000,
@@ -137,6 +138,18 @@ ARMS = {"SFT": SFT, "RAFT": RAFT, "GRPO": GRPO}
 GOAL, LOW = 0.9, 0.5  # hoped for on three tasks: GRPO above the first from a base below the second
 SMOKE = {"max_steps": 1}
 Job = tuple[str, str, int]  # task, arm, seed
+
+
+class Shape(NamedTuple):
+    """How many prompts a run sees, in what portions, and how many samples of which length it draws of each."""
+
+    prompts: int
+    iterations: int  # of RAFT
+    k: int
+    longest: int
+
+
+SHAPE = Shape(STEPS * PROMPTS, ITERATIONS, K, LONGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +275,9 @@ def curve_of(run: str, metric: str) -> list[Row]:
     return [{"step": row["step"], "value": row[metric]} for row in rows if metric in row]
 
 
-def sampled(policy: str, output: Path, **flags: Any) -> list[Row]:
+def sampled(policy: str, output: Path, shape: Shape = SHAPE, **flags: Any) -> list[Row]:
     """Responses to prompts, a row of each prompt."""
-    common = {"max_new_tokens": LONGEST, "rollout_mini_batch_size": PROMPTS * K, "accelerator": "cpu"}
+    common = {"max_new_tokens": shape.longest, "rollout_mini_batch_size": SLOTS, "accelerator": "cpu"}
     call(generate, model_name=policy, output_file=output, **common, **flags)
     return read_jsonl(output)
 
@@ -276,26 +289,32 @@ def scores_of(row: Row) -> list[float]:
     return solved([row["prompt"]] * count, row["responses"], **columns)
 
 
-def run_raft(work: Path, base: str, data: str, seed: int, flags: Row) -> tuple[str, list[Row]]:
+def run_raft(work: Path, base: str, data: str, seed: int, flags: Row, shape: Shape = SHAPE) -> tuple[str, list[Row]]:
     """RAFT with verified answers (Dong et al. 2023, 2304.06767): sample, keep the first right one, fine-tune, repeat.
 
-    Returns the last policy, and the share of samples that were right in each iteration.
+    Returns the last policy, and the share of samples that were right in each iteration. What `work` already has of a
+    killed run is kept: whole iterations, and the samples of a begun one.
     """
     tokenizer = load_tokenizer(data, None)
     rows = load_split(data, "prompts", "train")
-    order = [
-        index for epoch in range(-(-STEPS * PROMPTS // len(rows))) for index in epoch_order(len(rows), seed, epoch)
-    ]
-    size = STEPS * PROMPTS // ITERATIONS
+    order = [index for epoch in range(-(-shape.prompts // len(rows))) for index in epoch_order(len(rows), seed, epoch)]
+    size = shape.prompts // shape.iterations
     policy, curve = base, []
-    for number in range(1 if flags.get("max_steps") == 1 else ITERATIONS):
+    for number in range(1 if flags.get("max_steps") == 1 else shape.iterations):
         part = [rows[index] for index in order[number * size : (number + 1) * size]]
         folder = work / f"part-{number}"
+        done = folder / "done.json"
+        if done.is_file():
+            policy, found = json.loads(done.read_text(encoding="utf-8"))
+            curve.append(found)
+            continue
+        shutil.rmtree(folder / "logs", ignore_errors=True)  # of a run that was killed
+        started = time.perf_counter()
         ids = [torch.as_tensor(row["input_ids"]).tolist() for row in part]
         texts = [{"prompt": decode(tokenizer, one), "prompt_ids": one} for one in ids]
         write_jsonl(folder / "prompts.jsonl", [{**row["columns"], **text} for row, text in zip(part, texts)])
         source = {"prompts_file": folder / "prompts.jsonl", "num_prompts": size, "seed": seed * 1000 + number}
-        answers = sampled(policy, folder / "samples.jsonl", num_generations=K, **source)
+        answers = sampled(policy, folder / "samples.jsonl", shape, num_generations=shape.k, **source)
         kept, right = [], 0.0
         for row in answers:
             scores = scores_of(row)
@@ -304,12 +323,15 @@ def run_raft(work: Path, base: str, data: str, seed: int, flags: Row) -> tuple[s
                 prompt, response = row["prompt_ids"], row["response_ids"][scores.index(1)]
                 targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
                 kept.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
-        curve.append({"step": number, "value": right / (K * len(answers)), "kept": len(kept)})
         if kept:
             save_split(folder / "data", "finetune", "train", kept)
             store_tokenizer(tokenizer, folder / "data")
             where = {"data_dir": folder / "data", "log_dir": folder / "logs", "seed": seed * 1000 + number}
             policy = call(sft, model_name=policy, **where, **flags)
+        spent = round(time.perf_counter() - started, 1)
+        found = {"step": number, "value": right / (shape.k * len(answers)), "kept": len(kept), "seconds": spent}
+        curve.append(found)
+        write_text(done, json.dumps([policy, found]))
     return policy, curve
 
 

@@ -51,7 +51,7 @@ def test_it_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch, cap
     rows = read_jsonl(tmp_path / "results.jsonl")
     assert [(one["arm"], one["seed"]) for one in rows] == [("base", 0), ("SFT", 7), ("RAFT", 7), ("GRPO", 7)]
     assert all(one["items"] == 4 and one["versions"] and 0 <= one["accuracy"] <= 1 for one in rows)
-    assert rows[2]["curve"][0].keys() == {"step", "value", "kept"} and rows[3]["curve"]
+    assert rows[2]["curve"][0].keys() == {"step", "value", "kept", "seconds"} and rows[3]["curve"]
     monkeypatch.setattr(reasoning, "run_job", None)
     assert reasoning.main(flags) == claims
     assert not list((tmp_path / "runs").iterdir())
