@@ -244,10 +244,9 @@ def show_results(rows: Sequence[Row]) -> dict[str, bool]:
         own = by_arm[arm]
         names = [name for name in ("accuracy", "perplexity", "length_controlled_win_rate", "kl") if name in own[0]]
         cells = "; ".join(f"{name.replace('_', ' ')} {shown([row[name] for row in own])}" for name in names)
-        hours = sum(row["wall_seconds"] for row in own) / len(own) / 3600
-        seconds = sum(row["seconds"] for row in own) / len(own)
-        table.append((arm, len(own), cells, f"{seconds:.0f}", f"{hours:.2f}", max(row["peak_gib"] for row in own)))
-    headings = ("arm", "seeds", "on held-out rows", "seconds of training", "hours in all", "peak GiB")
+        hours = (sum(row[f"{kind}_seconds"] for row in own) / len(own) / 3600 for kind in ("cpu", "wall"))
+        table.append((arm, len(own), cells, *(f"{hour:.2f}" for hour in hours), max(row["peak_gib"] for row in own)))
+    headings = ("arm", "seeds", "on held-out rows", "hours of a core", "hours of the clock", "peak GiB")
     lines = [tuple(map(str, line)) for line in table]
     print_table("mean over seeds [95% interval]", headings, lines, width=150)
     for arm in ("rm", "judge", "policy_rm"):

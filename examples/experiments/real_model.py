@@ -44,14 +44,16 @@ def seconds_of(run: str) -> float:
 
 
 def in_own_process(function: Callable[..., Row], *arguments: Any) -> Row:
-    """The row of an arm, with its wall seconds, its process's peak memory, and what made it."""
+    """The row of an arm, with its wall and processor seconds, its process's peak memory, and what made it."""
     with workers(1) as pool:
         return pool.submit(measured, function, *arguments).result()
 
 
 def measured(function: Callable[..., Row], *arguments: Any) -> Row:
-    """A row with its wall seconds (of the last attempt, where one was killed) and the peak memory of this process."""
+    """A row with the wall and processor seconds of the last attempt, and the peak memory of this process."""
     started = time.perf_counter()
     row = function(*arguments)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    return row | {"wall_seconds": round(time.perf_counter() - started, 1), "peak_gib": round(peak, 2)} | made_by()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = {"wall_seconds": time.perf_counter() - started, "cpu_seconds": used.ru_utime + used.ru_stime}
+    row |= {name: round(value, 1) for name, value in seconds.items()}
+    return row | {"peak_gib": round(used.ru_maxrss / 2**20, 2)} | made_by()  # KiB on Linux

@@ -260,7 +260,7 @@ def show_gsm8k(row: Row) -> None:
     low, high = wilson_interval(row["right"], row["items"])
     share = row["right"] / row["items"]
     print(f"GSM8K: {share:.3f} [{low:.3f}, {high:.3f}] of {row['items']}, {row['truncated']} truncated")
-    print(f"  {row['length']:.0f} tokens a response, {row['wall_seconds'] / 3600:.2f} h, {row['peak_gib']} GiB")
+    print(f"  {row['length']:.0f} tokens a response, {row['cpu_seconds'] / 3600:.2f} h of a core, {row['peak_gib']} GiB")
 
 
 def show_results(rows: Sequence[Row], tasks: Sequence[str]) -> dict[str, bool]:
@@ -276,11 +276,11 @@ def show_results(rows: Sequence[Row], tasks: Sequence[str]) -> dict[str, bool]:
         for arm, own in found.items():
             shown_of = own[:1] if arm == "base" else own
             cells = [shown([row[name] for row in shown_of], 1 if name == "length" else 3) for name in MEASURES]
-            hours = mean([row["wall_seconds"] for row in shown_of]) / 3600
-            cells += [f"{mean([row['seconds'] for row in shown_of]):.0f}", f"{hours:.2f}"]
+            hours = (mean([row[f"{kind}_seconds"] for row in shown_of]) / 3600 for kind in ("cpu", "wall"))
+            cells += [f"{hour:.2f}" for hour in hours]
             table.append((arm, *cells, f"{max(row['peak_gib'] for row in shown_of):.1f}"))
         title = f"{task}, {found['base'][0]['items']} held-out items: mean over {len(seeds)} seeds [95% interval]"
-        headings = ("", *MEASURES.values(), "seconds of training", "hours in all", "peak GiB")
+        headings = ("", *MEASURES.values(), "hours of a core", "hours of the clock", "peak GiB")
         print_table(title, headings, table, width=170)
         for one, other in (("RAFT", "base"), ("GRPO", "base"), ("GRPO", "RAFT")):
             for name in ("greedy", "pass_1", "pass_8"):
