@@ -260,7 +260,8 @@ def show_gsm8k(row: Row) -> None:
     low, high = wilson_interval(row["right"], row["items"])
     share = row["right"] / row["items"]
     print(f"GSM8K: {share:.3f} [{low:.3f}, {high:.3f}] of {row['items']}, {row['truncated']} truncated")
-    print(f"  {row['length']:.0f} tokens a response, {row['cpu_seconds'] / 3600:.2f} h of a core, {row['peak_gib']} GiB")
+    hours = f"{row['cpu_seconds'] / 3600:.2f} h of a core, {row['peak_gib']} GiB"
+    print(f"  {row['length']:.0f} tokens a response, {hours}")
 
 
 def show_results(rows: Sequence[Row], tasks: Sequence[str]) -> dict[str, bool]:
