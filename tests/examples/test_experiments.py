@@ -19,6 +19,8 @@ from examples.experiments import (
     hidden_map,
     macro_actions,
     online_cafe,
+    real_dialogues,
+    real_reasoning,
     reasoning,
     refuel,
     reward_hack,
@@ -85,18 +87,19 @@ FLAGS = {
     "lightrlhf.sft": [
         *(cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
+        *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT),
     ],
-    "lightrlhf.rm": [cafe_settings.RM],
+    "lightrlhf.rm": [cafe_settings.RM, real_dialogues.RM],
     "lightrlhf.ppo": [
         *(macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()),
-        *(cafe_methods.COMMON, cafe_methods.METHODS["PPO"].flags),
+        *(cafe_methods.COMMON, cafe_methods.METHODS["PPO"].flags, real_dialogues.PPO),
     ],
     "lightrlhf.grpo": [
         *(cafe_methods.COMMON, cafe_methods.METHODS["GRPO"].flags, cafe_methods.METHODS["RLOO"].flags),
         *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
-        *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO),
+        *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
     ],
-    "lightrlhf.dpo": [online_cafe.DPO],
+    "lightrlhf.dpo": [online_cafe.DPO, real_dialogues.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
     "lightrlhf.iterative_refuel": [
         refuel.REFUEL,
