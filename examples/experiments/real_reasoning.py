@@ -7,7 +7,7 @@ tasks (`CANDIDATES`), 32 steps, one run for all that follows: the base. From it,
     GRPO   `lightrlhf.grpo`: 48 steps of 8 prompts, 8 samples each, once
 
 Both draw 3,072 samples of at most 16 tokens, and see of the answers only whether the task's scorer pays a response in
-full (`reasoning.solved`). Learning rate 2e-4 for all of them, the usual one of LoRA; no rate was tried. Test items are
+full (`verified.solved`). Learning rate 2e-4 for all of them, the usual one of LoRA; no rate was tried. Test items are
 held out by the hash of their question for any seed and size. Measured on 200 of them: the share that a greedy response
 solves, pass@1 (mean of 8 samples at temperature 1) and pass@8 (any of the 8 right); on 100 the KL to the base, nats a
 response. Claims, by the 95% interval of a paired difference over seeds: each arm above the base, GRPO above RAFT, in
@@ -36,8 +36,8 @@ import torch
 from datasets_prep.gsm8k import prepare_data as gsm8k
 from datasets_prep.reasoning_gym import prepare_data
 from examples.experiments.real_model import COMMON, MODEL, in_own_process, seconds_of, trained
-from examples.experiments.reasoning import Shape, curve_of, run_raft, sampled, scores_of
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
+from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
 from examples.programs import call, logged
 from lightrlhf import evaluate, grpo, sft
 from lightrlhf.cli.errors import one_line_errors
@@ -77,7 +77,7 @@ GRPO = TRAIN | {
     "mini_batch_size": PROMPTS * SHAPE.k,
     "micro_batch_size": PROMPTS * SHAPE.k,
     "max_new_tokens": SHAPE.longest,
-    "reward_function": "examples.experiments.reasoning:solved",
+    "reward_function": "examples.experiments.verified:solved",
     "lr_warmup_steps": 4,
     "save_interval": 8,
 }

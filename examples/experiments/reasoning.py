@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,17 +36,14 @@ from datasets_prep.report import versions
 from examples.experiments.plots import label, panels
 from examples.experiments.small_models import phrase_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
+from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
 from examples.programs import call
-from lightrlhf import generate, grpo, sft
+from lightrlhf import grpo, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import epoch_order
-from lightrlhf.data.splits import IGNORE_INDEX, Row, load_split, save_split
-from lightrlhf.data.tokens import decode
-from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
-from lightrlhf.rewards.verifiers import reasoning_gym
+from lightrlhf.data.splits import Row
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table, save_figure
 
 PLAIN = {"operators": ["+", "-"], "operators_weights": [0.5, 0.5], "min_terms": 2, "max_terms": 2}  # x + 3 = 5
@@ -100,7 +97,6 @@ SIZES = {
 NUM_TRAIN, NUM_HELD_OUT, NUM_BASE = 4000, 250, 6000  # items of a task, and of a range of the base
 STEPS, PROMPTS, K, ITERATIONS = 128, 32, 8, 8  # of GRPO: steps, prompts of one, samples a prompt; parts of RAFT
 LONGEST = 8  # tokens of a response
-SLOTS = PROMPTS * K  # of the generation engine
 CPU = {"accelerator": "cpu", "eval_interval": 0}
 BASE_SFT = CPU | {
     "max_steps": 1000,
@@ -128,7 +124,7 @@ GRPO = CPU | {
     "mini_batch_size": PROMPTS * K,
     "micro_batch_size": PROMPTS * K,
     "max_new_tokens": LONGEST,
-    "reward_function": "examples.experiments.reasoning:solved",
+    "reward_function": "examples.experiments.verified:solved",
     "lr_warmup_steps": 4,
     "log_interval": 4,
     "save_interval": STEPS,
@@ -138,17 +134,6 @@ ARMS = {"SFT": SFT, "RAFT": RAFT, "GRPO": GRPO}
 GOAL, LOW = 0.9, 0.5  # hoped for on three tasks: GRPO above the first from a base below the second
 SMOKE = {"max_steps": 1}
 Job = tuple[str, str, int]  # task, arm, seed
-
-
-class Shape(NamedTuple):
-    """How many prompts a run sees, in what portions, and how many samples of which length it draws of each."""
-
-    prompts: int
-    iterations: int  # of RAFT
-    k: int
-    longest: int
-
-
 SHAPE = Shape(STEPS * PROMPTS, ITERATIONS, K, LONGEST)
 
 
@@ -204,11 +189,6 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
 
 
 # ------------------------------------------------------------------------------------------------------------- task
-def solved(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    """The reward, and whether a held-out item counts as right: 1 where the task's scorer pays in full, else 0."""
-    return [float(score == 1) for score in reasoning_gym(prompts, completions, **columns)]
-
-
 def write_data(folder: Path, task: str, options: dict[str, Any], num_train: int, tokenizer: str) -> str:
     """Prepare a range of a task, once; returns its folder."""
     if not (folder / "args.json").is_file():
@@ -253,7 +233,7 @@ def run_job(folder: Path, base: str, job: Job, arms: dict[str, dict[str, Any]], 
     if arm == "base":
         policy = base
     elif arm == "RAFT":
-        policy, curve = run_raft(work, base, data, seed, flags)
+        policy, curve = run_raft(work, base, data, seed, flags, SHAPE)
     elif arm == "SFT":
         policy = call(sft, model_name=base, **where, **flags)
         curve = curve_of(policy, "train/loss")
@@ -262,77 +242,11 @@ def run_job(folder: Path, base: str, job: Job, arms: dict[str, dict[str, Any]], 
         curve = curve_of(policy, "objective/score")
     trained = time.perf_counter() - started
     greedy = {"do_sample": False, "num_prompts": 4 if smoke else None}
-    answers = sampled(policy, work / "test.jsonl", data_dir=data, split="test", **greedy)
+    answers = sampled(policy, work / "test.jsonl", SHAPE, data_dir=data, split="test", **greedy)
     right = [score for row in answers for score in scores_of(row)]
     shutil.rmtree(work)  # some megabytes, and all that is used of it is here
     result = {"task": task, "arm": arm, "seed": seed, "accuracy": sum(right) / len(right), "items": len(right)}
     return result | {"curve": curve, "seconds": round(trained, 1), "settings": flags, "versions": versions()}
-
-
-def curve_of(run: str, metric: str) -> list[Row]:
-    """(step, value) of a metric of a run."""
-    rows = read_jsonl(Path(run) / "metrics.jsonl")
-    return [{"step": row["step"], "value": row[metric]} for row in rows if metric in row]
-
-
-def sampled(policy: str, output: Path, shape: Shape = SHAPE, **flags: Any) -> list[Row]:
-    """Responses to prompts, a row of each prompt."""
-    common = {"max_new_tokens": shape.longest, "rollout_mini_batch_size": SLOTS, "accelerator": "cpu"}
-    call(generate, model_name=policy, output_file=output, **common, **flags)
-    return read_jsonl(output)
-
-
-def scores_of(row: Row) -> list[float]:
-    """`solved` for each response of a row."""
-    count = len(row["responses"])
-    columns = {name: [row[name]] * count for name in ("task", "entry", "answer")}
-    return solved([row["prompt"]] * count, row["responses"], **columns)
-
-
-def run_raft(work: Path, base: str, data: str, seed: int, flags: Row, shape: Shape = SHAPE) -> tuple[str, list[Row]]:
-    """RAFT with verified answers (Dong et al. 2023, 2304.06767): sample, keep the first right one, fine-tune, repeat.
-
-    Returns the last policy, and the share of samples that were right in each iteration. What `work` already has of a
-    killed run is kept: whole iterations, and the samples of a begun one.
-    """
-    tokenizer = load_tokenizer(data, None)
-    rows = load_split(data, "prompts", "train")
-    order = [index for epoch in range(-(-shape.prompts // len(rows))) for index in epoch_order(len(rows), seed, epoch)]
-    size = shape.prompts // shape.iterations
-    policy, curve = base, []
-    for number in range(1 if flags.get("max_steps") == 1 else shape.iterations):
-        part = [rows[index] for index in order[number * size : (number + 1) * size]]
-        folder = work / f"part-{number}"
-        done = folder / "done.json"
-        if done.is_file():
-            policy, found = json.loads(done.read_text(encoding="utf-8"))
-            curve.append(found)
-            continue
-        shutil.rmtree(folder / "logs", ignore_errors=True)  # of a run that was killed
-        started = time.perf_counter()
-        ids = [torch.as_tensor(row["input_ids"]).tolist() for row in part]
-        texts = [{"prompt": decode(tokenizer, one), "prompt_ids": one} for one in ids]
-        write_jsonl(folder / "prompts.jsonl", [{**row["columns"], **text} for row, text in zip(part, texts)])
-        source = {"prompts_file": folder / "prompts.jsonl", "num_prompts": size, "seed": seed * 1000 + number}
-        answers = sampled(policy, folder / "samples.jsonl", shape, num_generations=shape.k, **source)
-        kept, right = [], 0.0
-        for row in answers:
-            scores = scores_of(row)
-            right += sum(scores)
-            if 1 in scores:
-                prompt, response = row["prompt_ids"], row["response_ids"][scores.index(1)]
-                targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
-                kept.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
-        if kept:
-            save_split(folder / "data", "finetune", "train", kept)
-            store_tokenizer(tokenizer, folder / "data")
-            where = {"data_dir": folder / "data", "log_dir": folder / "logs", "seed": seed * 1000 + number}
-            policy = call(sft, model_name=policy, **where, **flags)
-        spent = round(time.perf_counter() - started, 1)
-        found = {"step": number, "value": right / (shape.k * len(answers)), "kept": len(kept), "seconds": spent}
-        curve.append(found)
-        write_text(done, json.dumps([policy, found]))
-    return policy, curve
 
 
 def run_trials(folder: Path, base: str, writer: JsonlWriter, smoke: bool) -> list[Row]:

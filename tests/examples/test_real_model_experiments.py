@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments import real_dialogues, real_model, real_reasoning, reasoning
+from examples.experiments import real_dialogues, real_model, real_reasoning, verified
 from lightrlhf.storage.jsonl import read_jsonl
 
 TINY = ["--model_name", str(BASE_DIR), "--precision", "32-true", "--smoke", "True"]
@@ -71,13 +71,13 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 def test_raft_goes_on_after_the_parts_that_it_has(tmp_path, monkeypatch):
     rows = [{"prompt_len": 1, "input_ids": [index], "columns": {}} for index in range(4)]
-    monkeypatch.setattr(reasoning, "load_tokenizer", lambda *_: None)
-    monkeypatch.setattr(reasoning, "load_split", lambda *_: rows)
+    monkeypatch.setattr(verified, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(verified, "load_split", lambda *_: rows)
     for number in (0, 1):
         found = {"step": number, "value": 0.5, "kept": 1, "seconds": 2.0}
         (tmp_path / f"part-{number}").mkdir()
         (tmp_path / f"part-{number}" / "done.json").write_text(json.dumps([f"policy-{number}", found]))
-    policy, curve = reasoning.run_raft(tmp_path, "base", "data", 1, {}, reasoning.Shape(4, 2, 2, 8))
+    policy, curve = verified.run_raft(tmp_path, "base", "data", 1, {}, verified.Shape(4, 2, 2, 8))
     assert policy == "policy-1" and [part["step"] for part in curve] == [0, 1]
 
 

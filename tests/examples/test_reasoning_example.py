@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from examples.experiments import reasoning
+from examples.experiments import reasoning, verified
 from lightrlhf.storage.jsonl import read_jsonl
 
 pytest.importorskip("reasoning_gym")
@@ -15,7 +15,7 @@ pytest.importorskip("reasoning_gym")
 def test_only_full_pay_is_solved():
     entry = json.dumps({"answer": "1", "question": "?", "metadata": {}})
     columns = {"task": ["count_bits"] * 3, "entry": [entry] * 3, "answer": ["1"] * 3}
-    assert reasoning.solved(["?"] * 3, ["1", "12", "2"], **columns) == [1, 0, 0]
+    assert verified.solved(["?"] * 3, ["1", "12", "2"], **columns) == [1, 0, 0]
 
 
 def test_no_range_of_the_base_is_that_of_a_task():
