@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 
 from datasets_prep.helpful_harmless import prepare_data
-from examples.experiments.real_model import COMMON, MODEL, in_own_process, seconds_of, trained
+from examples.experiments.real_model import COMMON, ENOUGH, MODEL, in_own_process, seconds_of, trained
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
 from lightrlhf import annotate, dpo, evaluate, generate, grpo, judge, ppo, rm, sft
@@ -236,7 +236,7 @@ def record(one: Row, other: Row) -> Row:
 
 # ---------------------------------------------------------------------------------------------------------- results
 def show_results(rows: Sequence[Row]) -> dict[str, bool]:
-    """Print the tables; returns which claims hold, of what was run with two seeds and more."""
+    """Print the tables; returns which claims hold, of what was run with enough seeds."""
     claims: dict[str, bool] = {}
     by_arm = {arm: sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"]) for arm in FLAGS}
     table = []
@@ -253,10 +253,10 @@ def show_results(rows: Sequence[Row]) -> dict[str, bool]:
         for row in by_arm[arm]:
             low, high = row["accuracy_interval"]
             print(f"  {arm}, seed {row['seed']}: accuracy {row['accuracy']:.3f} [{low:.3f}, {high:.3f}] over pairs")
-    if len(by_arm["rm"]) > 1:
+    if len(by_arm["rm"]) >= ENOUGH:
         low = interval([row["accuracy"] for row in by_arm["rm"]])[1]
         claims[f"reward model above {FROM_NOTHING:.3f}"] = low > FROM_NOTHING
-    if len(by_arm["sft"]) > 1:
+    if len(by_arm["sft"]) >= ENOUGH:
         ends = ([math.log(row[name]) for row in by_arm["sft"]] for name in ("perplexity", "perplexity_before"))
         gap = paired(*ends)
         print(f"  SFT, log of the perplexity, after minus before: {shown_gap(gap)}")
@@ -264,7 +264,7 @@ def show_results(rows: Sequence[Row]) -> dict[str, bool]:
     judged = [row["accuracy"] for row in by_arm["judge"]]
     trusted = bool(judged) and sum(judged) / len(judged) >= GOOD_JUDGE
     for arm in POLICIES:
-        if len(by_arm[arm]) > 1 and trusted:
+        if len(by_arm[arm]) >= ENOUGH and trusted:
             low = interval([row["length_controlled_win_rate"] for row in by_arm[arm]])[1]
             claims[f"{arm} wins against sft at equal length"] = low > 0.5
         elif by_arm[arm] and not trusted:

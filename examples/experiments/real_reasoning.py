@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,14 @@ import torch
 
 from datasets_prep.gsm8k import prepare_data as gsm8k
 from datasets_prep.reasoning_gym import prepare_data
-from examples.experiments.real_model import COMMON, MODEL, in_own_process, seconds_of, trained
+from examples.experiments.real_model import COMMON, ENOUGH, MODEL, in_own_process, seconds_of, trained
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
 from examples.programs import call, logged
 from lightrlhf import evaluate, grpo, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import load_split
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.rewards.verifiers import numeric_answer
 from lightrlhf.storage.checkpoint import write_text
@@ -83,6 +85,7 @@ GRPO = TRAIN | {
 }
 ARMS = ("base", "RAFT", "GRPO")
 MEASURES = {"greedy": "greedy", "pass_1": "pass@1", "pass_8": "pass@8", "kl": "KL, nats", "length": "tokens"}
+COMMONEST = "commonest response"  # its share of the samples; rows of before the first seed was read have none
 Row = dict[str, Any]
 
 
@@ -145,6 +148,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
                 writer.append(in_own_process(run_arm, folder, args, base, *job))
                 shutil.rmtree(work_of(folder, *job), ignore_errors=True)  # gigabytes; its row has all that is used
         rows = [row for row in writer.rows if (row["task"], row["arm"], row["seed"]) in jobs]
+    show_constants(folder, tasks)
     claims = show_results(rows, tasks)
     report_claims(claims, folder)
     return claims
@@ -216,7 +220,8 @@ def measures(work: Path, args: RealReasoningArgs, policy: str, base: str, data: 
     right = [scores_of(row) for row in drawn]
     found: Row = {"items": len(greedy), "greedy": mean([scores_of(row)[0] for row in greedy])}
     found |= {"pass_1": mean([mean(one) for one in right]), "pass_8": mean([max(one) for one in right])}
-    found["length"] = mean_length(drawn)
+    texts = Counter(text for row in drawn for text in row["responses"])
+    found |= {"length": mean_length(drawn), "commonest": max(texts.values()) / sum(texts.values())}
     few = {"num_samples": 4 if args.smoke else NUM_KL, "max_new_tokens": SHAPE.longest, "rollout_mini_batch_size": 32}
     models = {"experiment_dir": [policy], "reference_dir": base, "data_dir": data, "accelerator": "cpu"}
     (result,) = logged(work / "output.txt", evaluate, **models, **few)
@@ -264,8 +269,22 @@ def show_gsm8k(row: Row) -> None:
     print(f"  {row['length']:.0f} tokens a response, {hours}")
 
 
+def show_constants(folder: Path, tasks: Sequence[str]) -> None:
+    """Print what one answer to every item is worth: the share of test items with the commonest training answer.
+
+    Added after the first seed, whose policies gave one answer to all of letter_counting.
+    """
+    for task in tasks:
+        train, test = (
+            [row["columns"]["answer"] for row in load_split(folder / "data" / task, "prompts", split)]
+            for split in ("train", "test")
+        )
+        answer = Counter(train).most_common(1)[0][0]
+        print(f"  {task}: always {answer!r} is right for {test.count(answer) / len(test):.3f} of the test items")
+
+
 def show_results(rows: Sequence[Row], tasks: Sequence[str]) -> dict[str, bool]:
-    """Print the tables; returns which claims hold, of the seeds that every arm of a task has."""
+    """Print the tables; returns which claims hold, of tasks with enough seeds that every arm has."""
     claims: dict[str, bool] = {}
     for task in tasks:
         by_arm = {arm: {row["seed"]: row for row in rows if (row["task"], row["arm"]) == (task, arm)} for arm in ARMS}
@@ -277,17 +296,20 @@ def show_results(rows: Sequence[Row], tasks: Sequence[str]) -> dict[str, bool]:
         for arm, own in found.items():
             shown_of = own[:1] if arm == "base" else own
             cells = [shown([row[name] for row in shown_of], 1 if name == "length" else 3) for name in MEASURES]
+            same = [row["commonest"] for row in shown_of if "commonest" in row]
+            cells.append(shown(same) if same else "")
             hours = (mean([row[f"{kind}_seconds"] for row in shown_of]) / 3600 for kind in ("cpu", "wall"))
             cells += [f"{hour:.2f}" for hour in hours]
             table.append((arm, *cells, f"{max(row['peak_gib'] for row in shown_of):.1f}"))
         title = f"{task}, {found['base'][0]['items']} held-out items: mean over {len(seeds)} seeds [95% interval]"
-        headings = ("", *MEASURES.values(), "hours of a core", "hours of the clock", "peak GiB")
+        headings = ("", *MEASURES.values(), COMMONEST, "hours of a core", "hours of the clock", "peak GiB")
         print_table(title, headings, table, width=170)
         for one, other in (("RAFT", "base"), ("GRPO", "base"), ("GRPO", "RAFT")):
             for name in ("greedy", "pass_1", "pass_8"):
                 gap = paired([row[name] for row in found[one]], [row[name] for row in found[other]])
                 print(f"  {MEASURES[name]}, {one} minus {other}: {shown_gap(gap)}")
-                claims[f"{task}, {MEASURES[name]}: {one} > {other}"] = len(seeds) > 1 and gap[1] > 0
+                if len(seeds) >= ENOUGH:
+                    claims[f"{task}, {MEASURES[name]}: {one} > {other}"] = gap[1] > 0
     return claims
 
 

@@ -33,18 +33,18 @@ def made(arm: str, seed: int, **read: float) -> dict:
 @pytest.mark.parametrize("judged, claimed", [(0.55, False), (0.65, True)])
 def test_no_win_rate_is_claimed_by_a_weak_judge(judged, claimed, capsys):
     scored = {"accuracy_interval": [0.5, 0.7]}
-    rows = [made("judge", seed, accuracy=judged + seed / 1000, **scored) for seed in (1, 2)]
-    rows += [made("dpo", seed, length_controlled_win_rate=0.7 + seed / 1000, kl=1.0) for seed in (1, 2)]
+    rows = [made("judge", seed, accuracy=judged + seed / 1000, **scored) for seed in (1, 2, 3)]
+    rows += [made("dpo", seed, length_controlled_win_rate=0.7 + seed / 1000, kl=1.0) for seed in (1, 2, 3)]
     claims = real_dialogues.show_results(rows)
     assert claims == ({"dpo wins against sft at equal length": True} if claimed else {})
     assert ("no win rate is claimed" in capsys.readouterr().out) is not claimed
 
 
-def test_one_seed_claims_nothing():
+def test_two_seeds_claim_nothing():
     scored = {"accuracy_interval": [0.6, 0.7]}
-    assert real_dialogues.show_results([made("rm", 1, accuracy=0.65, **scored)]) == {}
-    rows = [made("rm", seed, accuracy=0.65 + seed / 1000, **scored) for seed in (1, 2)]
+    rows = [made("rm", seed, accuracy=0.65 + seed / 1000, **scored) for seed in (1, 2, 3)]
     assert list(real_dialogues.show_results(rows).values()) == [True]
+    assert real_dialogues.show_results(rows[:2]) == {}
 
 
 def test_arms_are_compared_on_the_seeds_that_both_have():
@@ -52,8 +52,8 @@ def test_arms_are_compared_on_the_seeds_that_both_have():
         read = dict.fromkeys(("greedy", "pass_1", "pass_8"), share) | {"kl": 0.0, "length": 2.0, "items": 9}
         return made(arm, seed, **read) | {"task": "gcd"}
 
-    rows = [row("base", 0, 0.2), row("GRPO", 3, 0.0)]
-    for seed in (2, 1):
+    rows = [row("base", 0, 0.2), row("GRPO", 4, 0.0)]
+    for seed in (3, 2, 1):
         rows += [row("RAFT", seed, 0.2 + seed / 100), row("GRPO", seed, 0.4 + seed / 100)]
     claims = real_reasoning.show_results(rows, ["gcd", "letter_counting"])
     held = {claim.partition(": ")[2] for claim, is_held in claims.items() if is_held}
