@@ -161,11 +161,8 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
 
 def write_model(folder: Path, model: Any, tokenizer: Any, text: str) -> None:
     """Write a model, its tokenizer and what is said of them into a folder of transformers."""
-    from transformers import AutoTokenizer
-
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder)  # raises if the folder does not load
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -217,6 +214,7 @@ def _read(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
     plain = as_plain(model)
     plain.generation_config.eos_token_id = ends_of(stored, tokenizer)
     plain.generation_config.pad_token_id = tokenizer.pad_token_id
+    check_loads(named, plain.config, tokenizer)
     return plain, tokenizer, stored
 
 
@@ -260,7 +258,7 @@ def _misfits(stored: dict[str, Any], num_tensors: int) -> Iterator[str]:
     """Keys of metadata that are missing, of another kind, or out of bounds; one read after another."""
     yield from (key for key, kind in KINDS.items() if not isinstance(stored.get(key, kind()), kind))
     yield from (key for key in ("general.architecture", "tokenizer.ggml.tokens") if not stored.get(key))
-    if not stored["general.architecture"].isprintable():
+    if not stored["general.architecture"].isprintable() or len(stored["general.architecture"]) > LONGEST_SHOWN:
         yield "general.architecture"
     own, tokens = f"{stored['general.architecture']}.", stored["tokenizer.ggml.tokens"]
     for name, least in SIZES.items():
@@ -405,6 +403,22 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: in
             tokenizer.apply_chat_template([{"role": "user", "content": "text"}], tokenize=False)
         except Exception as problem:  # a template may raise anything
             raise UsageError(f"{named}: its chat template does not render: {first_line(problem)}; {INTACT}") from None
+
+
+def check_loads(named: str, config: Any, tokenizer: Any) -> None:
+    """Raises: UsageError when transformers loads a folder's tokenizer as another: of some models it knows the class."""
+    from transformers import AutoTokenizer
+
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder)
+    states = [json.loads(one.backend_tokenizer.to_str()) for one in (loaded, tokenizer)]
+    if loaded.get_vocab() != tokenizer.get_vocab() or states[0]["pre_tokenizer"] != states[1]["pre_tokenizer"]:
+        raise UsageError(
+            f"{named}: transformers takes {type(loaded).__name__} for {config.model_type}, which splits its texts "
+            "otherwise; take another model"
+        )
 
 
 def spaced(token: str) -> str:

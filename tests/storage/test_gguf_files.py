@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import re
 import signal
 import struct
 from contextlib import contextmanager
@@ -13,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_model
-from helpers.data import SENTENCES, chatml_like, gpt2_like, llama3_like
+from helpers.data import CHATML_TEMPLATE, SENTENCES, byte_level, chatml_like, gpt2_like, llama3_like
 from helpers.killed import fork, forked, wait
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import gguf_writer
@@ -223,7 +226,7 @@ def renamed(stored):
 )
 def test_weights_that_are_not_those_of_its_metadata(tensors, told, write):
     line = refused(write(tensors=tensors), "; give ")
-    assert pytest.importorskip("re").search(told, line), line
+    assert re.search(told, line), line
 
 
 @pytest.mark.parametrize("factors", [torch.zeros(4), torch.full((4,), float("nan")), torch.ones(7), -torch.ones(4)])
@@ -263,10 +266,7 @@ def put(place: int, text: str):
         ({TOKENS: 5}, f"have {TOKENS} 5"),
         ({TOKENS: lambda tokens: tokens[:-5]}, "token_type"),
         ({TOKENS: lambda tokens: tokens[:-5], f"{GGML}token_type": lambda types: types[:-5]}, "cannot be loaded"),
-        (
-            {TOKENS: lambda tokens: [*tokens, "x1"], f"{GGML}token_type": lambda types: [*types, 1]},
-            "401 tokens for 400",
-        ),
+        ({TOKENS: lambda all: [*all, "x1"], f"{GGML}token_type": lambda all: [*all, 1]}, "401 tokens for 400 rows"),
         ({TOKENS: put(399, "a"), f"{GGML}merges": ["t h"]}, "1 of its 400 tokens get another id ("),
         ({TOKENS: lambda tokens: [""] * len(tokens)}, "cannot be loaded"),
         ({f"{GGML}merges": None}, "cannot be loaded"),
@@ -320,7 +320,7 @@ def test_an_architecture_that_is_no_text(content, tmp_path):
 
 
 def test_the_code_of_a_template_is_not_run(write, tmp_path):
-    for reached in ("''.__class__.__mro__[1].__subclasses__()", "messages.append.__globals__", "cycler.__init__"):
+    for reached in ("''.__class__.__mro__[1].__subclasses__()", "messages.append.__globals__.x", "cycler.__init__.x"):
         refused(write({"tokenizer.chat_template": "{{" + reached + "}}"}), "does not render")
     touching = "{{ lipsum.__globals__.os.system('touch " + str(tmp_path / "ran") + "') }}"
     refused(write({"tokenizer.chat_template": touching}), "does not render")
@@ -520,6 +520,22 @@ def test_of_two_processes_one_converts_and_both_have_the_folder(write, cache, tm
 
 
 # ----------------------------------------------------------------------------------------------------------- same model
+def split_by(tokenizer, pattern: str, **changes):
+    """A tokenizer whose texts are split by a regular expression alone; changes: of its BPE."""
+    state = json.loads(tokenizer.to_str())
+    backend = Tokenizer.from_str(json.dumps(state | {"model": state["model"] | changes}))
+    joined = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), joined])
+    return backend
+
+
+def qwen2_like():
+    """The class that transformers takes for Qwen2 whatever a folder says has this split and this end token."""
+    backend = split_by(byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]), gguf_files.QWEN2)
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": ["<|im_start|>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML_TEMPLATE, **named)
+
+
 SHAPES = [
     ("llama", {"num_key_value_heads": 2, "head_dim": 6}),
     ("llama", {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}),
@@ -540,7 +556,8 @@ def test_a_file_is_its_model_and_tokenizer(architecture, more, tied, seed, tmp_p
     sizes = dict(zip(names, (layers, heads, width)))
     sizes |= {"n_inner" if architecture == "gpt2" else "intermediate_size": numbers.randint(1, 70)}
     sizes |= {"n_positions" if architecture == "gpt2" else "max_position_embeddings": numbers.randint(30, 90)}
-    tokenizer = numbers.choice([gpt2_like, chatml_like, llama3_like])()
+    kinds = [qwen2_like] if architecture == "qwen2" else [gpt2_like, chatml_like, llama3_like, qwen2_like]
+    tokenizer = numbers.choice(kinds)()
     model = model_of(tokenizer, architecture, tie_word_embeddings=tied, **(sizes | more))
     file = tmp_path / "tiny.gguf"
     gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
@@ -555,3 +572,25 @@ def test_a_file_is_its_model_and_tokenizer(architecture, more, tied, seed, tmp_p
         assert ids.decode(ids(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"]), text
     ends = ("eos_token_id", "bos_token_id", "chat_template")
     assert all(getattr(ids, name) == getattr(tokenizer, name) for name in ends)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["llama-bpe", "smaug-bpe"])
+def test_words_that_are_tokens_are_whole_where_the_file_says_so(is_whole, tmp_path):
+    bpe = llama3_like().backend_tokenizer
+    vocabulary = bpe.get_vocab(with_added_tokens=True)
+    vocabulary["zqj"] = len(vocabulary)  # no merge makes it
+    backend = split_by(bpe, gguf_files.LLAMA3, vocab=vocabulary, ignore_merges=is_whole)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eot_id|>", pad_token="<|pad|>")
+    model, file = model_of(tokenizer), tmp_path / "tiny.gguf"
+    gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
+    read = AutoTokenizer.from_pretrained(from_gguf(str(file)))
+    for text in ("zqj", "a zqj 12345 zqj's", "Zqj\n\n zqj"):
+        assert read(text, add_special_tokens=False) == tokenizer(text, add_special_tokens=False)
+    assert (len(read("zqj", add_special_tokens=False)["input_ids"]) == 1) == is_whole
+
+
+def test_a_tokenizer_that_transformers_would_load_as_another_is_refused(tmp_path):
+    tokenizer = chatml_like()
+    model, file = model_of(tokenizer, "qwen2"), tmp_path / "tiny.gguf"
+    gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
+    refused(file, "transformers takes Qwen2Tokenizer for qwen2, which splits its texts otherwise; take another model")
