@@ -206,7 +206,7 @@ def test_a_stage_reads_only_the_dialogues_it_needs(flags, talk_data, tmp_path, m
 
 def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monkeypatch, capsys):
     sent = []
-    monkeypatch.setattr(iterate, "upload", lambda folder, repository: sent.append((folder, repository)))
+    monkeypatch.setattr(iterate, "upload", lambda *given: sent.append(given))
     stored = json.loads((finished / "args.json").read_text())
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run), "push_to_hub": "somebody/talk"}))
@@ -214,7 +214,7 @@ def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monke
     main(["--resume_from", str(run), "--iterations", "3", "--stage", "generate"])
     assert not sent
     main(["--resume_from", str(run), "--iterations", "2"])
-    assert sent == [(last_checkpoint(run / "iteration-02" / "policy"), "somebody/talk")]
+    assert sent == [(last_checkpoint(run / "iteration-02" / "policy"), "somebody/talk", torch.float32)]
     assert "uploaded" in capsys.readouterr().out
 
 

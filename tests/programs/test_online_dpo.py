@@ -231,7 +231,7 @@ def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_p
     "wrong, message",
     [
         (["--prompts_per_iteration", "1000"], "need 2000 prompts, but"),
-        (["--responder", "nobody"], "--responder nobody"),
+        (["--responder", "nobody"], "--responder (last, initial or a model) nobody does not exist"),
         (["--reference", "moving", "--ref_model", "."], "--ref_model . requires --reference initial"),
         (["--num_generations", "1"], "--num_generations 1 must be at least 2"),
         (["--reward_weights", "2,3"], "--reward_weights 2.0 3.0: give 1, one for each reward"),
