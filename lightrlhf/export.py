@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf, needs_package
-from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.models import export_check as checks
 from lightrlhf.models import gguf_writer, lora
@@ -205,7 +205,11 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
         (folder / "Modelfile").write_text(text, encoding="utf-8")
     gguf_writer.write_gguf(model, described, file, args.gguf_type, name)
     write_card(args, folder, name, source)
-    read, tokenizer, metadata = read_gguf(file, f"--to {args.to}")
+    try:
+        read, tokenizer, metadata = read_gguf(file, "its file")
+    except UsageError as problem:
+        wider = "; a wider --gguf_type may hold them" if "not finite" in str(problem) else ""
+        raise RunFailure(f"the export was not kept: {str(problem).partition(';')[0]}{wider}") from None
     read = read.float().eval()
     ends = ends_of(metadata, tokenizer)
     after = checks.observe(read, tokenizer, before)._replace(ends={ends} if isinstance(ends, int) else {*ends})
