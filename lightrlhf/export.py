@@ -35,10 +35,14 @@ from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
-from lightrlhf.training.model_card import described_base, model_card
+from lightrlhf.training.model_card import is_on_hub, model_card, quoted
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
 FOR_LLAMA = ("gguf", "ollama")
+USES = {
+    "gguf": "```bash\nllama-cli -m {name}-{type}.gguf\n```\n",
+    "ollama": "```bash\nollama create {name} -f Modelfile\nollama run {name}\n```\n",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,12 +260,13 @@ def check_unquantised(args: ExportArgs, model: Any) -> None:
 def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str | None = None) -> None:
     """Write a model card for the hub beside the weights, with that of the source below it."""
     given = {key: value for key, value in to_dict(args).items() if value is not None and key != "destination_dir"}
-    summary = f"Exported by lightrlhf from `{args.model_name}`."
-    if described := described_base(args):
-        summary += f"\n\nBase model: {described}"
-    text = model_card(name, "export", summary, given)
-    if base is not None:
-        text = text.replace("library_name: transformers", f"library_name: peft\nbase_model: {base}", 1)
+    summary = f"Exported by lightrlhf from {quoted(args.model_name)}."
+    header = {"library_name": "peft"} if base is not None else {}
+    header |= {"base_model": base} if base is not None and is_on_hub(base) else {}
+    header |= {"pipeline_tag": "text-classification"} if holds_reward_model(source) else {}
+    header |= {"library_name": "gguf"} if args.to in FOR_LLAMA else {}
+    use = USES[args.to].format(name=name, type=args.gguf_type) if args.to in USES else None
+    text = model_card(name, "export", summary, given, header=header, use=use)
     before = Path(source) / "README.md"
     if before.is_file() and not is_gguf(args.model_name):  # whose folder says nothing but what `described` does
         text += "\n## The model it was made of\n\n" + without_header(before.read_text(encoding="utf-8"))

@@ -70,7 +70,7 @@ from lightrlhf.training.iterate import (
     run_on_devices,
     shared_flags,
 )
-from lightrlhf.training.model_card import described_base, model_card
+from lightrlhf.training.model_card import model_card, quoted
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
@@ -434,9 +434,8 @@ def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str
         scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
         table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
     data = data_dir_of(str(directory)) or "given dialogues"
-    summary = f"`{as_given(args, stored['initial'])}` trained by `lightrlhf.iterative_refuel` on `{data}`."
-    if base := described_base(args):
-        summary += f"\n\nBase model: {base}"
+    start = quoted(as_given(args, stored["initial"]))
+    summary = f"{start} trained by `lightrlhf.iterative_refuel` on {quoted(data)}."
     flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given")}
     return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
 

@@ -64,7 +64,7 @@ from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_eve
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
-from lightrlhf.training.model_card import described_base, model_card
+from lightrlhf.training.model_card import model_card, shown
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.resume import (
@@ -736,9 +736,8 @@ class Run(Generic[AnyArgs]):
         write_profile(self.directory, self._timed, self._roles(), self.args, self.device, self.world_size)
 
     def _card(self, results: Metrics | None = None) -> str:
-        summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{self.data}`."
-        if base := described_base(self.args):
-            summary += f"\n\nBase model: {base}"
+        data = " + ".join(map(shown, self.data.split(" + ")))
+        summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{data}`."
         title = self.args.experiment_name
         return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
 

@@ -111,7 +111,7 @@ def test_the_card_of_an_export_names_the_file_and_its_licence_once_at_its_start(
     export = importlib.import_module("lightrlhf.export")
     for number, model in enumerate((NAME, str(tuned))):
         folder = Path(export.main([model, "--to", "merged", "--destination_dir", str(tmp_path / str(number))]))
-        start = (folder / "README.md").read_text().split("\n## ")[0]
+        start = (folder / "README.md").read_text().split("\n## The model")[0]
         assert start.count("Licence: apache-2.0") == 1 and str(here[1]) not in start
         assert ("## The model it was made of" in (folder / "README.md").read_text()) == (model != NAME)
 

@@ -59,7 +59,7 @@ def test_without_weights_an_epoch_is_that_of_all_rows_in_one_set(program, sets, 
     for row, other in zip(metrics(two), metrics(one), strict=True):  # validation rows come in the same order, too
         assert row == pytest.approx(other, rel=1e-5)
     assert (two.parent.parent.name, two.parent.name) == ("cafe", "one+two") and one.parent.name == "both"
-    assert f"{sets / 'two'} (7 rows, 7 of 27 in an epoch)" in (two / "README.md").read_text()
+    assert f"{sets.name}/two (7 rows, 7 of 27 in an epoch)" in (two / "README.md").read_text()
 
 
 @pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo"])
