@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import lightrlhf  # noqa: E402, the package alone, which imports nothing
+
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 MODULES = [
     path
@@ -30,17 +35,37 @@ def on_config(config: Any) -> Any:
     for module in MODULES:
         parts = module.relative_to(ROOT / "lightrlhf").parts
         rooms.setdefault(parts[0] if len(parts) > 1 else "programs", []).append(page_of(module))
-    config.nav.append({"API": [{room: pages} for room, pages in rooms.items()]})
+    config.nav.append({"API": ["api/index.md", *({room: pages} for room, pages in rooms.items())]})
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add README and the API pages."""
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "api/index.md", content=public_names()))
     for module in MODULES:
         name = ".".join(module.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         files.append(File.generated(config, page_of(module), content=f"# {name}\n\n::: {name}\n"))
     return files
+
+
+def public_names() -> str:
+    """A page of what `import lightrlhf` offers: the programs with their `train` or `run`, and the other names."""
+    lines = ["# API", "", "How to use it: [from Python](../python.md). What `import lightrlhf` offers, by name:", ""]
+    lines += ["| name | |", "|---|---|"]
+    modules = {name: f"lightrlhf.{name}" for name in lightrlhf.TRAINING} | lightrlhf.NAMES
+    for name, module in modules.items():
+        path = ROOT / Path(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if name in lightrlhf.TRAINING:
+            said, anchor = ast.get_docstring(tree), f"{module}.train"
+        else:
+            found = (node for node in ast.walk(tree) if getattr(node, "name", "") == name)
+            said, anchor = ast.get_docstring(next(found)), f"{module}.{name}"  # type: ignore[arg-type]
+        page = posixpath.relpath(page_of(path), "api")
+        lines.append(f"| [`{name}`]({page}#{anchor}) | {(said or '').partition(chr(10))[0]} |")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
