@@ -23,7 +23,7 @@ PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python -m examples.quickstart
+	$(BIN)/python -m lightrlhf.quickstart
 
 LATEST = quickstart/logs/$(1)/data/cafe/latest
 demo: $(VENV)/.installed

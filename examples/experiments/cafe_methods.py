@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples import cafe_settings
 from examples.programs import logged
-from lightrlhf import grpo, ppo, rm, sft
+from lightrlhf import grpo, ppo, quickstart, rm, sft
 
 RESPONSES = 64  # a step
 COMMON = {
@@ -52,11 +51,11 @@ def prepared(folder: Path, seed: int, smoke: bool) -> tuple[str, str, str]:
     done = folder / "models.json"
     if not done.is_file():
         run, data = partial(logged, folder / "output.txt"), f"{folder}/data/cafe"
-        few_rows, few_steps = (cafe_settings.FEW_ROWS, {"max_steps": 1}) if smoke else ({}, {})
+        few_rows, few_steps = (quickstart.FEW_ROWS, {"max_steps": 1}) if smoke else ({}, {})
         if not Path(data, "args.json").is_file():
             run(prepare_data, destination_dir=data, tokenizer_name=BASE_DIR, seed=seed, num_proc=1, **few_rows)
         common = {"data_dir": data, "log_dir": folder / "logs", "seed": seed, "accelerator": "cpu"}
-        start = run(sft, **common, model_name=BASE_DIR, **cafe_settings.SFT, **few_steps)
-        reward = run(rm, **common, sft_experiment_dir=start, **cafe_settings.RM, **few_steps)
+        start = run(sft, **common, model_name=BASE_DIR, **quickstart.SFT, **few_steps)
+        reward = run(rm, **common, sft_experiment_dir=start, **quickstart.RM, **few_steps)
         done.write_text(json.dumps([data, start, reward]))
     return tuple(json.loads(done.read_text()))

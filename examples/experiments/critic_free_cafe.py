@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from examples.experiments.cafe_methods import COMMON, METHODS, RESPONSES, prepared
-from examples.experiments.plots import label, panels
 from examples.experiments.records import best_rate, made_by
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
@@ -39,7 +38,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
-from lightrlhf.storage.results import print_table, save_figure
+from lightrlhf.storage.results import label, panels, print_table, save_figure
 from lightrlhf.storage.run_dir import read_metrics
 
 READ_AT, SMOKE_READ_AT = (6, 12, 24, 36, 48), (1, 2)  # steps; the last is the end

@@ -30,19 +30,18 @@ from typing import Any
 
 import torch
 
-from examples.experiments.plots import label, panels
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
-from examples.programs import call
 from lightrlhf import online_dpo, sft
 from lightrlhf.cli.args import check_at_least
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.jsonl import JsonlWriter
-from lightrlhf.storage.results import print_table, save_figure
+from lightrlhf.storage.results import label, panels, print_table, save_figure
 
 TOKENS = "abcdefghijklmnopqrst"
 PROMPT, RESPONSE = 4, 12

@@ -32,10 +32,9 @@ from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples import cafe_settings
 from examples.experiments.stats import paired, shown
 from examples.programs import logged, workers
-from lightrlhf import evaluate, ppo, rm, sft
+from lightrlhf import evaluate, ppo, quickstart, rm, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
@@ -154,7 +153,7 @@ LETTER_PPO = SIZES | {
     "epochs": 1000,
     "max_steps": 60,
 }
-CAFE_PPO = cafe_settings.PPO | SIZES | {"max_steps": 15, "lr_scheduler_type": "constant_with_warmup"}
+CAFE_PPO = quickstart.PPO | SIZES | {"max_steps": 15, "lr_scheduler_type": "constant_with_warmup"}
 QUIET = {"log_interval": 1, "eval_interval": 0, "save_interval": 1000, "logger": "csv", "accelerator": "cpu"}
 
 
@@ -233,12 +232,12 @@ def prepare_cafe(folder: Path, smoke: bool) -> tuple[str, str, str]:
     if not done.is_file():
         run = partial(logged, folder / "output.txt")
         data = f"{folder}/data/cafe"
-        few_rows = cafe_settings.FEW_ROWS if smoke else {}
+        few_rows = quickstart.FEW_ROWS if smoke else {}
         few_steps = {"max_steps": 2} if smoke else {}
         run(prepare_data, destination_dir=data, tokenizer_name=BASE_DIR, num_proc=1, **few_rows)
         common = {"data_dir": data, "log_dir": folder / "logs", "accelerator": "cpu"}
-        start = run(sft, **common, model_name=BASE_DIR, **cafe_settings.SFT, **few_steps)
-        reward = run(rm, **common, sft_experiment_dir=start, **cafe_settings.RM, **few_steps)
+        start = run(sft, **common, model_name=BASE_DIR, **quickstart.SFT, **few_steps)
+        reward = run(rm, **common, sft_experiment_dir=start, **quickstart.RM, **few_steps)
         done.write_text(json.dumps([data, start, reward]))
     return tuple(json.loads(done.read_text()))
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.cafe_settings import FEW_ROWS, PPO, RM, SFT
 from examples.experiments.stats import interval, report_claims, shown
-from examples.programs import call
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.quickstart import FEW_ROWS, PPO, RM, SFT
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table

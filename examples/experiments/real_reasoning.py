@@ -39,8 +39,9 @@ from datasets_prep.reasoning_gym import prepare_data
 from examples.experiments.real_model import COMMON, ENOUGH, MODEL, in_own_process, seconds_of, trained
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
-from examples.programs import call, logged
+from examples.programs import logged
 from lightrlhf import evaluate, grpo, sft
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split

@@ -33,18 +33,17 @@ import torch
 
 from datasets_prep.reasoning_gym import prepare_data
 from datasets_prep.report import versions
-from examples.experiments.plots import label, panels
 from examples.experiments.small_models import phrase_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
-from examples.programs import call
 from lightrlhf import grpo, sft
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
-from lightrlhf.storage.results import print_table, save_figure
+from lightrlhf.storage.results import label, panels, print_table, save_figure
 
 PLAIN = {"operators": ["+", "-"], "operators_weights": [0.5, 0.5], "min_terms": 2, "max_terms": 2}  # x + 3 = 5
 FACTOR = PLAIN | {"operators": ["+", "-", "*"], "operators_weights": [0.5, 0.5, 0.0]}  # 2*x + 3 = 7

@@ -34,7 +34,6 @@ import torch
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe_talk import prepare_data as cafe_talk
-from examples.experiments.plots import label, panels
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, workers
@@ -48,7 +47,7 @@ from lightrlhf.generation.dialogues import user_turn_ids
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
-from lightrlhf.storage.results import print_table, save_figure
+from lightrlhf.storage.results import label, panels, print_table, save_figure
 from lightrlhf.storage.seals import seal
 
 VALUES = 4  # of each slot

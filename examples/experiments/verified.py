@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from examples.programs import call
 from lightrlhf import generate, sft
+from lightrlhf.cli.calls import call
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.splits import IGNORE_INDEX, Row, load_split, save_split
 from lightrlhf.data.tokens import decode

@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 from helpers.pages import args_class
 
-from examples import cafe_settings
 from examples.experiments import (
     cafe_methods,
     critic_free_cafe,
@@ -28,7 +27,9 @@ from examples.experiments import (
 )
 from examples.experiments.records import best_rate, made_by
 from examples.experiments.stats import interval, paired, report_claims, shown
-from examples.programs import call, logged
+from examples.programs import logged
+from lightrlhf import quickstart
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.storage.jsonl import read_jsonl
 
@@ -85,11 +86,11 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
 
 FLAGS = {
     "lightrlhf.sft": [
-        *(cafe_settings.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
+        *(quickstart.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
         *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT),
     ],
-    "lightrlhf.rm": [cafe_settings.RM, real_dialogues.RM],
+    "lightrlhf.rm": [quickstart.RM, real_dialogues.RM],
     "lightrlhf.ppo": [
         *(macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()),
         *(cafe_methods.COMMON, cafe_methods.METHODS["PPO"].flags, real_dialogues.PPO),
@@ -106,7 +107,7 @@ FLAGS = {
         *refuel.ARMS.values(),
         *(task["refuel"] for task in refuel.TASKS.values()),
     ],
-    "datasets_prep.cafe.prepare_data": [cafe_settings.FEW_ROWS],
+    "datasets_prep.cafe.prepare_data": [quickstart.FEW_ROWS],
 }
 
 

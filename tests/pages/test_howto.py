@@ -329,7 +329,7 @@ def test_extras_are_installed_from_the_clone():
 
 
 def test_what_the_quickstart_prints_last_says_how_to_activate_where_that_was_not_done(monkeypatch, tmp_path):
-    from examples import quickstart
+    from lightrlhf import quickstart
 
     script = tmp_path / "bin" / "python"
     script.parent.mkdir()

@@ -1,4 +1,4 @@
-"""The main job in five minutes on two cores: the café, from raw data to a policy you can chat with.
+"""Train on the bundled café task, from raw data to a policy you can chat with, in five minutes on two cores.
 
     prepare data -> SFT -> reward model -> PPO -> evaluation
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import sys
 import time
@@ -20,18 +19,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe.world import good_plan, orders
-from examples.cafe_settings import FEW_ROWS, PPO, RM, SFT
-from examples.experiments.plots import label, panels
-from examples.programs import call
 from lightrlhf import evaluate, plot, ppo, rm, sft
+from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.results import save_figure
+from lightrlhf.storage.results import label, panels, save_figure
+from lightrlhf.training.summary import peak_memory
 
-PARTS = ("correct", "polite", "short")
+# flags of the stages, also of the experiments that start from these models
+SFT: dict[str, Any] = {
+    "epochs": 1,
+    "mini_batch_size": 32,
+    "micro_batch_size": 32,
+    "learning_rate": 5e-4,
+    "lr_warmup_steps": 5,
+    "use_targets": True,
+    "eval_interval": 30,
+    "log_interval": 2,
+}
+RM: dict[str, Any] = {
+    "epochs": 1,
+    "mini_batch_size": 32,
+    "micro_batch_size": 32,
+    "learning_rate": 1e-3,
+    "lr_warmup_steps": 20,
+    "eval_interval": 60,
+    "eval_iters": 12,
+    "log_interval": 5,
+    "loss_type": "last_token",
+}
+PPO: dict[str, Any] = {
+    "epochs": 1,
+    "rollout_size": 128,
+    "rollout_mini_batch_size": 128,
+    "mini_batch_size": 64,
+    "micro_batch_size": 64,
+    "ppo_epochs": 1,
+    "max_new_tokens": 96,
+    "actor_learning_rate": 3e-4,
+    "critic_learning_rate": 1e-3,
+    "lr_warmup_steps": 5,
+    "lr_scheduler_type": "cosine",
+    "init_kl_coeff": 0.05,
+    "missing_eos_penalty": 1,
+    "eval_interval": 10,
+    "log_interval": 1,
+}
+FEW_ROWS: dict[str, Any] = {
+    "num_finetune": 64,
+    "num_preference": 64,
+    "num_prompts": 64,
+    "num_held_out": 32,
+    "num_held_out_pairs": 32,
+}
+PARTS = ("correct", "polite", "short")  # of the gold score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     show_samples(sft_dir, ppo_dir)
     show_targets(rows, pairs, good_length(data_dir))
     minutes = (time.perf_counter() - started) / 60
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\n{minutes:.1f} minutes, peak memory {memory:.1f} GiB. Curves: {picture}")
+    memory = f", peak memory {peak:.1f} GiB" if (peak := peak_memory(torch.device("cpu"))) else ""
+    print(f"\n{minutes:.1f} minutes{memory}. Curves: {picture}")
     print(NEXT.format(activate=activation(), ppo_dir=ppo_dir, sft_dir=sft_dir, rm_dir=rm_dir))
     if not args.smoke and not beats(rows[2], rows[1]):
         print("PPO did not beat SFT by the gold judge", file=sys.stderr)
@@ -79,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
 
 NEXT = """
 Next:
-{activate}  make demo                                             chat with these models in a browser, compare blind
+{activate}  python -m lightrlhf.demo --experiment_dir {sft_dir} {ppo_dir} --max_new_tokens 96
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
   python -m lightrlhf.evaluate --experiment_dir {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise
@@ -90,11 +136,12 @@ Next:
 def activation() -> str:
     """The line that activates this virtual environment; empty where it is active or there is none."""
     python = shutil.which("python")
-    active = python is not None and os.path.samefile(Path(python).parent, Path(sys.prefix, "bin"))
+    folder = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin")
+    active = python is not None and os.path.samefile(Path(python).parent, folder)
     if active or sys.prefix == sys.base_prefix:
         return ""
-    script = os.path.relpath(Path(sys.prefix, "bin", "activate"))
-    return f"  {'source ' + script:53} once in each terminal, before commands that begin with python\n"
+    command = ("" if os.name == "nt" else "source ") + os.path.relpath(folder / "activate")
+    return f"  {command:53} once in each terminal, before commands that begin with python\n"
 
 
 def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
