@@ -5,7 +5,8 @@ every setting, which selects the fastest one of each side, the two sides alterna
 of the turns' ratios with the smallest and the largest. A peer that is not installed or fails leaves a row with the
 reason. Results are written after each case, so an interrupted run keeps its finished cases.
 
-`--insert` writes the last results into README.md and howto/speed.md. Install the peers first:
+`--insert` writes the last results into howto/speed.md, and four of the rows into README.md. Goals stay here: they are
+printed beside each measured row and are not in the tables. Install the peers first:
 `python -m benchmarks.peers.install`.
 """
 
@@ -40,6 +41,7 @@ PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
 START_SECONDS, REPETITION_SECONDS = 300, 600  # timeouts of a worker
 LONG_REPETITION = 3  # seconds; the speed of a setting that takes longer is that of its warm-up
 TURNS_SECONDS, LEAST_TURNS = 40, 3  # no further turn starts after this time, but there are at least so many
+SHORT = ("sft-30M", "dpo-30M-dialogues", "rollout-skewed-4M", "grpo-full-1-4M")  # rows of README, among the slower ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class BenchmarkArgs:
     output_dir: str | None = None
     """Folder of the results; by default `benchmarks/results`, or `benchmarks/.quick` with `quick`."""
     insert: bool = False
-    """Measure nothing; write the last table into README.md and howto/speed.md."""
+    """Measure nothing; write the last table into howto/speed.md and four of its rows into README.md."""
 
     def __post_init__(self) -> None:
         for name in ("repetitions", "threads"):
@@ -322,16 +324,25 @@ def without_bf16(cuda: bool) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------ the table
 def verdict(case: dict[str, Any]) -> str:
-    """Whether a row meets its goal."""
-    if "not_measured" in case:
-        return f"not measured ({case['not_measured']})"
-    measured = case.get("ratio", case.get("value"))
-    if measured is None or case["goal"] is None:
-        return ""
-    value = measured["median"]
-    if case["less_is_better"]:
-        return "met" if value <= case["goal"] else "missed"
-    return "met" if value >= case["goal"] else "missed, the peer is faster" if value < 1 else "missed"
+    """The goals of a row and whether they are met, for the one who measures."""
+    met = []
+    if (measured := case.get("ratio", case.get("value"))) and case["goal"] is not None:
+        met.append(judged("goal", measured["median"], case["goal"], case["less_is_better"]))
+    if case.get("memory_goal") and "peer" in case:
+        met.append(judged("memory", memory_share(case), case["memory_goal"], less_is_better=True))
+    if case.get("limit_goal") and "limit_share" in case:
+        met.append(judged("of the limit", case["limit_share"], case["limit_goal"], less_is_better=False))
+    return "; ".join(met)
+
+
+def judged(name: str, value: float, goal: float, less_is_better: bool) -> str:
+    met = value <= goal if less_is_better else value >= goal
+    return f"{name} {'≤' if less_is_better else '≥'} {goal:g}: {'met' if met else 'missed'}"
+
+
+def memory_share(case: dict[str, Any]) -> float:
+    """Our peak memory over the peer's."""
+    return case["ours"]["peak_bytes"] / case["peer"]["peak_bytes"]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -352,9 +363,9 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         *textwrap.wrap(measured, 120),
         "",
-        "| work | ours, fastest setting | the peer's fastest setting | ratio | goal | | of the limit | memory, both | "
+        "| work | ours, fastest setting | the peer's fastest setting | ratio | of the limit | memory, both | "
         "tokens computed, both |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *(row(case) for case in cases.values()),
     ]
     return "\n".join(lines) + "\n"
@@ -365,32 +376,36 @@ def row(case: dict[str, Any]) -> str:
 
 
 def cells_of(case: dict[str, Any]) -> list[str]:
-    unit = case["unit"]
-    cells = [case["what"], "", "", "", "", verdict(case), "", "", ""]
+    """What was done, ours, the peer's, their ratio, the share of the limit, memory and tokens computed."""
+    unit, missing = case["unit"], case.get("not_measured")
+    what, ours, peer, ratio, limit, memory, tokens = case["what"], "", "", "", "", "", ""
+    if missing:
+        ratio = f"not measured ({missing})"
     if "ours" in case:
-        cells[1] = f"{case['ours']['label']}: {number(case['ours']['per_second']['median'])} {unit}/s"
+        ours = f"{case['ours']['label']}: {number(case['ours']['per_second']['median'])} {unit}/s"
     if "peer" in case:
-        cells[2] = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
-        cells[7] = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"
-        if goal := case.get("memory_goal"):
-            share = case["ours"]["peak_bytes"] / case["peer"]["peak_bytes"]
-            cells[7] += f" = {share:.2f} (goal ≤ {goal:g}, {'met' if share <= goal else 'missed'})"
+        peer = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
+        memory = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"
+        if case.get("memory_goal"):
+            memory += f" = {memory_share(case):.2f}"
         if "tokens" in case["ours"] and "tokens" in case["peer"]:
             counts = [case[side]["tokens"] for side in ("ours", "peer")]
-            cells[8] = f"{number(counts[0])} / {number(counts[1])} = {counts[0] / counts[1]:.2f}"
+            tokens = f"{number(counts[0])} / {number(counts[1])} = {counts[0] / counts[1]:.2f}"
     if "memory" in case:
-        cells[2] = case["memory"]["label"]
-        cells[7] = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
-    if measured := case.get("ratio", case.get("value")):
-        low, high = measured["min"], measured["max"]
-        text = f"**{measured['median']:.2f}**{' ' + unit if 'value' in case else ''}"
-        cells[1 if "value" in case else 3] = text + (f" ({low:.2f} to {high:.2f})" if low < high else "")
-    if case["goal"] is not None:
-        cells[4] = f"{'≤' if case['less_is_better'] else '≥'} {case['goal']:g}"
+        peer = case["memory"]["label"]
+        memory = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
+    if "value" in case:
+        ours = spread_shown(case["value"], f" {unit}")
+    if "ratio" in case:
+        ratio = spread_shown(case["ratio"])
     if "limit_share" in case:
-        goal = f" (goal {case['limit_goal']:.0%})" if case["limit_goal"] else ""
-        cells[6] = f"{case['limit_share']:.0%}{goal}"
-    return cells
+        limit = f"{case['limit_share']:.0%}"
+    return [what, ours, peer, ratio, limit, memory, tokens]
+
+
+def spread_shown(measured: dict[str, float], unit: str = "") -> str:
+    low, high = measured["min"], measured["max"]
+    return f"**{measured['median']:.2f}**{unit}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 def mebibytes(count: int) -> str:
@@ -402,11 +417,12 @@ def number(value: float) -> str:
 
 
 def short_table(results: dict[str, Any]) -> str:
-    """The ratios only."""
-    lines = ["| work | beside | ours / theirs | goal | |", "|---|---|---|---|---|"]
-    for case in results["cases"].values():
-        what, ours, peer, ratio, goal, met, *_ = cells_of(case)
-        lines.append(f"| {what} | {peer.partition(':')[0]} | {ours if 'value' in case else ratio} | {goal} | {met} |")
+    """The ratios of a few rows."""
+    lines = ["| work | beside | ours / theirs |", "|---|---|---|"]
+    for name in SHORT:
+        if name in results["cases"]:
+            what, _, peer, ratio, *_ = cells_of(results["cases"][name])
+            lines.append(f"| {what} | {peer.partition(':')[0]} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 
@@ -475,7 +491,7 @@ def main(argv: list[str] | None = None) -> None:
             results["cases"] = {each: kept[each] for each in cases if each in kept}
             write_text(folder / f"{args.suite}.json", json.dumps(results, indent=1))
             write_text(folder / f"{args.suite}.md", table(results))
-            print(f"[{time.perf_counter() - began:4.0f} s] {row(kept[name])}", flush=True)
+            print(f"[{time.perf_counter() - began:4.0f} s] {row(kept[name])} {verdict(kept[name])}", flush=True)
     print(f"written to {folder / args.suite}.json and .md")
 
 

@@ -161,24 +161,18 @@ def test_what_cannot_be_prepared_started_or_run_here_says_why(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- table
-def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
-    def row(ratio: float, less_is_better: bool = False) -> dict:
-        facts = {"what": "w", "unit": "u", "goal": 2, "limit_goal": None, "less_is_better": less_is_better}
-        return facts | {"ratio": {"median": ratio, "min": ratio, "max": ratio}}
+def row(ratio: float, **more) -> dict:
+    facts = {"what": "w", "unit": "u", "goal": 2, "limit_goal": None, "less_is_better": False}
+    return facts | {"ratio": {"median": ratio, "min": ratio, "max": ratio}} | more
 
-    assert [benchmark.verdict(row(ratio)) for ratio in (2.1, 1.5, 0.9)] == [
-        "met",
-        "missed",
-        "missed, the peer is faster",
-    ]
-    assert [benchmark.verdict(row(ratio, True)) for ratio in (1.9, 2.1)] == ["met", "missed"]
 
+def test_the_tables_have_ratios_and_no_goals_and_the_readme_four_rows(tmp_path, monkeypatch):
     results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "repetitions": 3}
-    start = row(0, True) | {"what": "Start", "value": {"median": 1.9, "min": 1.8, "max": 2.0}}
+    start = row(0, what="Start", less_is_better=True, value={"median": 1.9, "min": 1.8, "max": 2.0})
     del start["ratio"]
-    cases = {"a": row(2.1), "b": row(0.5), "start": start}
-    for case, day in zip(cases.values(), ("2026-01-03", "2026-01-01", "2026-01-02")):
-        case["date"] = day
+    cases = {"sft-4M": row(1.23), **{name: row(2.1, what=name) for name in reversed(benchmark.SHORT)}, "start": start}
+    for number, case in enumerate(cases.values()):
+        case["date"] = f"2026-01-0{3 - number % 3}"
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
     page = tmp_path / "page.md"
     places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
@@ -189,25 +183,46 @@ def test_the_table_says_plainly_who_wins(tmp_path, monkeypatch):
     text = page.read_text()
     assert "2026-01-01 to 2026-01-03. Ratios" in text
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    assert [part.count("**2.10**") for part in text.split("between")] == [1, 1] and "the peer is faster" in text
-    assert [part.count("**1.90** u (1.80 to 2.00)") for part in text.split("between")] == [1, 1]
+    assert "goal" not in text and "met" not in text and "≥" not in text
+    whole, short = text.split("between")
+    assert whole.count("**2.10**") == 4 and "**1.23**" in whole and "**1.90** u (1.80 to 2.00)" in whole
+    rows = [line for line in short.splitlines() if line.startswith("|")][2:]
+    assert rows == [f"| {name} |  | **2.10** |" for name in benchmark.SHORT]
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
     with pytest.raises(UsageError, match="cpu.json.*--quick"):
         benchmark.insert("cpu", tmp_path)
 
 
+def test_the_pages_have_the_tables_of_the_results():
+    results = json.loads((benchmark.RESULTS / "cpu.json").read_text())
+    for page, made in (("README.md", benchmark.short_table), ("howto/speed.md", benchmark.table)):
+        assert made(results) in (ROOT / page).read_text(encoding="utf-8")
+    assert (benchmark.RESULTS / "cpu.md").read_text(encoding="utf-8") == benchmark.table(results)
+    assert len(benchmark.short_table(results).splitlines()) == 2 + 4
+
+
+def test_who_measures_is_told_which_goals_are_met():
+    assert [benchmark.verdict(row(ratio)) for ratio in (2.1, 1.9)] == ["goal ≥ 2: met", "goal ≥ 2: missed"]
+    assert benchmark.verdict(row(2.1, less_is_better=True)) == "goal ≤ 2: missed"
+    limits = row(2.1, goal=None, limit_goal=0.5, limit_share=0.4)
+    assert benchmark.verdict(limits) == "of the limit ≥ 0.5: missed"
+    assert benchmark.verdict(row(2.1, goal=None)) == ""
+
+
 def test_memory_and_tokens_of_both_sides_stand_in_the_table():
-    def row(memory: int, **sides: int) -> str:
+    def sides(memory: int, **tokens: int) -> dict:
         made = {"goal": 2, "memory_goal": 0.7, "what": "w", "unit": "u", "less_is_better": False}
         for name, peak in (("ours", memory), ("peer", 100 * 2**20)):
-            tokens = {"tokens": sides[name]} if name in sides else {}
-            made[name] = {"label": name, "per_second": {"median": 1.0}, "peak_bytes": peak, **tokens}
-        return benchmark.row(made)
+            counted = {"tokens": tokens[name]} if name in tokens else {}
+            made[name] = {"label": name, "per_second": {"median": 1.0}, "peak_bytes": peak, **counted}
+        return made
 
-    assert row(70 * 2**20, ours=250, peer=1000).endswith(
-        "| 70 MiB / 100 MiB = 0.70 (goal ≤ 0.7, met) | 250 / 1,000 = 0.25 |"
-    )
-    assert row(71 * 2**20).endswith("| 71 MiB / 100 MiB = 0.71 (goal ≤ 0.7, missed) |  |")
+    full = sides(70 * 2**20, ours=250, peer=1000)
+    assert benchmark.row(full).endswith("| 70 MiB / 100 MiB = 0.70 | 250 / 1,000 = 0.25 |")
+    assert benchmark.verdict(full) == "memory ≤ 0.7: met"
+    more = sides(71 * 2**20)
+    assert benchmark.row(more).endswith("| 71 MiB / 100 MiB = 0.71 |  |")
+    assert benchmark.verdict(more) == "memory ≤ 0.7: missed"
 
 
 def test_every_case_can_be_made(tmp_path):
