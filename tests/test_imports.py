@@ -24,7 +24,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"demo", "evaluation", "serving"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-OF_QUICKSTART = ("prepare_data", "pretrain_base", "world")
+OF_QUICKSTART = ("prepare_data", "pretrain_base", "judge")
 EDGES = {  # of programs to programs; all else goes through the rooms
     "online_dpo": {"dpo", "sft", "generate", "annotate"},
     "iterative_refuel": {"refuel"},
@@ -231,7 +231,6 @@ RAW = {  # where a text reaches a tokenizer as it is, and why it may
     "lightrlhf.storage.gguf_files": "a greeting, to try the chat template",
     "lightrlhf.models.gguf_tokens": "a letter, to see what is added behind it",
     "datasets_prep.cafe.pretrain_base": "the words of the cafe's own grammar",
-    "lightrlhf.quickstart": "good answers of the cafe's own grammar, to count their tokens",
 }
 ENCODING = {"apply_chat_template", "batch_encode_plus", "encode_plus", "tokenize", "prepare_for_model"}
 ENCODING |= {"encode", "encode_batch", "encode_batch_fast", "__call__"}
