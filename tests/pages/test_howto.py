@@ -54,6 +54,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
     "datasets_prep.reasoning_gym.prepare_data": ["--num_samples", "4", "--num_held_out", "1", "--num_proc", "1"],
     "datasets_prep.feedback.prepare_data": ["--num_proc", "1"],
+    "lightrlhf.quickstart": ["--smoke", "True"],
     "lightrlhf.sft": LEARN,
     "lightrlhf.rm": LEARN,
     "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
