@@ -18,6 +18,7 @@ import numpy as np
 
 from datasets_prep.encoding import Dropped, Example
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.data.tokens import marked_text
 
 MANY = 0.05  # share of rows
 PREVIEWED = 1000  # rows that a preview reads
@@ -142,19 +143,10 @@ def _content_hash(examples: list[Example]) -> str:
 def marked(stage: str, example: Example, tokenizer: Any) -> str:
     """The decoded row with ⟦ and ⟧ around trained tokens; both sides of a pair."""
 
-    def text(ids: np.ndarray) -> str:
-        return tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
-
-    if stage == "prompts":
-        return text(example.ids[0])
     sides = []
     for ids in example.ids:
-        spans = example.spans or [(example.prompt_len, len(ids))]
-        parts, at = [], 0
-        for start, end in spans:
-            parts += [text(ids[at:start]), "⟦", text(ids[start:end]), "⟧"]
-            at = end
-        sides.append("".join([*parts, text(ids[at:])]))
+        spans = [] if stage == "prompts" else example.spans or [(example.prompt_len, len(ids))]
+        sides.append(marked_text(tokenizer, ids.tolist(), spans))
     return "\n--- rejected ---\n".join(sides)
 
 

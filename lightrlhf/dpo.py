@@ -261,11 +261,12 @@ def train(
     num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
     mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
-        reference = reference_logps(run, policy, pairs + validation, tokenizer, mismatches)
+        places = run.to_score(len(pairs), len(validation))
+        reference = reference_logps(run, policy, pairs + validation, tokenizer, mismatches, places)
     scored = with_reference(pairs + validation, reference["logps"])
     pairs, validation = scored[: len(pairs)], scored[len(pairs) :]
     if mismatches and validation:
-        validation = mismatches.add(validation, num_steps, reference)
+        validation = mismatches.add(validation, mismatches.num_steps, reference)
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     held_out = HeldOut(run, policy, validation, tokenizer)
     if run.resumed:

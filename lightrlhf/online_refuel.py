@@ -325,7 +325,7 @@ def evaluate(
 
     Of those that have one; NaN where there is none.
     """
-    shard = run.shard(rows)
+    shard = run.shard(run.eval_rows(rows, run.args.rollout_mini_batch_size))
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
     dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1, sample)
     scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]

@@ -634,13 +634,13 @@ def evaluate(run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent
     """
     args = run.args
     levels = sorted({level for stage in stages for level in stage.levels})
-    share = args.eval_iters and max(args.eval_iters * args.num_envs // len(levels), 1)
+    share = run.eval_iters and max(run.eval_iters * args.num_envs // len(levels), 1)
     starts = [start for level in levels for start in envs[0].starts("validation", level)[:share]]
     with run.autocast():
         episodes = play(envs, run.shard(starts), agent, f"{args.seed}/validation/{run.rank}")
         agent.wait_for_others()
     overall, by_level = rates_by_level(episodes, envs[0].levels, run.sum_over_ranks, run.device)
-    if run.is_first:
+    if run.is_first and not run.dry:
         folder = run.directory / "trajectories"
         with run.writing("trajectories"):
             folder.mkdir(exist_ok=True)

@@ -209,7 +209,9 @@ def train(
     share_prefixes(policy, longest_text(train_rows))
     pad_id = tokenizer.pad_token_id
     with run.phase("old log-probabilities"):
-        old = old_logps(run, policy.to(run.device), [*train_rows, *validation_rows], pad_id, keep=rows is None)
+        places = run.to_score(len(train_rows), len(validation_rows))
+        every = [*train_rows, *validation_rows]
+        old = old_logps(run, policy.to(run.device), every, pad_id, places, keep=rows is None and run.dry is None)
     old = old.to(run.device)
     pairs = Pairs(train_rows, rewards_of(run, train_rows), old[:, : len(train_rows)])
     validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
@@ -243,14 +245,23 @@ def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------- old log-probabilities
-def old_logps(run: Run[Any], policy: Policy, rows: Sequence[Row], pad_id: int, keep: bool = True) -> Tensor:
+def old_logps(
+    run: Run[Any],
+    policy: Policy,
+    rows: Sequence[Row],
+    pad_id: int,
+    places: Sequence[int] | None = None,
+    keep: bool = True,
+) -> Tensor:
     """S_old of both sides of N rows under the policy that this training starts from, on this machine: (2, N).
+
+    places: of the rows to score, 0 for the others; all when not given.
 
     With `keep` they are stored next to the pairs, with a hash of all that they depend on: another machine rounds
     differently, so values computed elsewhere are stale.
     """
     if not keep:
-        return score(run, policy, rows, pad_id).cpu()
+        return score(run, policy, rows, pad_id, places).cpu()
     path, digest = Path(run.args.data_dir) / "old_logprobs.pt", fingerprint(run, policy, rows)
     stored = torch.load(path, weights_only=True) if path.is_file() else {}
     if stored.get("fingerprint") == digest and stored.get("sha256") == hash_tensor(stored["logps"]):
@@ -284,10 +295,12 @@ def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:
     return str(digest.hexdigest())
 
 
-def score(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
-    """S of both sides of N rows, the work sharded over ranks: (2, N) on each."""
+def score(
+    run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int, places: Sequence[int] | None = None
+) -> Tensor:
+    """S of both sides of N rows, or of those of some places, the work sharded over ranks: (2, N) on each."""
     logps = torch.zeros(2, len(rows), device=run.device)
-    mine = run.shard(range(len(rows)))
+    mine = run.shard(range(len(rows)) if places is None else places)
     logps[:, mine] = score_shard(run, model, [rows[i] for i in mine], pad_id)
     return run.sum_over_ranks(logps)
 

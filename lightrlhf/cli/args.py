@@ -91,7 +91,15 @@ class DataSetsArgs(SealArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunArgs:
+class DryRunArgs:
+    """Run."""
+
+    dry_run: bool = False
+    """Do the first step or batch alone, print what was read and made of it, and write nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs(DryRunArgs):
     """Run."""
 
     experiment_name: str = field(default="lightrlhf", metadata=RARE)
@@ -220,6 +228,11 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.dry_run and self.resume_from:
+            raise ValueError(
+                f"--dry_run True with --resume_from {self.resume_from}: a dry run shows the first step of a new run; "
+                "leave one of them out"
+            )
         for name in ("micro_batch_size", "mini_batch_size"):
             check_at_least(self, name, 1)
         if self.mini_batch_size % self.micro_batch_size:

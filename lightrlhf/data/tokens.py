@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -267,6 +267,26 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     if (end := turn_end(tokenizer)) is not None:
         ids = [index for index in ids if index != end]
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def marked_text(tokenizer: Any, ids: Sequence[int], spans: Iterable[Sequence[int]]) -> str:
+    """Text of token ids, control tokens too, with ⟦ and ⟧ around the tokens of each span [start, end), in order.
+
+    A part is what its tokens add to the text before them: SentencePiece drops the space that a text begins with.
+    """
+
+    def text(start: int, end: int) -> str:
+        before, whole, alone = (
+            str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
+            for part in (ids[:start], ids[:end], ids[start:end])
+        )
+        return whole.removeprefix(before) if whole.startswith(before) else alone
+
+    parts, at = [], 0
+    for start, end in spans:
+        parts += [text(at, start), "⟦", text(start, end), "⟧"]
+        at = end
+    return "".join([*parts, text(at, len(ids))])
 
 
 def adds_bos(tokenizer: Any) -> bool:

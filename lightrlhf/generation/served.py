@@ -124,7 +124,8 @@ class ServedPolicy:
         if self.ahead is not None:  # no weights change under a rollout
             self.ahead.future.result()
         try:
-            target = self.exchange.write(full, run.step, run.directory / "base", run.args.exchange_adapter)
+            base = (self.exchange.folder if run.dry else run.directory) / "base"
+            target = self.exchange.write(full, run.step, base, run.args.exchange_adapter)
         except UsageError as problem:
             raise ServersGone(str(problem)) from None
         self.servers.load(target)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import LATEST
 from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed
@@ -174,6 +175,15 @@ def make_parent(parent: Path, flag: str) -> Path:
     """Create a directory and those above it. Raises: UsageError naming `flag` when it cannot be written."""
     with writing(flag, error=UsageError):
         make_folder(parent)
+    return parent
+
+
+def check_parent(parent: Path, flag: str) -> Path:
+    """A directory that is not created. Raises: UsageError naming `flag` when `make_parent` could not write it."""
+    try:
+        check_output(parent / "args.json", flag.partition(" ")[0])
+    except ValueError as problem:
+        raise UsageError(str(problem)) from None
     return parent
 
 

@@ -10,7 +10,7 @@ Left out: references that move during training.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,14 @@ def make_batch(args: Any, rows: list[Row], pad_id: int) -> Batch:
     return (unpaired_batch if args.loss_type in UNPAIRED_LOSSES else preference_batch)(rows, pad_id)
 
 
-def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
-    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first."""
+def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int, places: Sequence[int] | None = None) -> Tensor:
+    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first.
+
+    places: of the rows to score, 0 for the others; all when not given.
+    """
     sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
     logps = torch.zeros(sides, len(rows), device=run.device)
-    here = run.shard(range(len(rows)))
+    here = run.shard(range(len(rows)) if places is None else places)
     logps[:, here] = score_shard(run, model, [rows[i] for i in here], pad_id).reshape(sides, -1)
     return run.sum_over_ranks(logps).reshape(-1)
 
@@ -84,7 +87,8 @@ class Mismatches:
     """
 
     def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
-        self.run, self.rows, self.validation, self.num_steps = run, rows, validation, num_steps
+        self.run, self.rows, self.validation = run, rows, validation
+        self.num_steps = 1 if run.dry else num_steps
         self.width = longest_text(rows + validation)
         args = run.args
         self.key = (num_steps, len(rows), args.seed, args.mini_batch_size * run.world_size, *args.data_weights)
@@ -106,9 +110,16 @@ class Mismatches:
 
 
 def reference_logps(
-    run: Run, policy: Policy, rows: list[Row], tokenizer: Any, mismatches: Mismatches | None = None
+    run: Run,
+    policy: Policy,
+    rows: list[Row],
+    tokenizer: Any,
+    mismatches: Mismatches | None = None,
+    places: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Log-probabilities of all responses under the reference, with a hash; of pairs all chosen ones, then the rejected.
+
+    places: see `score_rows`.
 
     A resumed run reuses those of its checkpoint if the hash of the reference's weights and of the data is the same.
     Call it before `run.setup`, which loads the trained weights of a resumed run. None for a loss without a reference.
@@ -133,7 +144,7 @@ def reference_logps(
     if stored:
         run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
     reference = reference.to(run.device)
-    logps = score_rows(run, reference, rows, tokenizer.pad_token_id)
+    logps = score_rows(run, reference, rows, tokenizer.pad_token_id, places)
     found = {"fingerprint": digest, "logps": logps.tolist()}
     return found | ({"mismatched": mismatches.score(reference, tokenizer.pad_token_id)} if mismatches else {})
 

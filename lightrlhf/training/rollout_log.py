@@ -114,11 +114,18 @@ def rollout_rows(
 def num_logged(run: Run[Any], num_samples: int) -> int:
     """How many of this rank's samples of the step that follows `run.step` are logged."""
     is_due = run.is_first and (run.step == 0 or (run.step + 1) % run.args.log_interval == 0)
-    return min(run.args.log_rollouts, num_samples) if is_due else 0
+    wanted = 1 if is_due and run.dry else run.args.log_rollouts
+    return min(wanted, num_samples) if is_due else 0
 
 
 def append_rollouts(run: Run[Any], rows: Sequence[Row]) -> None:
-    """Append rows of the step that follows `run.step`. Raises: RunFailure when the file cannot be written."""
+    """Append rows of the step that follows `run.step`; a dry run keeps the first one to show it.
+
+    Raises: RunFailure when the file cannot be written.
+    """
+    if run.dry:
+        run.dry.sample = rows[0]
+        return
     _append(run, FILE, run.step + 1, rows)
 
 
@@ -127,7 +134,7 @@ def log_samples(run: Run[Any], rows: Sequence[Row], split: str = "validation") -
 
     Raises: RunFailure when the file cannot be written.
     """
-    if run.is_first and rows:
+    if run.is_first and rows and not run.dry:
         with run.logging():
             _append(run, SAMPLES, run.step, [{"split": split, **row} for row in rows])
 

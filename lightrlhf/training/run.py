@@ -47,6 +47,7 @@ from lightrlhf.storage.jsonl import append_jsonl
 from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.results import USUAL_METRICS
 from lightrlhf.storage.run_dir import (
+    check_parent,
     check_vacant,
     is_stage,
     link_latest,
@@ -60,6 +61,7 @@ from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
+from lightrlhf.training.dry_run import DryRun, checkpoint_bytes
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
@@ -140,6 +142,7 @@ class Run(Generic[AnyArgs]):
         )  # names of a step's rows, kind, this rank's
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
+        self.dry = DryRun() if args.dry_run else None  # then nothing is written
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
         self.watchdog: RankWatchdog | None = None
         if self.world_size > 1:
@@ -309,6 +312,8 @@ class Run(Generic[AnyArgs]):
             for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
                 group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
         self.learners[name] = Learner(wrapped, optimizer, scheduler)
+        if self.dry:
+            self.dry.watch(name, wrapped)
         whole = getattr(wrapped.module, "model", wrapped.module)
         self._never_finite |= set(not_finite(whole.named_buffers()))
         return wrapped
@@ -522,10 +527,13 @@ class Run(Generic[AnyArgs]):
         self._bar = bar
         try:
             while self.step < num_steps and not self._stopping:
+                if self.dry:
+                    self._stopping = True
+                    self.dry.begin(self.seconds, num_steps)
                 yield self.step
                 bar.update(self.step - bar.n)
                 round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
-                if self.step - first >= round_of_metrics or self.step >= num_steps:
+                if self.step - first >= round_of_metrics or self.step >= num_steps or self.dry:
                     self.best.check_logged(self._logged)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
@@ -537,12 +545,13 @@ class Run(Generic[AnyArgs]):
         args, (num_rows, batch_size) = self.args, self._planned
         resumed_at = self.step if self.resumed else None
         samples = getattr(args, "num_generations", 1)
+        place = f"{'' if args.output_dir else 'below '}{self.directory}"
         fields = {
             "model": describe_model(args, self.given, self._parameters),
             "data": self.data if self._ends else f"{self.data}, {num_rows:,} rows",  # several sets have theirs
             "device": describe_device(self.device, args, self.world_size),
             "steps": describe_steps(num_steps, batch_size, self.world_size, samples, resumed_at),
-            "results": str(self.directory),
+            "results": f"none is written, this is a dry run; else {place}" if self.dry else str(self.directory),
         }
         own = ("model", "steps") if is_stage(self.directory) else fields
         return lines({name: fields[name] for name in own})
@@ -559,10 +568,30 @@ class Run(Generic[AnyArgs]):
         """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
         return self._improved or self.due(self.args.save_interval, num_steps)
 
+    @property
+    def eval_iters(self) -> int | None:
+        """Batches of an evaluation, None for all; one in a dry run."""
+        return 1 if self.dry else getattr(self.args, "eval_iters", None)
+
     def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
         """The first `--eval_iters` batches of all ranks, or all rows."""
-        limit: int | None = getattr(self.args, "eval_iters", None)
+        limit = self.eval_iters
         return list(rows[: limit * batch_size * self.world_size if limit else None])
+
+    def to_score(self, num_rows: int, num_validation: int) -> Sequence[int]:
+        """Places of the rows to score before training, those of the validation split behind the others.
+
+        All of them; in a dry run those that the first step, the check before it and the evaluation read.
+        """
+        if self.dry is None:
+            return range(num_rows + num_validation)
+        size = self.args.micro_batch_size
+        first = self.global_batch(range(num_rows), 0, self.args.mini_batch_size)
+        checked = range(min(num_rows, max(size, self.world_size)))
+        evaluated = [num_rows + place for place in self.eval_rows(range(num_validation), size)]
+        places = sorted({*first, *checked, *evaluated})
+        self.dry.scored = len(places), num_rows + num_validation
+        return places
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log(self, metrics: dict[str, float]) -> None:
@@ -571,7 +600,9 @@ class Run(Generic[AnyArgs]):
             more = self.loss_scale.metrics() if self.loss_scale else {}
             metrics = {**metrics, **more, "time/logging": self._seconds_logging}
             self._seconds_logging = 0.0
-        if self.is_first:
+        if self.dry:
+            self.dry.log({name: float(value) for name, value in metrics.items()}, self.seconds)
+        elif self.is_first:
             with self.logging():
                 self._write_metrics(metrics)
         self._compare(metrics)
@@ -656,6 +687,10 @@ class Run(Generic[AnyArgs]):
         """
         with self.phase("saving"), self._collective():
             self._check_finite(module, extra or {})
+            if self.dry:
+                self.dry.tokenizer = tokenizer
+                self.dry.checkpoint = checkpoint_bytes(module, self.learners, self.args)
+                return
             self._save(module, tokenizer, extra, files)
 
     def _save(
@@ -705,10 +740,17 @@ class Run(Generic[AnyArgs]):
         return module
 
     def finish(self, results: Metrics | None = None) -> Path:
-        """Close the logs, print the run's table and its experiment dir; `results` go into its model card."""
+        """Close the logs, print the run's table and its experiment dir; `results` go into its model card.
+
+        A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
+        """
         memory = max(self.gather(peak_memory(self.device)))
         if self.watchdog:
             self.watchdog.close()
+        if self.dry:
+            if self.is_first:  # alone, for it decodes
+                self.print0(self.dry.report(self.args, self.seconds, memory))
+            return self.directory
         if self.is_first:
             with self.writing("logs"):
                 self._logger.close()
@@ -757,19 +799,22 @@ class Run(Generic[AnyArgs]):
         return state
 
     def _choose_directory(self) -> Path:
-        args = self.args
+        args, make = self.args, check_parent if self.dry else make_parent
         if args.resume_from:
             return resumed_dir(args.resume_from, args.output_dir)
         if args.output_dir:
-            directory = make_parent(Path(args.output_dir), f"--output_dir {args.output_dir}")
-            check_vacant(directory)
+            directory = make(Path(args.output_dir), f"--output_dir {args.output_dir}")
+            if directory.is_dir():
+                check_vacant(directory)
             return directory
         folders = [Path(folder).resolve() for folder in self.data_dirs]
         name = "+".join(folder.name for folder in folders)[:200]
         parent = Path(args.log_dir) / args.experiment_name / folders[0].parent.name / name
-        return make_parent(parent, f"--log_dir {args.log_dir}")
+        return make(parent, f"--log_dir {args.log_dir}")
 
     def _open_directory(self) -> None:
+        if self.dry:
+            return
         if self.is_first and self.resumed:
             with self.writing():
                 for folder in self._damaged:

@@ -1,0 +1,198 @@
+"""Dry runs: what `--dry_run` shows of a run, of which nothing is written.
+
+The first step is done whole, with one batch of the evaluation. A hook on each trained model keeps the first micro-batch
+that reaches it with gradients, so what is shown is what it was fed, decoded: which tokens the loss counts is read off
+its masks, and off the gradient of the scores where the model gives scores. Programs that sample show the first sample
+that `rollouts.jsonl` would have. All ranks keep, the first one prints.
+
+Left out: a step after the first one, which may be faster or read longer texts, and the time of whole evaluations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.data.splits import Row
+from lightrlhf.data.tokens import marked_text
+from lightrlhf.storage.results import usual_metrics
+from lightrlhf.training.summary import lines
+
+LEGEND = (
+    "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, the tokens at which it "
+    "reads them"
+)
+
+
+@dataclass
+class Fed:
+    """The first micro-batch that a model is trained on: B rows, T tokens, on the CPU."""
+
+    input_ids: Tensor  # (B, T)
+    attention_mask: Tensor  # (B, T) bool
+    trained: Tensor  # (B, T) bool: the loss counts the token, or the score at it
+    sequence_ids: Tensor | None  # (B, T), packed rows only
+    group: Tensor | None  # (B,)
+
+
+class DryRun:
+    """What a run without files keeps of its first step, and the text that it prints of it."""
+
+    def __init__(self) -> None:
+        self.fed: dict[str, Fed | None] = {}  # by learner
+        self.sample: Row | None = None  # a row as in `rollouts.jsonl`
+        self.metrics: dict[str, float] = {}
+        self.scored = 0, 0  # rows scored before the first step, and those of a run
+        self.checkpoint = 0  # bytes
+        self.tokenizer: Any = None
+        self._before: dict[str, float] = {}  # seconds of the phases before the step, and of those in it
+        self._within: dict[str, float] = {}
+        self._num_steps = 0
+        self._started = self._seconds = 0.0
+
+    # ---------------------------------------------------------------------------------------------------- the step
+    def watch(self, name: str, wrapped: Any) -> None:
+        """Keep the first micro-batch that a model, as Fabric wrapped it, is trained on."""
+        self.fed[name] = None
+        signature = inspect.signature(wrapped.module.forward)
+
+        def keep(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            given = signature.bind(*positional, **named).arguments
+            if self.fed[name] is None and torch.is_grad_enabled() and len(given["input_ids"]):
+                self.fed[name] = kept(given, output)
+
+        wrapped.register_forward_hook(keep, with_kwargs=True)
+
+    def begin(self, seconds: dict[str, float], num_steps: int) -> None:
+        """The first of `num_steps` steps begins; seconds: of the phases so far, which are forgotten."""
+        self._before, self._num_steps, self._started = dict(seconds), num_steps, time.perf_counter()
+        seconds.clear()
+
+    def log(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """Keep metrics; with the first ones the step is done. seconds: of its phases."""
+        if not self._seconds:
+            self._seconds, self._within = time.perf_counter() - self._started, dict(seconds)
+        self.metrics |= metrics
+
+    # ----------------------------------------------------------------------------------------------------- the text
+    def report(self, args: Any, seconds: Mapping[str, float], memory: float) -> str:
+        """The first example of each learner, and what the run would take; memory: GiB; seconds: of the last phases."""
+        pairs = not hasattr(args, "num_generations")  # where a prompt has several, its texts are no pair
+        shown = [LEGEND, *self._texts_of_sample()]
+        for name, fed in self.fed.items():
+            shown += texts_of(name, fed, self.tokenizer, pairs)
+        parts = ", ".join(f"{name} {spent:.2f}" for name, spent in self._within.items())
+        names = usual_metrics({name for name in self.metrics if not name.startswith("time/")})
+        whole = self._num_steps * self._seconds
+        fields = {
+            "metrics": ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names),
+            "before": self._time_before(),
+            "first step": f"{self._seconds:.2f} s" + (f" ({parts})" if parts else ""),
+            "run": f"{self._num_steps:,} steps as long as the first take {in_words(whole)}, "
+            "without evaluations and checkpoints",
+            "evaluation": f"{seconds['evaluation']:.2f} s for one batch" if "evaluation" in seconds else "",
+            "memory": f"{memory:.2f} GiB at most" if memory else "",
+            "checkpoint": f"about {self.checkpoint / 2**20:,.1f} MiB each",
+        }
+        return "\n".join([*shown, "", lines(fields), "nothing was written; leave --dry_run out to start this run"])
+
+    def _texts_of_sample(self) -> list[str]:
+        if self.sample is None:
+            return []
+        row, shift = self.sample, len(self.sample["prompt_ids"])
+        spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
+        rewards = "".join(f", {name} {reward}" for name, reward in row["rewards"].items())
+        cut = ", cut by its length" if row["truncated"] else ""
+        sampled = f"{sum(row['mask']):,} of {shift + len(row['mask']):,} tokens sampled"
+        score = "no score" if row["score"] is None else f"score {row['score']}"
+        text = marked_text(self.tokenizer, [*row["prompt_ids"], *row["response_ids"]], spans)
+        return ["", f"first sample: {score}{rewards}; {sampled}{cut}", text]
+
+    def _time_before(self) -> str:
+        phases = [f"{name} {spent:.2f} s" for name, spent in self._before.items()]
+        (here, everywhere), spent = self.scored, sum(v for name, v in self._before.items() if name != "setup")
+        if here < everywhere:
+            rest = in_words(spent * everywhere / here)
+            phases.append(f"which scored {here:,} of {everywhere:,} rows; all of them take {rest}")
+        return ", ".join(phases)
+
+
+def kept(given: Mapping[str, Any], output: Any) -> Fed:
+    """A micro-batch by the arguments of a model's pass, and its output, whose gradient shows the scores in the loss."""
+    names = ("input_ids", "attention_mask", "sequence_ids", "group")
+    ids, mask, sequences, group = (None if given.get(n) is None else given[n].detach().cpu().clone() for n in names)
+    assert ids is not None and mask is not None
+    trained = torch.zeros_like(mask, dtype=torch.bool)
+    if "action_mask" in given:
+        trained[:, 1:] = given["action_mask"].cpu()
+    elif output.requires_grad:
+
+        def read(gradient: Tensor) -> None:
+            trained.copy_(gradient != 0)
+
+        output.register_hook(read)
+    return Fed(ids, mask.bool(), trained, sequences, group)
+
+
+def texts_of(name: str, fed: Fed | None, tokenizer: Any, pairs: bool) -> list[str]:
+    """The first example of a learner's first micro-batch, of a pair both sides, with the counts of all of it.
+
+    pairs: two rows of a group are a pair, the chosen one first.
+    """
+    if fed is None:
+        return ["", f"{name}: the first step has nothing to learn from, such as responses of equal scores"]
+    number, tokens, trained = len(fed.input_ids), int(fed.attention_mask.sum()), int(fed.trained.sum())
+    padding = fed.attention_mask.numel() - tokens
+    shown = [
+        "",
+        f"{name}: a micro-batch of {number} rows, {tokens:,} tokens, {trained:,} trained, {padding:,} of padding",
+    ]
+    sides = ["text"]
+    if pairs and fed.group is not None and torch.equal(fed.group, torch.arange(number // 2).repeat(2)):
+        sides = ["chosen", "rejected"]
+    for side, row in zip(sides, (0, number // 2)):
+        here = fed.attention_mask[row] if fed.sequence_ids is None else fed.sequence_ids[row] == 1  # (T,)
+        flags = fed.trained[row][here].tolist()
+        packed = "" if fed.sequence_ids is None else f", the first of {int(fed.sequence_ids[row].max())} in its row"
+        shown.append(f"{name}, {side}: {len(flags):,} tokens, {sum(flags):,} trained{packed}")
+        shown.append(marked_text(tokenizer, fed.input_ids[row][here].tolist(), spans_of(flags)))
+    return shown
+
+
+def spans_of(flags: Sequence[bool | int]) -> list[tuple[int, int]]:
+    """The longest spans [start, end) of true flags."""
+    steps = [bool(after) != bool(before) for before, after in zip([0, *flags], [*flags, 0])]
+    edges = [place for place, changes in enumerate(steps) if changes]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) -> int:
+    """Size of a checkpoint but for its tokenizer and configs: weights in `--save_dtype`, and what resuming needs.
+
+    module: the model that is saved; learners: those of the run, with their modules and optimisers.
+    """
+    is_lora, merges = getattr(args, "finetune_mode", "") == "lora", getattr(args, "merge", False)
+    is_exact = args.save_dtype == "float32" and not (is_lora and merges)
+    whole: nn.Module = getattr(module, "model", module)  # a role on a shared backbone has its own parameters alone
+    weights = [p for p in module.parameters() if p.requires_grad] if is_lora and not merges else whole.parameters()
+    size = sum(p.numel() for p in weights) * getattr(torch, args.save_dtype).itemsize
+    for learner in learners.values():
+        if learner.module.module is not module or not is_exact:
+            size += sum(p.numel() * p.element_size() for p in learner.module.parameters() if p.requires_grad)
+        for state in learner.optimizer.state_dict()["state"].values():
+            size += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
+    return size
+
+
+def in_words(seconds: float) -> str:
+    """A time as people say it."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"about {seconds / length:.1f} {unit}"
+    return f"about {seconds:.0f} s"
