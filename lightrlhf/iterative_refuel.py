@@ -14,6 +14,7 @@ iterations.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -67,8 +68,12 @@ from lightrlhf.training.iterate import (
     link_checkpoint,
     mean,
     open_directory,
+    place_of,
+    print_trial,
     run_on_devices,
     shared_flags,
+    steps_of_iteration,
+    trial_directory,
 )
 from lightrlhf.training.model_card import model_card, quoted
 from lightrlhf.training.provenance import given_objects
@@ -120,6 +125,10 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArg
         check_one_machine(self)
         check_at_least(self, "iterations", 1)
         check_at_least(self, "num_data", 0)
+        if self.dry_run and self.stage != "all":
+            raise ValueError(
+                f"--dry_run True with --stage {self.stage}: a dry run does all stages; leave one of them out"
+            )
 
 
 class PolicyCollapsed(UsageError):
@@ -158,6 +167,11 @@ def train(
         rows_of("train")  # a missing or damaged file fails before any generation
     data = "given/dialogues" if is_given else args.data_dir
     work = f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues"
+    if args.dry_run:
+        with trial_directory(args, "iterative_refuel", data, work) as (directory, policy):
+            tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
+            try_iteration(args, directory / "iteration-01", policy, tokenizer, rows_of("train"), user, reward)
+        return place_of(args, data)
     directory, policy = open_directory(args, "iterative_refuel", data, work, given, old_name=args.SPLIT_FROM)
     with lock_folder(directory):
         tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
@@ -197,6 +211,28 @@ def train(
         return finish(
             args, directory, unfinished(args, directory), started, read_growing(directory / "metrics.jsonl") or []
         )
+
+
+def try_iteration(
+    args: IterativeRefuelArgs,
+    folder: Path,
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Dialogue],
+    user: User | None,
+    reward: RewardFunctions | None,
+) -> None:
+    """Do the stages of the first iteration for as many dialogues as a step of training has, up to its first step."""
+    started, size = time.perf_counter(), args.num_data or len(rows)
+    tried = min(args.mini_batch_size * args.devices, size)
+    steps = steps_of_iteration(args, size)  # if each dialogue gives a pair to train on
+    few = dataclasses.replace(args, num_data=tried, validation_percentage=0.0, epochs=None, max_steps=steps)
+    generate_dialogues(few, folder, 1, policy, tokenizer, rows, user)
+    rank(few, folder, reward)
+    seconds, sample = time.perf_counter() - started, samples_of(folder, tokenizer, 1)[0]
+    print_trial(args, seconds, tried, size, "dialogues", sample, tokenizer)
+    tokenize(few, folder, 1, tokenizer)
+    train_iteration(few, folder, 1, policy)
 
 
 def unfinished(args: IterativeRefuelArgs, directory: Path) -> str:
@@ -290,17 +326,21 @@ def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
 
 def log_iteration(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write both sides of the first dialogues to `rollouts.jsonl` of the experiment dir."""
-    if not args.log_rollouts:
-        return
+    if args.log_rollouts:
+        write_iteration(folder.parent, number, number - 1, samples_of(folder, tokenizer, args.log_rollouts))
+
+
+def samples_of(folder: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[Row]:
+    """Both sides of the first dialogues of an iteration and their scores, as rows of `rollouts.jsonl`."""
     rows, rewards = (read_jsonl(folder / name, may_be_cut=True) for name in ("dialogues.jsonl", "rewards.jsonl"))
     logged = []
-    for group, (row, scores) in enumerate(zip(rows[: args.log_rollouts], rewards)):
+    for group, (row, scores) in enumerate(zip(rows[:number], rewards)):
         for side in SIDES:
             last = min(row["horizon"], len(scores[side]) - 1)
             score = scores[side][last] if scores[side] else INVALID_REWARD
             score = None if score == INVALID_REWARD else score
             logged.append(turn_rollout(tokenizer, side_of(row, side), row["turn"], group, score))
-    write_iteration(folder.parent, number, number - 1, logged[: args.log_rollouts])
+    return logged[:number]
 
 
 def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -353,7 +393,8 @@ def train_iteration(args: IterativeRefuelArgs, folder: Path, number: int, policy
     }
     training = refuel.RefuelArgs(**shared_flags(args, refuel.RefuelArgs) | changes)
     run_on_devices(refuel.train, training, args.devices)
-    keep_policy(folder)
+    if not args.dry_run:
+        keep_policy(folder)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

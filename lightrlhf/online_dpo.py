@@ -18,6 +18,7 @@ earlier iterations (pairs are used once), and optimiser states carried over betw
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import Counter
@@ -75,8 +76,12 @@ from lightrlhf.training.iterate import (
     link_checkpoint,
     mean,
     open_directory,
+    place_of,
+    print_trial,
     run_on_devices,
     shared_flags,
+    steps_of_iteration,
+    trial_directory,
 )
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import rollout_row, write_iteration
@@ -182,7 +187,13 @@ def train(
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
     given = given_objects(prompts=prompts, reward=reward)
     work = f"{len(shards[0]):,} prompts, {args.num_generations} responses to each"
-    directory, initial = open_directory(args, "online_dpo", data_dir or "given/prompts", work, given)
+    data = data_dir or "given/prompts"
+    if args.dry_run:
+        with trial_directory(args, "online_dpo", data, work) as (directory, initial):
+            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
+            try_iteration(args, directory / "iteration-01", shards[0], initial, data_dir, tokenizer, reward)
+        return place_of(args, data)
+    directory, initial = open_directory(args, "online_dpo", data, work, given)
     with lock_folder(directory):
         tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
         with kept_if_started(args, directory):
@@ -192,8 +203,7 @@ def train(
             is_new = not (folder / "policy").is_dir()
             if is_new:
                 print(f"\niteration {number} of {args.iterations}", flush=True)
-                responder = {"last": policy, "initial": initial}.get(args.responder)
-                respond(args, folder, shard, number, responder or resolve(args.responder, "--responder"), data_dir)
+                respond(args, folder, shard, number, responder_of(args, policy, initial), data_dir)
                 score_and_choose(args, folder, initial, data_dir, reward)
                 log_iteration(args, folder, number, tokenizer)
                 learn(args, folder, number, policy, initial, tokenizer)
@@ -210,7 +220,31 @@ def train(
         return finish(args, directory, ", ".join(f"iteration {number}" for number in left), started)
 
 
+def try_iteration(
+    args: OnlineDPOArgs,
+    folder: Path,
+    prompts: Sequence[Row],
+    initial: str,
+    data_dir: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardFunctions | None,
+) -> None:
+    """Do the stages of the first iteration for as many prompts as a step of training has, up to its first step."""
+    started, tried = time.perf_counter(), prompts[: args.mini_batch_size * args.devices]
+    respond(args, folder, tried, 1, responder_of(args, initial, initial), data_dir)
+    score_and_choose(args, folder, initial, data_dir, reward)
+    seconds, sample = time.perf_counter() - started, samples_of(folder, tokenizer, 1)[0]
+    print_trial(args, seconds, len(tried), len(prompts), "prompts", sample, tokenizer)
+    steps = steps_of_iteration(args, len(prompts))  # if each prompt gives a pair
+    learn(dataclasses.replace(args, epochs=None, max_steps=steps), folder, 1, initial, initial, tokenizer)
+
+
 # ----------------------------------------------------------------------------------------------------------- stages
+def responder_of(args: OnlineDPOArgs, policy: str, initial: str) -> str:
+    """The folder of the model that responds; policy: that of the last iteration."""
+    return {"last": policy, "initial": initial}.get(args.responder) or resolve(args.responder, "--responder")
+
+
 def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
     """The prompts of each iteration: shards of one seeded order, each prompt at most once.
 
@@ -282,14 +316,19 @@ def log_iteration(args: OnlineDPOArgs, folder: Path, number: int, tokenizer: Pre
     """Write the responses to the first prompts to `rollouts.jsonl` of the experiment dir."""
     if not args.log_rollouts:
         return
+    version = {"last": number - 1, "initial": 0}.get(args.responder)
+    write_iteration(folder.parent, number, version, samples_of(folder, tokenizer, args.log_rollouts))
+
+
+def samples_of(folder: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[Row]:
+    """The first responses of an iteration and their scores, as rows of `rollouts.jsonl`."""
     logged = []
-    for group, row in enumerate(read_jsonl(folder / "rewards.jsonl", may_be_cut=True)[: args.log_rollouts]):
+    for group, row in enumerate(read_jsonl(folder / "rewards.jsonl", may_be_cut=True)[:number]):
         columns = {name: value for name, value in row.items() if name not in ROW}
         for ids, score, truncated in zip(row["response_ids"], row["rewards"], row["truncated"]):
             given = {"score": score, "truncated": truncated, "columns": columns}
             logged.append(rollout_row(tokenizer, row["prompt_ids"], ids, group=group, **given))
-    version = {"last": number - 1, "initial": 0}.get(args.responder)
-    write_iteration(folder.parent, number, version, logged[: args.log_rollouts])
+    return logged[:number]
 
 
 def learn(
@@ -315,7 +354,8 @@ def learn(
         is_fixed = args.reference == "initial" and args.loss_type not in REFERENCE_FREE
         changes |= {"ref_model": fixed if is_fixed else None}
         run_on_devices(dpo.train, dpo.DPOArgs(**shared_flags(args, dpo.DPOArgs) | changes), args.devices)
-    keep_policy(folder)
+    if not args.dry_run:
+        keep_policy(folder)
 
 
 def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

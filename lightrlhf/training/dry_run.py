@@ -14,6 +14,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from lightrlhf.storage.results import usual_metrics
 from lightrlhf.training.summary import lines
 
 LEGEND = (
-    "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, the tokens at which it "
-    "reads them"
+    "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, tokens whose scores have "
+    "a gradient"
 )
+ENDING = "nothing was written; leave --dry_run out to start this run"
 
 
 @dataclass
@@ -84,7 +86,7 @@ class DryRun:
     def report(self, args: Any, seconds: Mapping[str, float], memory: float) -> str:
         """The first example of each learner, and what the run would take; memory: GiB; seconds: of the last phases."""
         pairs = not hasattr(args, "num_generations")  # where a prompt has several, its texts are no pair
-        shown = [LEGEND, *self._texts_of_sample()]
+        shown = [LEGEND, *(texts_of_sample(self.sample, self.tokenizer) if self.sample else [])]
         for name, fed in self.fed.items():
             shown += texts_of(name, fed, self.tokenizer, pairs)
         parts = ", ".join(f"{name} {spent:.2f}" for name, spent in self._within.items())
@@ -100,27 +102,27 @@ class DryRun:
             "memory": f"{memory:.2f} GiB at most" if memory else "",
             "checkpoint": f"about {self.checkpoint / 2**20:,.1f} MiB each",
         }
-        return "\n".join([*shown, "", lines(fields), "nothing was written; leave --dry_run out to start this run"])
-
-    def _texts_of_sample(self) -> list[str]:
-        if self.sample is None:
-            return []
-        row, shift = self.sample, len(self.sample["prompt_ids"])
-        spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
-        rewards = "".join(f", {name} {reward}" for name, reward in row["rewards"].items())
-        cut = ", cut by its length" if row["truncated"] else ""
-        sampled = f"{sum(row['mask']):,} of {shift + len(row['mask']):,} tokens sampled"
-        score = "no score" if row["score"] is None else f"score {row['score']}"
-        text = marked_text(self.tokenizer, [*row["prompt_ids"], *row["response_ids"]], spans)
-        return ["", f"first sample: {score}{rewards}; {sampled}{cut}", text]
+        return "\n".join([*shown, "", lines(fields), ENDING])
 
     def _time_before(self) -> str:
-        phases = [f"{name} {spent:.2f} s" for name, spent in self._before.items()]
-        (here, everywhere), spent = self.scored, sum(v for name, v in self._before.items() if name != "setup")
-        if here < everywhere:
-            rest = in_words(spent * everywhere / here)
-            phases.append(f"which scored {here:,} of {everywhere:,} rows; all of them take {rest}")
+        phases, (here, everywhere) = [], self.scored
+        for name, spent in self._before.items():
+            phases.append(f"{name} {spent:.2f} s")
+            if here < everywhere and name != "setup":
+                phases[-1] += f" for {here:,} of {everywhere:,} rows, {in_words(spent * everywhere / here)} for all"
         return ", ".join(phases)
+
+
+def texts_of_sample(row: Row, tokenizer: Any) -> list[str]:
+    """A row as in `rollouts.jsonl`: its score, and the text with what the policy sampled in it."""
+    shift = len(row["prompt_ids"])
+    spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
+    rewards = "".join(f", {name} {reward}" for name, reward in row["rewards"].items())
+    sampled = f"{sum(row['mask']):,} of {shift + len(row['mask']):,} tokens were sampled, those between ⟦ and ⟧"
+    sampled += ", and cut by their number" if row["truncated"] else ""
+    score = "no score" if row["score"] is None else f"score {row['score']}"
+    text = marked_text(tokenizer, [*row["prompt_ids"], *row["response_ids"]], spans)
+    return ["", f"first sample: {score}{rewards}; {sampled}", text]
 
 
 def kept(given: Mapping[str, Any], output: Any) -> Fed:
@@ -148,11 +150,9 @@ def texts_of(name: str, fed: Fed | None, tokenizer: Any, pairs: bool) -> list[st
     if fed is None:
         return ["", f"{name}: the first step has nothing to learn from, such as responses of equal scores"]
     number, tokens, trained = len(fed.input_ids), int(fed.attention_mask.sum()), int(fed.trained.sum())
-    padding = fed.attention_mask.numel() - tokens
-    shown = [
-        "",
-        f"{name}: a micro-batch of {number} rows, {tokens:,} tokens, {trained:,} trained, {padding:,} of padding",
-    ]
+    texts = "1 text" if number == 1 else f"{number} texts"
+    counted = f"{tokens:,} tokens, {trained:,} of them trained, and {fed.attention_mask.numel() - tokens:,} of padding"
+    shown = ["", f"{name}: the first micro-batch has {texts}: {counted}"]
     sides = ["text"]
     if pairs and fed.group is not None and torch.equal(fed.group, torch.arange(number // 2).repeat(2)):
         sides = ["chosen", "rejected"]
@@ -190,9 +190,14 @@ def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) 
     return size
 
 
+def planned_results(args: Any, place: Path) -> str:
+    """The line of the banner on results; place: the experiment dir that there is not, or the folder above it."""
+    return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"
+
+
 def in_words(seconds: float) -> str:
     """A time as people say it."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"about {seconds / length:.1f} {unit}"
-    return f"about {seconds:.0f} s"
+    return f"about {seconds:.1f} s"

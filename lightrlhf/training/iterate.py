@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -26,22 +28,25 @@ from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.old_flags import flags_of, update_names
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.data.splits import Row
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
 from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, damage, write_text
 from lightrlhf.storage.locks import LOCK, lock_folder
-from lightrlhf.storage.run_dir import check_args, check_vacant, link_latest, make_parent, new_run_dir
+from lightrlhf.storage.run_dir import check_args, check_parent, check_vacant, link_latest, make_parent, new_run_dir
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import rename, sync_folder, writing
+from lightrlhf.training.dry_run import in_words, planned_results, texts_of_sample
 from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 from lightrlhf.training.summary import Rows, describe_device, describe_model, lines, peak_memory, print_summary
 
 SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
-FREE = ("resume_from", "iterations", "stage", *SERVERS)  # flags that may change when a run is resumed
+# flags that may change when a run is resumed, and one that older runs have not
+FREE = ("resume_from", "iterations", "stage", "dry_run", *SERVERS)
 Args = TypeVar("Args")
 Result = TypeVar("Result")
 
@@ -68,18 +73,13 @@ def open_directory(
         reopen_damaged_policy(Path(started))
         print_banner(args, data, work, Path(started))
         return Path(started), as_given(args, initial)
-    name, flag = starting_model(args)
-    initial = resolve(name, flag)  # the newest checkpoint now; later ones do not change the run
-    if not Path(initial).is_dir():
-        raise UsageError(f"{flag} {name} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
-    check_stored_quantisation(base_name(initial, flag) or initial, flag, args)  # before any work is done
+    initial = initial_policy(args)
     if output_dir:
         flag, directory = f"--output_dir {output_dir}", make_parent(Path(output_dir), f"--output_dir {output_dir}")
         check_vacant(directory)
     else:
-        parts = Path(data).resolve().parts[-2:]
         flag = f"--log_dir {args.log_dir}"
-        directory = new_run_dir(Path(args.log_dir, args.experiment_name, *parts), flag)
+        directory = new_run_dir(place_of(args, data), flag)
     stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
     with writing(flag), lock_folder(directory):
         write_text(directory / "args.json", json.dumps(stored, indent=1))
@@ -88,15 +88,71 @@ def open_directory(
     return directory, as_given(args, initial)
 
 
+def initial_policy(args: Any) -> str:
+    """The folder of the policy that a new run starts from.
+
+    Raises: UsageError when it is none, or holds weights that cannot be trained as the flags say.
+    """
+    name, flag = starting_model(args)
+    initial = resolve(name, flag)  # the newest checkpoint now; later ones do not change the run
+    if not Path(initial).is_dir():
+        raise UsageError(f"{flag} {name} is loaded in each iteration and must be a folder; train lightrlhf.sft first")
+    check_stored_quantisation(base_name(initial, flag) or initial, flag, args)  # before any work is done
+    return initial
+
+
+@contextmanager
+def trial_directory(args: Any, program: str, data: str, work: str) -> Iterator[tuple[Path, str]]:
+    """Context manager of a dry run: a temporary folder in place of the experiment dir, and the initial policy.
+
+    Prints the banner; data and work: see `open_directory`, whose errors it raises, too.
+    """
+    check_scalable(args)
+    initial, place = initial_policy(args), place_of(args, data)
+    if args.output_dir and place.is_dir():
+        check_vacant(place)
+    check_parent(place, "--output_dir" if args.output_dir else "--log_dir")
+    with TemporaryDirectory(prefix="lightrlhf-dry-run-") as folder:
+        stored = {**to_dict(args), "program": program, "initial": initial}
+        write_text(Path(folder) / "args.json", json.dumps(stored, indent=1))
+        print_banner(args, data, work, place)
+        yield Path(folder), as_given(args, initial)
+
+
+def place_of(args: Any, data: str) -> Path:
+    """The experiment dir, or the folder that gets it; data: path whose last two parts name it."""
+    return Path(args.output_dir or Path(args.log_dir, args.experiment_name, *Path(data).resolve().parts[-2:]))
+
+
+def steps_of_iteration(args: Any, num_rows: int) -> int:
+    """Steps of the training of an iteration on so many rows, as `Run.num_steps` counts them."""
+    every = math.ceil(num_rows / (args.mini_batch_size * args.devices)) * (args.epochs or 1)
+    return args.max_steps or every if args.epochs is None else min(every, args.max_steps or every)
+
+
+def print_trial(args: Any, seconds: float, tried: int, of_all: int, what: str, sample: Row, tokenizer: Any) -> None:
+    """Print the first sample of a dry run, and what the sampling of an iteration would take by that of a part of it.
+
+    what: is sampled, in words; sample: a row as in `rollouts.jsonl`.
+    """
+    print("\n".join(texts_of_sample(sample, tokenizer)))
+    whole = seconds * of_all / tried
+    print(
+        f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {what}; {in_words(whole)} for the {of_all:,} of an "
+        f"iteration, {in_words(args.iterations * whole)} for {args.iterations:,}, without evaluations\n",
+        flush=True,
+    )
+
+
 def print_banner(args: Any, data: str, work: str, directory: Path) -> None:
     """Print what is trained on what, where and for how many iterations."""
-    done = len(checkpoints(directory))
+    done = 0 if args.dry_run else len(checkpoints(directory))
     fields = {
         "model": describe_model(args, (), {}),
         "data": data,
         "device": describe_device(find_device(args.accelerator), args, args.devices),
         "iterations": f"{args.iterations} of {work}" + (f"; resumes at iteration {done + 1}" if done else ""),
-        "results": str(directory),
+        "results": planned_results(args, directory) if args.dry_run else str(directory),
     }
     print(lines(fields), flush=True)
 

@@ -61,7 +61,7 @@ from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
-from lightrlhf.training.dry_run import DryRun, checkpoint_bytes
+from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
@@ -545,13 +545,12 @@ class Run(Generic[AnyArgs]):
         args, (num_rows, batch_size) = self.args, self._planned
         resumed_at = self.step if self.resumed else None
         samples = getattr(args, "num_generations", 1)
-        place = f"{'' if args.output_dir else 'below '}{self.directory}"
         fields = {
             "model": describe_model(args, self.given, self._parameters),
             "data": self.data if self._ends else f"{self.data}, {num_rows:,} rows",  # several sets have theirs
             "device": describe_device(self.device, args, self.world_size),
             "steps": describe_steps(num_steps, batch_size, self.world_size, samples, resumed_at),
-            "results": f"none is written, this is a dry run; else {place}" if self.dry else str(self.directory),
+            "results": planned_results(args, self.directory) if self.dry else str(self.directory),
         }
         own = ("model", "steps") if is_stage(self.directory) else fields
         return lines({name: fields[name] for name in own})
