@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
-from lightrlhf.cli.args import RARE, check_at_least, check_types, is_gguf
+from lightrlhf.cli.args import RARE, DryRunArgs, check_at_least, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
@@ -76,8 +76,10 @@ MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareArgs:
+class PrepareArgs(DryRunArgs):
     """Flags of every dataset."""
+
+    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"preview": (None, "use --dry_run True")}
 
     destination_dir: str
     """Output folder of the `.pt` splits, the tokenizer and the report."""
@@ -127,8 +129,6 @@ class PrepareArgs:
     """Shuffle the rows of each split."""
     seed: int = 42
     """Seed of splits and shuffling."""
-    preview: int | None = None
-    """Print so many rows of each kind, with the trained part marked, and write nothing."""
     save_skipped_examples: bool = False
     """Write dropped rows with their reason to skipped_{stage}.jsonl."""
     num_proc: int | None = field(default=None, metadata=RARE)
@@ -138,7 +138,7 @@ class PrepareArgs:
         check_types(self)
         for name in ("max_length", "max_turns", "max_dialogue_length"):
             check_at_least(self, name, 1)
-        for name in ("max_prompt_length", "num_samples", "num_proc", "preview"):
+        for name in ("max_prompt_length", "num_samples", "num_proc"):
             if getattr(self, name) is not None:
                 check_at_least(self, name, 1)
         for name in ("minimum_response_length", "validation_percentage", "test_percentage", "seed"):
@@ -257,7 +257,7 @@ def _locking(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
     @functools.wraps(prepare)
     def locked(args: PrepareArgs, *rest: Any, **details: Any) -> dict[str, Any]:
         destination = Path(args.destination_dir)
-        if args.preview or destination.is_file():  # which is refused by its own name
+        if args.dry_run or destination.is_file():  # which is refused by its own name
             return prepare(args, *rest, **details)
         with lock_folder(destination, "--destination_dir"):
             return prepare(args, *rest, **details)
@@ -281,6 +281,7 @@ def prepare(
 
     `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` are the held-out splits of
     the source, which are then not carved out of train; `stages` are those that the dataset supports.
+    A dry run reads the first rows, prints some, and leaves the destination as it is.
     Raises: UsageError or RunFailure, with the destination unchanged.
     """
     tokenizer = tokenizer or load_tokenizer(args.tokenizer_name)
@@ -291,11 +292,11 @@ def prepare(
     if args.stage not in ("all", *stages):
         raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
     encoder = Encoder(args, tokenizer, Placement(args, stages, given, wraps), wraps)
-    if args.preview:
-        examples, dropped = collect(args, islice(rows, report.PREVIEWED), encoder)
+    if args.dry_run:
+        examples, dropped = collect(args, islice(rows, report.TRIED), encoder)
         if not examples:
             raise RunFailure(_no_rows(args, examples, dropped))
-        return report.preview(args, examples, dropped, tokenizer)
+        return report.try_out(args, examples, dropped, tokenizer)
     examples, dropped = collect(args, rows, encoder)
     if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
         raise RunFailure(

@@ -21,7 +21,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
 
 MANY = 0.05  # share of rows
-PREVIEWED = 1000  # rows that a preview reads
+TRIED, SHOWN = 1000, 2  # rows that a dry run reads, and prints of each kind
 TOO_LONG = (
     "prompt_too_long",
     "no_trained_tokens",
@@ -231,17 +231,20 @@ def length_warnings(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def preview(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any) -> dict[str, Any]:
-    """Print the first rows of each kind, decoded and with the trained part marked; returns the report."""
+def try_out(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any) -> dict[str, Any]:
+    """Print the first rows of each kind, decoded and with the trained part marked, and counts; returns the report."""
     for (name, stage), rows in _by_kind(examples).items():
         read = f", read as {name}" if name else ""
-        for number, example in enumerate(rows[: args.preview], start=1):
+        for number, example in enumerate(rows[:SHOWN], start=1):
             label = "" if example.label is None else f", label {example.label}"
             print(f"--- {stage} {number}{read}{label}: {len(example.ids[0])} tokens")
             print(marked(stage, example, tokenizer))
-    print(f"⟦ and ⟧ stand around what is trained, in the first {PREVIEWED:,} rows. Nothing was written.")
     summary = summarise(args, examples, dropped, tokenizer, earlier={})
+    print(f"⟦ and ⟧ stand around what is trained. Of the first {TRIED:,} rows:")
+    for stage, splits in examples.items():
+        print(f"  kept for {stage}: {', '.join(f'{len(rows)} {split}' for split, rows in splits.items())}")
     _show_reasons(summary)
+    print("nothing was written; leave --dry_run out to prepare all rows")
     return summary
 
 

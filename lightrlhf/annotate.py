@@ -16,14 +16,17 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightrlhf.cli.args import (
     RARE,
+    DryRunArgs,
     RewardArgs,
     SealArgs,
     check_args,
@@ -37,15 +40,17 @@ from lightrlhf.cli.lists import WAS_TEXT
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
+from lightrlhf.data.tokens import marked_text
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import Encoding, samples_of_row, score_rows
+from lightrlhf.rewards.scorers import Encoding, GroupScorer, samples_of_row, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.results import show_trial
 from lightrlhf.storage.run_dir import stored
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
@@ -56,7 +61,7 @@ READ = ("prompt", "responses")  # of each row
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateArgs(RewardArgs, SealArgs):
+class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     """Score sampled responses, and choose preference pairs among them."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -126,10 +131,16 @@ class AnnotateArgs(RewardArgs, SealArgs):
 
 
 def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
-    """Score responses and choose pairs; returns the file with rewards. `reward` replaces what the flags would load."""
+    """Score responses and choose pairs; returns the file with rewards, in a dry run that of the responses.
+
+    reward: replaces what the flags would load.
+    """
     check_args(args, AnnotateArgs)
     rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
     output = args.responses_file
+    if args.dry_run:
+        try_first(args, rows, reward)
+        return output
     if args.rm_experiment_dir or args.reward_function or reward:
         args.check_reward(reward)
         output = str(args.rewards_file)
@@ -144,7 +155,41 @@ def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
     return output
 
 
+def try_first(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | None) -> None:
+    """Score the responses of one batch, and print the first row and the first pair."""
+    tried = rows[: max(1, args.rollout_mini_batch_size // max(len(rows[0]["responses"]), 1))] if rows else []
+    if not tried:
+        raise UsageError(f"{args.responses_file} has no rows")
+    started, output = time.perf_counter(), Path(args.responses_file)
+    if args.rm_experiment_dir or args.reward_function or reward:
+        args.check_reward(reward)
+        tried, output = scored(tried, make_scorer(args, reward)), args.rewards_file
+    elif any("rewards" not in row for row in tried):
+        raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")
+    seconds = time.perf_counter() - started
+    if args.choose_type and args.output_dir:
+        tokenizer = load_tokenizer(args.data_dir, args.tokenizer_name, verify=args.verify)
+        output = Path(args.output_dir)
+        pairs, counts = choose_pairs(args, args.choose_type, tried, tokenizer)
+        for side in ("chosen", "rejected") if pairs else ():
+            ids = pairs[0][f"{side}_input_ids"]
+            print(f"{side}: {marked_text(tokenizer, ids, [(pairs[0]['prompt_len'], len(ids))])}")
+        print(f"⟦ and ⟧ stand around what a run would train on; {counted(counts)}\n")
+    show_trial(tried[0], len(tried), len(rows), "prompts", seconds, output)
+
+
 # ---------------------------------------------------------------------------------------------------------- rewards
+def make_scorer(args: AnnotateArgs, reward: RewardFunctions | None) -> GroupScorer:
+    """What scores the responses of a prompt."""
+    device = find_device(args.accelerator)
+    return make_rewards(args, device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
+
+
+def scored(rows: Sequence[Row], scorer: GroupScorer) -> list[Row]:
+    """The rows with `rewards`."""
+    return [{**row, "rewards": rewards} for row, rewards in zip(rows, score_rows(scorer, rows))]
+
+
 def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
 ) -> list[Row]:
@@ -152,14 +197,7 @@ def write_rewards(
     with JsonlWriter(output, settings_of(args) | given_objects(reward=reward), args.RENAMED) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
-            scorer = make_rewards(
-                args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
-            ).of_groups
-
-            def work(chunk: Sequence[Row]) -> list[Row]:
-                return [{**row, "rewards": rewards} for row, rewards in zip(chunk, score_rows(scorer, chunk))]
-
-            writer.extend(rows, CHUNK, work, "annotate")
+            writer.extend(rows, CHUNK, partial(scored, scorer=make_scorer(args, reward)), "annotate")
         return writer.rows
 
 
@@ -252,9 +290,8 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
 
     Raises: UsageError when there is no pair.
     """
-    counted = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
     if not pairs:
-        raise UsageError(f"{args.responses_file} gives no pair: {counted}")
+        raise UsageError(f"{args.responses_file} gives no pair: {counted(counts)}")
     splits: dict[str, list[Row]] = {"train": [], "validation": []}
     for row in pairs:
         splits[split_of(row, args)].append(row)
@@ -273,7 +310,12 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
         write_text(folder / "report.json", json.dumps(report, indent=1))
         write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
         seal(folder, ["args.json"])
-    return f"{folder}: {counted}, mean margin {mean:.3f}"
+    return f"{folder}: {counted(counts)}, mean margin {mean:.3f}"
+
+
+def counted(counts: Counter[str]) -> str:
+    """How many pairs there are, and how many prompts without one for each reason."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
 
 
 def split_of(row: Row, args: AnnotateArgs) -> str:

@@ -34,6 +34,7 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.args import (
     INPUT,
+    DryRunArgs,
     GenerationArgs,
     ModelArgs,
     SealArgs,
@@ -77,7 +78,7 @@ EVALUATED = INPUT | {"required": "what is evaluated"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs):
+class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -123,6 +124,8 @@ class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs):
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise ValueError(f"--data_dir {self.data_dir} does not exist")
         self.check_harness()
+        if self.dry_run and self.harness:
+            raise ValueError(f"--dry_run True with --harness {self.harness}, which only writes files; leave one out")
         find_device(self.accelerator)
 
     def check_files(self) -> None:
@@ -180,8 +183,14 @@ EvaluateArgs.REMOVED["by_turn"] = (False, "use lightrlhf.evaluate_dialogues")
 
 
 def run(args: EvaluateArgs) -> list[dict[str, Any]]:
-    """Evaluate models or files; returns one row of results per model or file, in the order of the table."""
+    """Evaluate models or files; returns one row of results per model or file, in the order of the table.
+
+    A dry run takes as many rows as a batch has, and prints the first record in place of writing.
+    """
     check_args(args, EvaluateArgs)
+    if args.dry_run:
+        most = max(1, args.rollout_mini_batch_size // args.num_generations)
+        args = dataclasses.replace(args, num_samples=min(args.num_samples or most, most))
     device = find_device(args.accelerator)
     if args.responses_file:
         rows = evaluate_files(args, device)
@@ -190,6 +199,8 @@ def run(args: EvaluateArgs) -> list[dict[str, Any]]:
     else:
         rows = evaluate_models(args, device)
     show(rows)
+    if args.dry_run:
+        print(f"of {args.num_samples} rows at most; nothing was written; leave --dry_run out to evaluate all")
     return rows
 
 
@@ -212,7 +223,7 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
             rows[-1] |= win_rates(records, baseline, by, args.seed)
         if len(rows) == len(start) + 1 and not is_reward_model:
             baseline = records
-        if is_experiment_dir(name):
+        if args.dry_run or is_experiment_dir(name):
             write_results(Path(name), args.split, rows[-1], records, to_dict(args))
     return rows
 

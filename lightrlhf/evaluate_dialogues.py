@@ -10,6 +10,7 @@ Left out: scores of single turns (a score is of the whole dialogue so far).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,7 @@ import torch
 
 from lightrlhf.cli.args import (
     INPUT,
+    DryRunArgs,
     GenerationArgs,
     ModelArgs,
     SealArgs,
@@ -46,7 +48,7 @@ from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
+class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs, DryRunArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -90,8 +92,14 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs):
 
 
 def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
-    """Evaluate models turn by turn; returns one row per model: mean scores and win rates with 95% intervals."""
+    """Evaluate models turn by turn; returns one row per model: mean scores and win rates with 95% intervals.
+
+    A dry run takes as many openings as a batch has, and prints the first dialogue in place of writing.
+    """
     check_args(args, EvaluateDialoguesArgs)
+    if args.dry_run:
+        most = args.rollout_mini_batch_size
+        args = dataclasses.replace(args, num_samples=min(args.num_samples or most, most))
     device = find_device(args.accelerator)
     data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
     if data_dir is None:
@@ -111,12 +119,15 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
             | results_by_turn(scores, baseline, args.num_turns)
             | {"mean_length": sum(lengths) / len(lengths)}
         )
-        if is_experiment_dir(name):
+        if args.dry_run or is_experiment_dir(name):
             records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
             write_results(Path(name), f"{args.split}_by_turn", rows[-1], records, to_dict(args))
+        if is_experiment_dir(name) and not args.dry_run:
             write_turns(Path(name) / "eval" / args.split, dialogues, args.num_turns)
     show(rows)
-    if Path(args.experiment_dir[0], "args.json").is_file() and len(rows) > 1:
+    if args.dry_run:
+        print(f"of {len(openings)} openings; nothing was written; leave --dry_run out to evaluate all")
+    elif Path(args.experiment_dir[0], "args.json").is_file() and len(rows) > 1:
         print(f"picture: {draw(rows, Path(args.experiment_dir[0], 'eval', f'{args.split}_by_turn.png'))}")
     return rows
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import RARE, ModelArgs, check_args, check_at_least, check_types
+from lightrlhf.cli.args import RARE, DryRunArgs, ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS, PATHS
 from lightrlhf.cli.parser import parse, to_dict
@@ -42,7 +42,7 @@ AGAIN = "That names none of the offered commands. Reply with one line: `Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateEnvArgs(RemoteArgs):
+class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Evaluate agents in a text environment."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -116,8 +116,13 @@ class EvaluateEnvArgs(RemoteArgs):
 
 
 def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
-    """Evaluate agents; returns a row each for the oracle, random commands, the experiments and the remote model."""
+    """Evaluate agents; returns a row each for the oracle, random commands, the experiments and the remote model.
+
+    A dry run plays one start of each level, and prints the first episode in place of writing.
+    """
     check_args(args, EvaluateEnvArgs)
+    if args.dry_run:
+        args = dataclasses.replace(args, num_samples=1, eval_reps=1)
     device = find_device(args.accelerator)
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
     starts = starts_of(args, envs[0])
@@ -134,7 +139,7 @@ def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
     for number, name in enumerate(args.experiment_dir):
         row, episodes = evaluate(short_name(name), *model_agents(args, number, envs[0], device))
         rows.append(row)
-        if is_experiment_dir(name):
+        if args.dry_run or is_experiment_dir(name):
             records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
             write_results(Path(name), args.results_name, row, records, to_dict(args))
     if args.agent_model:
@@ -143,6 +148,8 @@ def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
             rows.append(evaluate(args.agent_model, remote_agent(servers, args), None)[0])
     limit = f" (at most {args.num_samples} of each level)" if args.num_samples else ""
     show(rows, f"{args.env}, {args.split}: {len(starts)} starts{limit}, sampled {args.eval_reps} times each")
+    if args.dry_run:
+        print("nothing was written; leave --dry_run out to play all starts")
     return rows
 
 

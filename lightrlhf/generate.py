@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,7 @@ from lightrlhf.cli.args import (
     PACKAGE,
     RARE,
     DeviceArgs,
+    DryRunArgs,
     GenerationArgs,
     ModelArgs,
     SealArgs,
@@ -55,18 +57,19 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
+from lightrlhf.storage.results import show_trial
 from lightrlhf.storage.writing import rename, writing
 from lightrlhf.training.distributed import leave_at_exit, processes
 
 # flags that leave rows as they are
-NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify"}
+NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify", "dry_run"}
 NO_EFFECT |= {one.name for kind in (RemoteArgs, ServerArgs) for one in dataclasses.fields(kind)}
 CHUNKS = 8  # batches of the engine between two writes: enough to fill its slots, few enough to lose little
 LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs):
+class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs, DryRunArgs):
     """Sample responses to prompts and write them as JSONL."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -180,7 +183,7 @@ class Shard(NamedTuple):
 
 
 def run(args: GenerateArgs) -> list[str]:
-    """Sample responses; returns the files, one per temperature."""
+    """Sample responses; returns the files, one per temperature, none in a dry run."""
     check_args(args, GenerateArgs)
     shard, device, barrier = start_ranks(args)
     if args.rollout_server and shard.world_size > 1:
@@ -195,6 +198,10 @@ def run(args: GenerateArgs) -> list[str]:
         for one in at_each_temperature(args):
             output = output_path(one)
             settings = settings_of(one, prompts)
+            if args.dry_run:
+                engine = make_engine(one, device)
+                try_first(one, engine, prompts, output, shard)
+                return []
             if not complete(output, settings, len(prompts)):
                 engine = engine or make_engine(one, device)
                 write_shard(one, engine, prompts, output, settings, shard)
@@ -519,10 +526,7 @@ def write_shard(
     """
 
     def work(rows: Sequence[Row]) -> Iterable[Row]:
-        results: Iterable[Row] = engine.respond(args, rows)
-        if engine.scorer is not None:
-            results = scored(args, list(results), engine.scorer, engine.tokenizer)
-        return map(in_order, results)
+        return answer(args, engine, rows)
 
     path = output if shard.world_size == 1 else shard_path(output, shard)
     chunk = max(1, CHUNKS * args.rollout_mini_batch_size // args.num_generations)
@@ -532,6 +536,24 @@ def write_shard(
         writer.extend(rows, chunk, work, label, whole_chunks=args.rollout_engine == "local")
     if shard.world_size > 1:
         merge(output, settings, shard, len(prompts))
+
+
+def answer(args: GenerateArgs, engine: Local | Remote, rows: Sequence[Row]) -> Iterable[Row]:
+    """The prepared rows with their responses, and rewards if there is a reward model, as they are written."""
+    results: Iterable[Row] = engine.respond(args, rows)
+    if engine.scorer is not None:
+        results = scored(args, list(results), engine.scorer, engine.tokenizer)
+    return map(in_order, results)
+
+
+def try_first(args: GenerateArgs, engine: Local | Remote, prompts: list[Row], output: Path, shard: Shard) -> None:
+    """Answer as many prompts as the engine has slots for, and print the first one; all ranks do the same."""
+    rows = engine.prepared(args, prompts[: max(1, args.rollout_mini_batch_size // args.num_generations)])
+    started = time.perf_counter()
+    results = list(answer(args, engine, rows))
+    seconds = (time.perf_counter() - started) / shard.world_size  # of ranks that share the prompts
+    if shard.rank == 0:
+        show_trial(results[0], len(rows), len(prompts), "prompts", seconds, output)
 
 
 def in_order(row: Row) -> Row:

@@ -19,13 +19,22 @@ import hashlib
 import json
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightrlhf.cli.args import RARE, check_args, check_at_least, check_output, check_reward_model, check_types
+from lightrlhf.cli.args import (
+    RARE,
+    DryRunArgs,
+    check_args,
+    check_at_least,
+    check_output,
+    check_reward_model,
+    check_types,
+)
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
@@ -40,7 +49,7 @@ from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, Sample, samples_of_row
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
-from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
+from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, show_trial
 
 CHUNK = 32  # pairs scored between two writes
 CRITERIA = {
@@ -89,7 +98,7 @@ Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeArgs(RemoteArgs):
+class JudgeArgs(RemoteArgs, DryRunArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
 
     RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
@@ -136,6 +145,9 @@ class JudgeArgs(RemoteArgs):
                 raise ValueError(f"--responses_file {name} does not exist")
         if self.max_per_subreddit is not None and self.sample is None:
             raise ValueError(f"--max_per_subreddit {self.max_per_subreddit} requires --sample")
+        if self.dry_run and (self.sample is not None or self.judge == "human"):
+            other = "--judge human" if self.sample is None else f"--sample {self.sample}"
+            raise ValueError(f"--dry_run True with {other}: no model or function is tried; leave one of them out")
         if self.sample is not None:
             if not self.responses_file:
                 raise ValueError("--responses_file needs a file to sample from")
@@ -153,12 +165,17 @@ class JudgeArgs(RemoteArgs):
 
 
 def run(args: JudgeArgs) -> Row | list[str]:
-    """Compare two files of responses; returns the results, or the sampled files."""
+    """Compare two files of responses; returns the results, in a dry run those of one batch, or the sampled files."""
     check_args(args, JudgeArgs)
     if args.sample is not None:
         return write_samples(args, args.sample)
     pairs, unmatched = matched(args)
     output = output_path(args)
+    if args.dry_run:
+        tried, started = pairs[: args.rollout_mini_batch_size], time.perf_counter()
+        records = list((ask_model if args.judge == "openai" else compare_scores)(args)(tried))
+        show_trial(records[0], len(tried), len(pairs), "pairs", time.perf_counter() - started, output)
+        return summary(records, args.seed)
     with JsonlWriter(output, settings_of(args)) as writer:
         check_records(writer.rows, output)
         if len(writer.rows) < len(pairs):

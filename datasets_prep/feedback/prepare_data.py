@@ -89,6 +89,8 @@ def main(argv: list[str] | None = None) -> None:
     """Prepare the votes from the command line."""
     args = parse(FeedbackArgs, argv)
     prepare(args, rows(files_of(args.dataset_name)), stages=STAGES)
+    if args.dry_run:
+        return
     if args.stage in ("all", "preference") and not (Path(args.destination_dir) / "preference_validation.pt").is_file():
         print("the validation split is empty, and lightrlhf.rm requires one; try --validation_percentage 0.4")
 

@@ -28,6 +28,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,7 @@ from lightrlhf.storage.jsonl import JsonlWriter
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 LINE = r"[^\n]*\n?"
+TRIED = 16  # rows of a split in a dry run
 Examples = dict[tuple[str, Kind], list[Example]]  # by split and kind
 KINDS: tuple[Kind, ...] = ("positive", "negative")
 SETS = ("sft", "sft_reflection", "sft_policy", "sft_reflection_positive", "sft_policy_positive")
@@ -154,6 +156,16 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError(f"--level {args.level} must be from 0 to {len(env.levels) - 1} for --env {args.env}")
     if not env.starts("train", args.level):
         raise UsageError(f"--env {args.env} has no training start{'' if args.level is None else ' of that --level'}")
+    if not args.dry_run:
+        write_sets(args, env)
+        return
+    few = {"num_samples": min(args.num_samples, TRIED), "num_held_out": min(args.num_held_out, TRIED)}
+    with TemporaryDirectory() as folder:  # of walks and replies, which are kept for the next time elsewhere
+        write_sets(dataclasses.replace(args, **few, destination_dir=folder, reflections_file=None), env)
+
+
+def write_sets(args: TextEnvArgs, env: TextEnv) -> None:
+    """Take the examples and write the datasets; in a dry run the walks alone are written."""
     destination = Path(args.destination_dir)
     examples: Examples = {
         (split, kind): take(args, env, destination / "walks.jsonl", split, kind)

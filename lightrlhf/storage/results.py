@@ -74,6 +74,36 @@ def cell(row: Mapping[str, Any], name: str) -> str:
     return text + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
 
 
+def in_words(seconds: float) -> str:
+    """A time as people say it."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"about {seconds / length:.1f} {unit}"
+    return f"about {seconds:.1f} s"
+
+
+def show_trial(row: Mapping[str, Any], done: int, total: int, what: str, seconds: float, output: Path | str) -> None:
+    """Print what the dry run of a tool made: its first row without token ids, and what all rows would take.
+
+    done, total: numbers of rows, of `what` in words; seconds: that `done` of them took; output: not written.
+    """
+    show_row(row)
+    whole = in_words(seconds * total / max(done, 1))
+    print(f"\nthe first {done:,} of {total:,} {what} took {seconds:.1f} s, all of them {whole}")
+    print(f"nothing was written; leave --dry_run out to write {output}", flush=True)
+
+
+def show_row(row: Mapping[str, Any]) -> None:
+    """Print the columns of a row below each other, but for token ids; of a list its items."""
+    for name, value in row.items():
+        if name.endswith("_ids"):
+            continue
+        items = value if isinstance(value, list) else [value]
+        for number, item in enumerate(items, start=1):
+            label = f"{name} {number}" if isinstance(value, list) else name
+            print(f"{label}: {item if isinstance(item, str) else json.dumps(item, ensure_ascii=False, default=str)}")
+
+
 def new_figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of `width` x `height` inches that needs no display, and its axes line by line."""
     from matplotlib.figure import Figure
@@ -124,9 +154,15 @@ def write_results(
 ) -> None:
     """Write the results to `eval/{name}.json`, one record per line to `eval/{name}.jsonl`, and the flags next to them.
 
-    Results of an earlier call are replaced; where its flags were others, a note says so.
+    Results of an earlier call are replaced; where its flags were others, a note says so. In a dry run, as the flags
+    say, the first record is printed instead.
     Raises: RunFailure when they cannot be written.
     """
+    if flags.get("dry_run"):
+        first = next(iter(records), {})
+        print(f"\nfirst record of {row['model']}:")
+        show_row(first)
+        return
     folder, given = experiment_dir / "eval", json.loads(json.dumps(flags))
     with lock_folder(folder, wait=True):  # two evaluations at once do not mix the files
         try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import marked_text
-from lightrlhf.storage.results import usual_metrics
+from lightrlhf.storage.results import in_words, usual_metrics
 from lightrlhf.training.summary import lines
 
 LEGEND = (
@@ -193,11 +193,3 @@ def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) 
 def planned_results(args: Any, place: Path) -> str:
     """The line of the banner on results; place: the experiment dir that there is not, or the folder above it."""
     return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"
-
-
-def in_words(seconds: float) -> str:
-    """A time as people say it."""
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"about {seconds / length:.1f} {unit}"
-    return f"about {seconds:.1f} s"

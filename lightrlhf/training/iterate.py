@@ -35,10 +35,11 @@ from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
 from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, damage, write_text
 from lightrlhf.storage.locks import LOCK, lock_folder
+from lightrlhf.storage.results import in_words
 from lightrlhf.storage.run_dir import check_args, check_parent, check_vacant, link_latest, make_parent, new_run_dir
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import rename, sync_folder, writing
-from lightrlhf.training.dry_run import in_words, planned_results, texts_of_sample
+from lightrlhf.training.dry_run import planned_results, texts_of_sample
 from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -198,13 +199,15 @@ def test_many_rows_lost_to_length_are_a_warning(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_preview_prints_rows_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_rows_and_counts_and_writes_nothing(tmp_path, capsys):
     file = write_lines(tmp_path / "mine.jsonl", ({"prompt": f"p{n}", "completion": " yes"} for n in range(30)))
     gpt2_like().save_pretrained(tmp_path / "tokenizer")
     flags = {"destination_dir": tmp_path / "out", "dataset_name": file, "tokenizer_name": tmp_path / "tokenizer"}
-    generic.main([*(f"--{name}={value}" for name, value in flags.items()), "--preview=2"])
+    generic.main([*(f"--{name}={value}" for name, value in flags.items()), "--dry_run"])
     out = capsys.readouterr().out
-    assert out.count("⟦ yes<|endoftext|>⟧") == 2 and "finetune 1" in out and "Nothing was written" in out
+    assert out.count("⟦ yes<|endoftext|>⟧") == 2 and "finetune 1" in out and "nothing was written" in out
+    kept = [sum(map(int, re.findall(r"\d+", line))) for line in out.splitlines() if "kept for" in line]
+    assert kept == [30, 30]  # finetune and prompts
     assert not (tmp_path / "out").exists()
 
 
@@ -249,9 +252,9 @@ def test_nothing_to_train_on_says_why(tmp_path):
     args = arguments(destination_dir=str(tmp_path), test_percentage=0.5, validation_percentage=0.49)
     with pytest.raises(RunFailure, match="all rows are in validation and test"):
         prepare(args, [{"prompt": "p", "completion": " fine", "split": "test"}], tokenizer=gpt2_like())
-    preview = arguments(destination_dir=str(tmp_path), preview=2)
+    first = arguments(destination_dir=str(tmp_path), dry_run=True)
     with pytest.raises(RunFailure, match="no row is left to train on .1 x prompt_is_null"):
-        prepare(preview, [Dropped("prompt_is_null", "file:1")], tokenizer=gpt2_like())
+        prepare(first, [Dropped("prompt_is_null", "file:1")], tokenizer=gpt2_like())
 
 
 def test_a_name_that_the_template_does_not_write_is_noted():
