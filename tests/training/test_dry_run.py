@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import last_checkpoint, run_program, save_model
 from helpers.killed import main_of
 from helpers.tiny_runs import PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
+from helpers.trees import tree
 
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import marked_text
@@ -21,15 +20,6 @@ from lightrlhf.training.dry_run import ENDING, in_words, spans_of
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
     return TinyRuns(tmp_path_factory.mktemp("dry"), cafe_data, talk_data, tokenizer)
-
-
-def tree(*folders: Path) -> dict[str, str]:
-    """Every file, folder and link below some folders, with the hash of its bytes."""
-    found = {}
-    for path in (path for folder in folders for path in (folder, *folder.rglob("*"))):
-        is_file = path.is_file() and not path.is_symlink()
-        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else str(path.is_symlink())
-    return found
 
 
 @pytest.fixture
