@@ -95,7 +95,7 @@ class DryRunArgs:
     """Run."""
 
     dry_run: bool = False
-    """Do the first step or batch alone, print what was read and made of it, and write nothing."""
+    """Do one step or batch, print what it did, and write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

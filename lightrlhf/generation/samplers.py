@@ -93,6 +93,7 @@ class Alone:
 
     world_size, rank, step, is_first = 1, 0, 0, True
     precision = "32-true"  # as frozen models are loaded
+    dry = None
 
     def __init__(self, args: Any) -> None:
         self.args, self.directory = args, Path()  # where nothing is written: merged weights have no base

@@ -98,7 +98,9 @@ def test_rl_programs_keep_answers_to_the_same_prompts_in_the_same_form(program, 
 def run_of(said: list[str], **changes) -> SimpleNamespace:
     """What it needs of a run."""
     args = SimpleNamespace(**({"log_rollouts": 2, "strategy": "auto"} | changes))
-    return SimpleNamespace(args=args, is_first=True, print0=said.append, autocast=lambda: torch.inference_mode())
+    return SimpleNamespace(
+        args=args, is_first=True, dry=None, print0=said.append, autocast=lambda: torch.inference_mode()
+    )
 
 
 def row_of(*ids: int, prompt_len: int) -> dict:

@@ -151,6 +151,7 @@ class RunOfOneStep:
 
     world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
     is_first = False  # it writes nothing
+    dry = None
 
     def __init__(self, args, **modules) -> None:
         self.args, self.modules, self.gradients = args, modules, {}

@@ -211,7 +211,7 @@ def run_of(folder: Path, **changes) -> SimpleNamespace:
     args = SimpleNamespace(**({"log_rollouts": 8, "log_interval": 1} | changes))
     services = {"phase": lambda name: nullcontext(), "writing": nullcontext, "logging": nullcontext}
     services |= {"log_texts": lambda name, rows, step: None, "print0": print}
-    return SimpleNamespace(args=args, step=0, is_first=True, directory=folder, **services)
+    return SimpleNamespace(args=args, step=0, is_first=True, dry=None, directory=folder, **services)
 
 
 def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
