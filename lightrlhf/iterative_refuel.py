@@ -222,7 +222,7 @@ def try_iteration(
     user: User | None,
     reward: RewardFunctions | None,
 ) -> None:
-    """Do the stages of the first iteration for as many dialogues as a step of training has, up to its first step."""
+    """Do the stages of the first iteration for as many dialogues as a step of training has, up to its first steps."""
     started, size = time.perf_counter(), args.num_data or len(rows)
     tried = min(args.mini_batch_size * args.devices, size)
     steps = steps_of_iteration(args, size)  # if each dialogue gives a pair to train on

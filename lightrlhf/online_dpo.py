@@ -229,7 +229,7 @@ def try_iteration(
     tokenizer: PreTrainedTokenizerBase,
     reward: RewardFunctions | None,
 ) -> None:
-    """Do the stages of the first iteration for as many prompts as a step of training has, up to its first step."""
+    """Do the stages of the first iteration for as many prompts as a step of training has, up to its first steps."""
     started, tried = time.perf_counter(), prompts[: args.mini_batch_size * args.devices]
     respond(args, folder, tried, 1, responder_of(args, initial, initial), data_dir)
     score_and_choose(args, folder, initial, data_dir, reward)

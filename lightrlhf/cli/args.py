@@ -95,7 +95,7 @@ class DryRunArgs:
     """Run."""
 
     dry_run: bool = False
-    """Do one step or batch, print what it did, and write nothing."""
+    """Do two steps or a batch, print what was done, and write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

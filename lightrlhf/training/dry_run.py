@@ -1,11 +1,12 @@
 """Dry runs: what `--dry_run` shows of a run, of which nothing is written.
 
-The first step is done whole, with one batch of the evaluation. A hook on each trained model keeps the first micro-batch
-that reaches it with gradients, so what is shown is what it was fed, decoded: which tokens the loss counts is read off
-its masks, and off the gradient of the scores where the model gives scores. Programs that sample show the first sample
+Two steps are done whole, then one batch of the evaluation. The first step is shown; the second one is measured, for in
+the first the libraries warm up and the optimisers have no states yet. A hook on each trained model keeps the first
+micro-batch that reaches it with gradients, so what is shown is what it was fed, decoded. Which tokens the loss counts
+follows from its masks, and where the model gives scores from their gradient. Programs that sample show the first sample
 that `rollouts.jsonl` would have. All ranks keep, the first one prints.
 
-Left out: a step after the first one, which may be faster or read longer texts, and the time of whole evaluations.
+Left out: later steps, which may read longer texts, and the time of whole evaluations.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LEGEND = (
     "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, tokens whose scores have "
     "a gradient"
 )
+NUM_STEPS = 2
 ENDING = "nothing was written; leave --dry_run out to start this run"
 
 
@@ -44,19 +46,20 @@ class Fed:
 
 
 class DryRun:
-    """What a run without files keeps of its first step, and the text that it prints of it."""
+    """What a run without files keeps of its steps, and the text that it prints of them."""
 
     def __init__(self) -> None:
         self.fed: dict[str, Fed | None] = {}  # by learner
         self.sample: Row | None = None  # a row as in `rollouts.jsonl`
         self.metrics: dict[str, float] = {}
-        self.scored = 0, 0  # rows scored before the first step, and those of a run
+        self.scored = 0, 0  # rows scored before the steps, and those of a run
         self.checkpoint = 0  # bytes
         self.tokenizer: Any = None
-        self._before: dict[str, float] = {}  # seconds of the phases before the step, and of those in it
+        self._before: dict[str, float] = {}  # seconds of the phases before the steps, and of those of the last step
         self._within: dict[str, float] = {}
-        self._num_steps = 0
-        self._started = self._seconds = 0.0
+        self._seconds: list[float] = []  # of each step
+        self._started = 0.0
+        self._planned = 0  # steps of the run
 
     # ---------------------------------------------------------------------------------------------------- the step
     def watch(self, name: str, wrapped: Any) -> None:
@@ -71,16 +74,29 @@ class DryRun:
 
         wrapped.register_forward_hook(keep, with_kwargs=True)
 
-    def begin(self, seconds: dict[str, float], num_steps: int) -> None:
-        """The first of `num_steps` steps begins; seconds: of the phases so far, which are forgotten."""
-        self._before, self._num_steps, self._started = dict(seconds), num_steps, time.perf_counter()
+    def begin(self, seconds: dict[str, float], planned: int) -> bool:
+        """Begin a step of the run's `planned` ones; returns whether it is the last of the dry run.
+
+        seconds: of the phases before it, which are forgotten.
+        """
+        self._end()
+        if not self._seconds:
+            self._before, self._planned = dict(seconds), planned
         seconds.clear()
+        self._started = time.perf_counter()
+        return len(self._seconds) + 1 == min(NUM_STEPS, planned)
 
     def log(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Keep metrics; with the first ones the step is done. seconds: of its phases."""
-        if not self._seconds:
-            self._seconds, self._within = time.perf_counter() - self._started, dict(seconds)
+        """Keep metrics of the last step; with the first of them it is done. seconds: of its phases."""
+        if self._started:
+            self._end()
+            self._within = dict(seconds)
         self.metrics |= metrics
+
+    def _end(self) -> None:
+        if self._started:
+            self._seconds.append(time.perf_counter() - self._started)
+            self._started = 0.0
 
     # ----------------------------------------------------------------------------------------------------- the text
     def report(self, args: Any, seconds: Mapping[str, float], memory: float) -> str:
@@ -91,12 +107,12 @@ class DryRun:
             shown += texts_of(name, fed, self.tokenizer, pairs)
         parts = ", ".join(f"{name} {spent:.2f}" for name, spent in self._within.items())
         names = usual_metrics({name for name in self.metrics if not name.startswith("time/")})
-        whole = self._num_steps * self._seconds
+        each = ", ".join(f"{spent:.2f} s" for spent in self._seconds)
         fields = {
             "metrics": ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names),
             "before": self._time_before(),
-            "first step": f"{self._seconds:.2f} s" + (f" ({parts})" if parts else ""),
-            "run": f"{self._num_steps:,} steps as long as the first take {in_words(whole)}, "
+            "steps": f"{each}" + (f", of the last {parts}" if parts else ""),
+            "run": f"{self._planned:,} steps as long as the last take {in_words(self._planned * self._seconds[-1])}, "
             "without evaluations and checkpoints",
             "evaluation": f"{seconds['evaluation']:.2f} s for one batch" if "evaluation" in seconds else "",
             "memory": f"{memory:.2f} GiB at most" if memory else "",
@@ -109,7 +125,9 @@ class DryRun:
         for name, spent in self._before.items():
             phases.append(f"{name} {spent:.2f} s")
             if here < everywhere and name != "setup":
-                phases[-1] += f" for {here:,} of {everywhere:,} rows, {in_words(spent * everywhere / here)} for all"
+                phases[-1] += (
+                    f" for {here:,} of {everywhere:,} rows, at most {in_words(spent * everywhere / here)} for all"
+                )
         return ", ".join(phases)
 
 

@@ -29,6 +29,7 @@ from lightrlhf.models.probes import check_positions
 from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.training.dry_run import NUM_STEPS
 from lightrlhf.training.run import Run
 
 SCORING_TOLERANCE = 1e-2  # nats per token
@@ -88,7 +89,7 @@ class Mismatches:
 
     def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
         self.run, self.rows, self.validation = run, rows, validation
-        self.num_steps = 1 if run.dry else num_steps
+        self.num_steps = min(NUM_STEPS, num_steps) if run.dry else num_steps
         self.width = longest_text(rows + validation)
         args = run.args
         self.key = (num_steps, len(rows), args.seed, args.mini_batch_size * run.world_size, *args.data_weights)

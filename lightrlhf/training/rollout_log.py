@@ -124,7 +124,7 @@ def append_rollouts(run: Run[Any], rows: Sequence[Row]) -> None:
     Raises: RunFailure when the file cannot be written.
     """
     if run.dry:
-        run.dry.sample = rows[0]
+        run.dry.sample = run.dry.sample or rows[0]
         return
     _append(run, FILE, run.step + 1, rows)
 

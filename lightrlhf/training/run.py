@@ -10,13 +10,13 @@ steps.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -61,7 +61,7 @@ from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
-from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
+from lightrlhf.training.dry_run import NUM_STEPS, DryRun, checkpoint_bytes, planned_results
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
@@ -479,7 +479,7 @@ class Run(Generic[AnyArgs]):
         if len(sizes) < 2:
             return
         self._sizes = tuple(sizes) if weights else ()
-        self._ends = list(accumulate(sizes))
+        self._ends = list(itertools.accumulate(sizes))
         shares = mixed_shares(sizes, weights or sizes)
         for folder, share in zip(self.data_dirs, shares):
             if not share:
@@ -528,12 +528,11 @@ class Run(Generic[AnyArgs]):
         try:
             while self.step < num_steps and not self._stopping:
                 if self.dry:
-                    self._stopping = True
-                    self.dry.begin(self.seconds, num_steps)
+                    self._stopping = self.dry.begin(self.seconds, num_steps)
                 yield self.step
                 bar.update(self.step - bar.n)
                 round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
-                if self.step - first >= round_of_metrics or self.step >= num_steps or self.dry:
+                if self.step - first >= round_of_metrics or self.step >= num_steps or (self.dry and self._stopping):
                     self.best.check_logged(self._logged)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
@@ -560,7 +559,12 @@ class Run(Generic[AnyArgs]):
         self._endings.callback(end)
 
     def due(self, interval: int, num_steps: int) -> bool:
-        """Whether something with this interval is due after the current step; always after the last step."""
+        """Whether something with this interval is due after the current step; always after the last step.
+
+        In a dry run after that alone.
+        """
+        if self.dry:
+            return interval > 0 and self._stopping
         return interval > 0 and (self.step % interval == 0 or self.step == num_steps or self._stopping)
 
     def save_due(self, num_steps: int) -> bool:
@@ -580,15 +584,15 @@ class Run(Generic[AnyArgs]):
     def to_score(self, num_rows: int, num_validation: int) -> Sequence[int]:
         """Places of the rows to score before training, those of the validation split behind the others.
 
-        All of them; in a dry run those that the first step, the check before it and the evaluation read.
+        All of them; in a dry run those that its steps, the check before them and the evaluation read.
         """
         if self.dry is None:
             return range(num_rows + num_validation)
         size = self.args.micro_batch_size
-        first = self.global_batch(range(num_rows), 0, self.args.mini_batch_size)
+        batches = [self.global_batch(range(num_rows), step, self.args.mini_batch_size) for step in range(NUM_STEPS)]
         checked = range(min(num_rows, max(size, self.world_size)))
         evaluated = [num_rows + place for place in self.eval_rows(range(num_validation), size)]
-        places = sorted({*first, *checked, *evaluated})
+        places = sorted({*itertools.chain(*batches), *checked, *evaluated})
         self.dry.scored = len(places), num_rows + num_validation
         return places
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import last_checkpoint, run_program, save_model
 from helpers.killed import main_of
+from helpers.served_runs import KEY, ForkedServer
 from helpers.tiny_runs import PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
 from helpers.trees import tree
 
@@ -44,7 +45,9 @@ def test_a_dry_run_shows_its_first_batch_and_writes_nothing(program, dry):
     assert re.search(r"^(policy|reward): the first micro-batch has \d+ texts?: .* trained", out, re.MULTILINE)
     assert re.search(r"^(policy|reward), (text|chosen): (\d+) tokens, \d+ trained\n[^⟦]+⟦[^⟧]+⟧", out, re.MULTILINE)
     assert ("\nfirst sample: score" in out) == (program in SAMPLING)
-    assert ("\nevaluation " in out) == (program in TRAINED)
+    assert ("\nevaluation " in out) == (program in TRAINED) and re.search(
+        r"\nsteps +[\d.]+ s, [\d.]+ s, of the last ", out
+    )
     assert out.count("nothing is written in a dry run") == 1 and out.endswith(f"{ENDING}\n")
 
 
@@ -93,8 +96,8 @@ def test_a_sample_is_shown_though_none_is_kept_and_responses_of_equal_scores_are
 
 
 def test_only_rows_that_are_read_are_scored_before_the_first_step(dry):
-    assert re.search(r"reference [\d.]+ s for \d of 60 rows, about", dry("dpo"))
-    assert re.search(r"old log-probabilities [\d.]+ s for \d of 12 rows, about", dry("refuel"))
+    assert re.search(r"reference [\d.]+ s for \d+ of 60 rows, at most about", dry("dpo"))
+    assert re.search(r"old log-probabilities [\d.]+ s for \d+ of 12 rows, at most about", dry("refuel"))
 
 
 @pytest.mark.parametrize("flags", [[], ["--finetune_mode", "lora"], ["--save_dtype", "bfloat16"]], ids=str)
@@ -127,6 +130,18 @@ def test_wrong_combinations_are_refused(dry, runs, sft_dir, capsys):
             dry(program, *flags)
         error = capsys.readouterr().err.strip()
         assert stopped.value.code == 2 and message in error.splitlines()[-1]
+
+
+def test_servers_sample_and_no_weights_are_left(dry, runs, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    exchange = tmp_path_factory.mktemp("exchange")
+    server = ForkedServer(runs.model, tmp_path_factory.mktemp("server") / "one")
+    flags = ["--rollout_server", server.url, "--exchange_dir", exchange, "--rollout_mini_batch_size", 32]
+    try:
+        assert "\nfirst sample: score" in dry("grpo", *flags, "--finetune_mode", "lora")
+        assert len({note["version"] for note in server.answered()}) == 2 and not list(exchange.iterdir())
+    finally:
+        server.kill()
 
 
 def test_spans_and_times():
