@@ -159,9 +159,10 @@ def main(argv: list[str] | None = None) -> None:
     if not args.dry_run:
         write_sets(args, env)
         return
-    few = {"num_samples": min(args.num_samples, TRIED), "num_held_out": min(args.num_held_out, TRIED)}
-    with TemporaryDirectory() as folder:  # of walks and replies, which are kept for the next time elsewhere
-        write_sets(dataclasses.replace(args, **few, destination_dir=folder, reflections_file=None), env)
+    samples, held_out = min(args.num_samples, TRIED), min(args.num_held_out, TRIED)
+    few = dataclasses.replace(args, num_samples=samples, num_held_out=held_out, reflections_file=None)
+    with TemporaryDirectory() as folder:  # of walks and replies, which otherwise stay for the next time
+        write_sets(dataclasses.replace(few, destination_dir=folder), env)
 
 
 def write_sets(args: TextEnvArgs, env: TextEnv) -> None:

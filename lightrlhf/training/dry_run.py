@@ -123,11 +123,11 @@ class DryRun:
     def _time_before(self) -> str:
         phases, (here, everywhere) = [], self.scored
         for name, spent in self._before.items():
-            phases.append(f"{name} {spent:.2f} s")
-            if here < everywhere and name != "setup":
-                phases[-1] += (
-                    f" for {here:,} of {everywhere:,} rows, at most {in_words(spent * everywhere / here)} for all"
-                )
+            if name != "setup":
+                phases.append(f"{name} {spent:.2f} s")
+                if here < everywhere:
+                    most = in_words(spent * everywhere / here)
+                    phases[-1] += f" for {here:,} of {everywhere:,} rows; all of them {most} or less"
         return ", ".join(phases)
 
 

@@ -139,9 +139,9 @@ def print_trial(args: Any, seconds: float, tried: int, of_all: int, what: str, s
     print("\n".join(texts_of_sample(sample, tokenizer)))
     whole = seconds * of_all / tried
     print(
-        f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {what}, loading included: at most "
-        f"{in_words(whole)} for the {of_all:,} of an iteration, {in_words(args.iterations * whole)} for "
-        f"{args.iterations:,}, without evaluations\n",
+        f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {what}, loading included; the {of_all:,} of an "
+        f"iteration take {in_words(whole)} or less, {args.iterations:,} iterations {in_words(args.iterations * whole)}, "
+        "without evaluations\n",
         flush=True,
     )
 
