@@ -138,10 +138,11 @@ def print_trial(args: Any, seconds: float, tried: int, of_all: int, what: str, s
     """
     print("\n".join(texts_of_sample(sample, tokenizer)))
     whole = seconds * of_all / tried
+    number = args.iterations
     print(
         f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {what}, loading included; the {of_all:,} of an "
-        f"iteration take {in_words(whole)} or less, {args.iterations:,} iterations {in_words(args.iterations * whole)}, "
-        "without evaluations\n",
+        f"iteration take {in_words(whole)} or less, {number:,} iterations {in_words(number * whole)}, without "
+        "evaluations\n",
         flush=True,
     )
 
