@@ -20,7 +20,8 @@ PAGE = (ROOT / "howto" / "add_a_dataset.md").read_text(encoding="utf-8")
 
 
 def test_add_a_dataset(tmp_path):
-    for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL):
+    files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+    for name, content in [*files, *re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END\n", PAGE, re.DOTALL | re.MULTILINE)]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
@@ -37,7 +38,7 @@ def test_add_a_dataset(tmp_path):
     for command in commands:
         if command == training:
             continue
-        words = shlex.split(command.replace("facebook/opt-350m", "tokenizer"))
+        words = shlex.split(command.replace("datasets_prep/cafe/base", "tokenizer"))
         done = subprocess.run(
             [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
