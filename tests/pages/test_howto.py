@@ -169,12 +169,12 @@ def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
 def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]], furnished: Path | None = None) -> None:
     """Run the commands of a page in a folder, those of `tiny` with flags that make them small.
 
-    What `furnished` has and the page's Python files are there from the second block on.
+    What `furnished` has and the page's Python files are there after the first block, which needs nothing of them.
     """
     text = page.read_text(encoding="utf-8")
     variables: dict[str, str] = {}
     for number, (body, parse_only) in enumerate(blocks(text, "bash")):
-        if number == 1:
+        if number == 1 or parse_only:
             save_modules(text, working_dir)
             if furnished:
                 add_missing(furnished, working_dir)
