@@ -169,9 +169,10 @@ def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
 def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]], furnished: Path | None = None) -> None:
     """Run the commands of a page in a folder, those of `tiny` with flags that make them small.
 
-    What `furnished` has and the page's Python files are there after the first block, which needs nothing of them.
+    The first block needs nothing but the Python files above it; what `furnished` has is there after it.
     """
     text = page.read_text(encoding="utf-8")
+    save_modules(text.partition("```bash")[0], working_dir)
     variables: dict[str, str] = {}
     for number, (body, parse_only) in enumerate(blocks(text, "bash")):
         if number == 1 or parse_only:
