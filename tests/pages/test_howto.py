@@ -62,6 +62,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.dpo": LEARN,
     "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
     "lightrlhf.judge": ["--accelerator", "cpu"],
+    "lightrlhf.check_reward": ["--num_prompts", "4"],
     "lightrlhf.annotate": ["--accelerator", "cpu"],
     "lightrlhf.online_dpo": ONLINE,
     "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
