@@ -21,7 +21,6 @@ import re
 import statistics
 import subprocess
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
+from benchmarks.tables import insert, row, table, verdict
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
@@ -37,11 +37,9 @@ from lightrlhf.storage.checkpoint import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
 START_SECONDS, REPETITION_SECONDS = 300, 600  # timeouts of a worker
 LONG_REPETITION = 3  # seconds; the speed of a setting that takes longer is that of its warm-up
 TURNS_SECONDS, LEAST_TURNS = 40, 3  # no further turn starts after this time, but there are at least so many
-SHORT = ("sft-30M", "dpo-30M-dialogues", "rollout-skewed-4M", "grpo-full-1-4M")  # rows of README, among the slower ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,127 +318,6 @@ def without_bf16(cuda: bool) -> str | None:
     if cuda or "avx512_bf16" in flags or "amx_bf16" in flags:
         return None
     return "this CPU has no bf16 instructions"
-
-
-# ------------------------------------------------------------------------------------------------------ the table
-def verdict(case: dict[str, Any]) -> str:
-    """The goals of a row and whether they are met, for the one who measures."""
-    met = []
-    if (measured := case.get("ratio", case.get("value"))) and case["goal"] is not None:
-        met.append(judged("goal", measured["median"], case["goal"], case["less_is_better"]))
-    if case.get("memory_goal") and "peer" in case:
-        met.append(judged("memory", memory_share(case), case["memory_goal"], less_is_better=True))
-    if case.get("limit_goal") and "limit_share" in case:
-        met.append(judged("of the limit", case["limit_share"], case["limit_goal"], less_is_better=False))
-    return "; ".join(met)
-
-
-def judged(name: str, value: float, goal: float, less_is_better: bool) -> str:
-    met = value <= goal if less_is_better else value >= goal
-    return f"{name} {'≤' if less_is_better else '≥'} {goal:g}: {'met' if met else 'missed'}"
-
-
-def memory_share(case: dict[str, Any]) -> float:
-    """Our peak memory over the peer's."""
-    return case["ours"]["peak_bytes"] / case["peer"]["peak_bytes"]
-
-
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    where, cases = results["machine"], results["cases"]
-    versions = {k: v for c in cases.values() for side in c.get("versions", {}).values() for k, v in side.items()}
-    trl = sorted(
-        {c["versions"]["peer"]["trl"] for c in cases.values() if "trl" in c.get("versions", {}).get("peer", {})}
-    )
-    versions = {**versions, **({"trl": " and ".join(trl)} if trl else {})}
-    days = sorted(case["date"] for case in cases.values())
-    when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    measured = (
-        f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
-        + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest)."
-    )
-    lines = [
-        *textwrap.wrap(measured, 120),
-        "",
-        "| work | ours, fastest setting | the peer's fastest setting | ratio | of the limit | memory, both | "
-        "tokens computed, both |",
-        "|---|---|---|---|---|---|---|",
-        *(row(case) for case in cases.values()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def row(case: dict[str, Any]) -> str:
-    return "| " + " | ".join(cells_of(case)) + " |"
-
-
-def cells_of(case: dict[str, Any]) -> list[str]:
-    """What was done, ours, the peer's, their ratio, the share of the limit, memory and tokens computed."""
-    unit, missing = case["unit"], case.get("not_measured")
-    what, ours, peer, ratio, limit, memory, tokens = case["what"], "", "", "", "", "", ""
-    if missing:
-        ratio = f"not measured ({missing})"
-    if "ours" in case:
-        ours = f"{case['ours']['label']}: {number(case['ours']['per_second']['median'])} {unit}/s"
-    if "peer" in case:
-        peer = f"{case['peer']['label']}: {number(case['peer']['per_second']['median'])}"
-        memory = f"{mebibytes(case['ours']['peak_bytes'])} / {mebibytes(case['peer']['peak_bytes'])}"
-        if case.get("memory_goal"):
-            memory += f" = {memory_share(case):.2f}"
-        if "tokens" in case["ours"] and "tokens" in case["peer"]:
-            counts = [case[side]["tokens"] for side in ("ours", "peer")]
-            tokens = f"{number(counts[0])} / {number(counts[1])} = {counts[0] / counts[1]:.2f}"
-    if "memory" in case:
-        peer = case["memory"]["label"]
-        memory = f"{mebibytes(case['memory']['ours'])} / {mebibytes(case['memory']['peer'])}"
-    if "value" in case:
-        ours = spread_shown(case["value"], f" {unit}")
-    if "ratio" in case:
-        ratio = spread_shown(case["ratio"])
-    if "limit_share" in case:
-        limit = f"{case['limit_share']:.0%}"
-    return [what, ours, peer, ratio, limit, memory, tokens]
-
-
-def spread_shown(measured: dict[str, float], unit: str = "") -> str:
-    low, high = measured["min"], measured["max"]
-    return f"**{measured['median']:.2f}**{unit}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def short_table(results: dict[str, Any]) -> str:
-    """The ratios of a few rows."""
-    lines = ["| work | beside | ours / theirs |", "|---|---|---|"]
-    for name in SHORT:
-        if name in results["cases"]:
-            what, _, peer, ratio, *_ = cells_of(results["cases"][name])
-            lines.append(f"| {what} | {peer.partition(':')[0]} | {ratio} |")
-    return "\n".join(lines) + "\n"
-
-
-def insert(suite: str, folder: Path) -> None:
-    """Write the tables between the markers of the pages. Raises: UsageError if there are no measured results."""
-    source = folder / f"{suite}.json"
-    if not source.is_file():
-        raise UsageError(f"--insert True: {source} does not exist; measure first")
-    results = json.loads(source.read_text(encoding="utf-8"))
-    if results["quick"]:
-        raise UsageError(f"--insert True: {source} is from a run with --quick, which measures nothing; measure first")
-    for name, text in ((suite, table(results)), (f"{suite}, short", short_table(results))):
-        start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
-        for page in PAGES:
-            before, marker, rest = page.read_text(encoding="utf-8").partition(start)
-            if marker:
-                write_text(page, f"{before}{start}\n{text}{end}{rest.partition(end)[2]}")
-                print(f"inserted into {page}")
 
 
 # ---------------------------------------------------------------------------------------------------- the program

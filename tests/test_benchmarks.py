@@ -13,6 +13,7 @@ import torch
 from helpers import CPU, ROOT, tiny_model
 
 from benchmarks import run as benchmark
+from benchmarks import tables
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, write_data, write_models
 from benchmarks.worker import count_tokens
@@ -119,7 +120,7 @@ def test_a_peer_that_dies_leaves_a_row_that_says_so(tmp_path, dies):
     result = benchmark.compare(case(side(tmp_path, "o"), [peer]), tmp_path, threads=1, repetitions=3)
     words = "no such model" if dies == 0 else "out of cheese"
     assert result["not_measured"] == f"p ended with status 1: {words}"
-    shown = benchmark.row({"goal": 2, "what": "Nothing", "unit": "things", "less_is_better": False} | result)
+    shown = tables.row({"goal": 2, "what": "Nothing", "unit": "things", "less_is_better": False} | result)
     assert f"not measured ({result['not_measured']})" in shown
 
 
@@ -170,16 +171,16 @@ def test_the_tables_have_ratios_and_no_goals_and_the_readme_four_rows(tmp_path, 
     results = {"machine": {"cpu": "C", "cores": 2, "threads": 2}, "repetitions": 3}
     start = row(0, what="Start", less_is_better=True, value={"median": 1.9, "min": 1.8, "max": 2.0})
     del start["ratio"]
-    cases = {"sft-4M": row(1.23), **{name: row(2.1, what=name) for name in reversed(benchmark.SHORT)}, "start": start}
+    cases = {"sft-4M": row(1.23), **{name: row(2.1, what=name) for name in reversed(tables.SHORT)}, "start": start}
     for number, case in enumerate(cases.values()):
         case["date"] = f"2026-01-0{3 - number % 3}"
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
     page = tmp_path / "page.md"
     places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
     page.write_text(f"above\n{places[0]}between\n{places[1]}below\n")
-    monkeypatch.setattr(benchmark, "PAGES", (page,))
-    benchmark.insert("cpu", tmp_path)
-    benchmark.insert("cpu", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", (page,))
+    tables.insert("cpu", tmp_path)
+    tables.insert("cpu", tmp_path)
     text = page.read_text()
     assert "2026-01-01 to 2026-01-03. Ratios" in text
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
@@ -187,26 +188,26 @@ def test_the_tables_have_ratios_and_no_goals_and_the_readme_four_rows(tmp_path, 
     whole, short = text.split("between")
     assert whole.count("**2.10**") == 4 and "**1.23**" in whole and "**1.90** u (1.80 to 2.00)" in whole
     rows = [line for line in short.splitlines() if line.startswith("|")][2:]
-    assert rows == [f"| {name} |  | **2.10** |" for name in benchmark.SHORT]
+    assert rows == [f"| {name} |  | **2.10** |" for name in tables.SHORT]
     (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
     with pytest.raises(UsageError, match="cpu.json.*--quick"):
-        benchmark.insert("cpu", tmp_path)
+        tables.insert("cpu", tmp_path)
 
 
 def test_the_pages_have_the_tables_of_the_results():
     results = json.loads((benchmark.RESULTS / "cpu.json").read_text())
-    for page, made in (("README.md", benchmark.short_table), ("howto/speed.md", benchmark.table)):
+    for page, made in (("README.md", tables.short_table), ("howto/speed.md", tables.table)):
         assert made(results) in (ROOT / page).read_text(encoding="utf-8")
-    assert (benchmark.RESULTS / "cpu.md").read_text(encoding="utf-8") == benchmark.table(results)
-    assert len(benchmark.short_table(results).splitlines()) == 2 + 4
+    assert (benchmark.RESULTS / "cpu.md").read_text(encoding="utf-8") == tables.table(results)
+    assert len(tables.short_table(results).splitlines()) == 2 + 4
 
 
 def test_who_measures_is_told_which_goals_are_met():
-    assert [benchmark.verdict(row(ratio)) for ratio in (2.1, 1.9)] == ["goal ≥ 2: met", "goal ≥ 2: missed"]
-    assert benchmark.verdict(row(2.1, less_is_better=True)) == "goal ≤ 2: missed"
+    assert [tables.verdict(row(ratio)) for ratio in (2.1, 1.9)] == ["goal ≥ 2: met", "goal ≥ 2: missed"]
+    assert tables.verdict(row(2.1, less_is_better=True)) == "goal ≤ 2: missed"
     limits = row(2.1, goal=None, limit_goal=0.5, limit_share=0.4)
-    assert benchmark.verdict(limits) == "of the limit ≥ 0.5: missed"
-    assert benchmark.verdict(row(2.1, goal=None)) == ""
+    assert tables.verdict(limits) == "of the limit ≥ 0.5: missed"
+    assert tables.verdict(row(2.1, goal=None)) == ""
 
 
 def test_memory_and_tokens_of_both_sides_stand_in_the_table():
@@ -218,11 +219,11 @@ def test_memory_and_tokens_of_both_sides_stand_in_the_table():
         return made
 
     full = sides(70 * 2**20, ours=250, peer=1000)
-    assert benchmark.row(full).endswith("| 70 MiB / 100 MiB = 0.70 | 250 / 1,000 = 0.25 |")
-    assert benchmark.verdict(full) == "memory ≤ 0.7: met"
+    assert tables.row(full).endswith("| 70 MiB / 100 MiB = 0.70 | 250 / 1,000 = 0.25 |")
+    assert tables.verdict(full) == "memory ≤ 0.7: met"
     more = sides(71 * 2**20)
-    assert benchmark.row(more).endswith("| 71 MiB / 100 MiB = 0.71 |  |")
-    assert benchmark.verdict(more) == "memory ≤ 0.7: missed"
+    assert tables.row(more).endswith("| 71 MiB / 100 MiB = 0.71 |  |")
+    assert tables.verdict(more) == "memory ≤ 0.7: missed"
 
 
 def test_every_case_can_be_made(tmp_path):
