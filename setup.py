@@ -5,9 +5,10 @@ from setuptools import find_packages, setup
 
 VERSION = re.search(r'__version__ = "(.+)"', Path("lightrlhf/__init__.py").read_text(encoding="utf-8"))[1]
 
+# Each bound is the release that `make test-oldest` installs; constraints.txt has the newest one that is tested.
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
-    "demo": ["gradio>=6.7", "pandas>=2.0", "starlette>=1.0"],
+    "demo": ["gradio>=6.11", "starlette>=1.0"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],
@@ -16,18 +17,13 @@ EXTRAS = {
     "wandb": ["wandb>=0.19.10"],
     "test": [
         "pytest>=8",
-        "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",
+        "pytest-timeout>=2.3.1",
+        "pytest-xdist>=3.6.1",
         "hypothesis>=6.100",
-        "playwright>=1.50",
-        "axe-playwright-python>=0.1.4",
-        "pillow>=10.0",
         "ruff>=0.8",
         "mypy>=1.15",
-        "types-pyyaml>=6.0",
-    ]
-    + [
-        "gradio_client>=2.0",
+        "types-pyyaml>=6.0.12",
+        "gradio_client>=2.4",
         "httpx>=0.27",
         "psutil>=5.9",
         "nbclient>=0.10",
@@ -36,7 +32,8 @@ EXTRAS = {
         "transformers[serving]>=5.0",
     ],
 }
-EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})  # what `make test` installs
+EXTRAS["browser"] = ["playwright>=1.50", "axe-playwright-python>=0.1.4", "pillow>=10.0"]  # tests that drive Chromium
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
 EXTRAS |= {"alfworld": [*EXTRAS["envs"], "textworld>=1.7", "alfworld>=0.4.2"]}  # partly compiled on the spot, minutes
 
@@ -56,28 +53,30 @@ setup(
         "torchmetrics>=1.5",
         "transformers>=5.0",
         "datasets>=3.0",
-        "huggingface_hub>=1.0",
+        "huggingface_hub>=1.3",
         "jinja2>=3.1",
         "numpy>=1.26",
         "packaging>=23",
         "pyarrow>=15.0",
-        "tokenizers>=0.20",
-        "safetensors>=0.4",
-        "sentencepiece>=0.2",
-        "tensorboard>=2.15",
-        "jsonargparse[signatures]>=4.40",
+        "tokenizers>=0.22.1",
+        "safetensors>=0.4.3",
+        "sentencepiece>=0.2.0",  # of transformers, for models whose tokenizer is a tokenizer.model
+        "tensorboard>=2.15",  # of torch.utils.tensorboard
+        "jsonargparse[signatures]>=4.47",
         "shtab>=1.7",
         "peft>=0.17",
-        "accelerate>=1.0",
-        "rouge-score>=0.1.2",
+        "accelerate>=1.1",
         "nltk>=3.8",
         "matplotlib>=3.8",
-        "tqdm>=4.65",
-        "httpx2>=2.0",
+        "tqdm>=4.66.3",
+        # The maintained continuation of httpx, which huggingface_hub needs anyway. Not the client `openai`: rollout
+        # servers have routes beside OpenAI's (token ids, new weights); a reply is read raw, within limits of its own
+        # on length and time, so that one that is no answer is told from one that is; a retry may go to another server.
+        "httpx2>=2.12",
         "tenacity>=8.2",
-        "rich>=13",
-        "pyyaml>=6.0",
+        "rich>=13.8",
+        "pyyaml>=6.0.2",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["lightrlhf=lightrlhf.__main__:main"]},
+    entry_points={"console_scripts": ["lightrlhf=lightrlhf.__main__:script"]},
 )

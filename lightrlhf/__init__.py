@@ -6,6 +6,7 @@ Names are imported when they are first used, so that `import lightrlhf` stays li
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +44,11 @@ NAMES = {
     "Run": "lightrlhf.training.run",
 }
 __all__ = [*PROGRAMS, *NAMES, "__version__"]
+
+if sys.argv[:1] == ["-m"]:  # python -m lightrlhf.NAME: its imports come before the `main` that prints errors in a line
+    from lightrlhf.cli.packages import print_missing
+
+    sys.excepthook = print_missing
 
 
 def __getattr__(name: str) -> Any:

@@ -35,12 +35,7 @@ def main(argv: list[str] | None = None) -> Any:
         return print(f"lightrlhf {lightrlhf.__version__}")
     if first.partition("=")[0] == "--completion":
         return print(completion(first.partition("=")[2] or next(iter(rest), "")))
-    try:
-        return program(first)(rest)
-    except ModuleNotFoundError as problem:
-        if (problem.name or "lightrlhf").partition(".")[0] == "lightrlhf":
-            raise
-        raise UsageError(f"the package {problem.name} is not installed; `lightrlhf doctor` says what is") from None
+    return program(first)(rest)
 
 
 def program(word: str) -> Any:
@@ -99,6 +94,11 @@ def args_class(name: str) -> Any:
     module = import_module("lightrlhf.demo.args" if name == "demo" else module_of(name))
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
     return [value for value in own if value.__name__.endswith("Args")][-1]
+
+
+def script() -> None:
+    """The console script, whose exit status is what this returns: none of a program's results."""
+    main()
 
 
 if __name__ == "__main__":

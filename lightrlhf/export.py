@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf, needs_package
+from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.models import export_check as checks
 from lightrlhf.models import gguf_writer, lora
@@ -79,8 +79,8 @@ class ExportArgs:
             raise ValueError(f"--base_model_name {self.base_model_name} is of --to adapter, not of {self.to}")
         if self.temperature is not None and not 0 <= self.temperature <= 100:
             raise ValueError(f"--temperature {self.temperature} must lie in 0 to 100")
-        if self.to in FOR_LLAMA and find_spec("gguf") is None:
-            raise ValueError(needs_package(f"--to {self.to}", "gguf", "gguf"))
+        if self.to in FOR_LLAMA:
+            check_package(f"--to {self.to}", "gguf")
         if self.destination_dir is not None:
             check_new(Path(self.destination_dir))
 

@@ -19,15 +19,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from lightrlhf.cli.addresses import KEY
-from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_at_least, check_types, needs_package
+from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
@@ -135,8 +135,7 @@ def run_own(args: ServeArgs, source: str) -> None:
     if args.print_command:
         raise UsageError("--print_command True: neither vLLM nor SGLang is used, so there is no command")
     for package in ("starlette", "uvicorn"):
-        if find_spec(package) is None:
-            raise UsageError(needs_package("lightrlhf.serve with our own engine", package, "serve"))
+        check_package("lightrlhf.serve with our own engine", package, UsageError)
     end_at_once()
     with listening(args.host, args.port) as listener:
         from lightrlhf.serving.app import App

@@ -139,7 +139,7 @@ def test_no_test_file_is_imported_or_named_by_another(path):
 PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 
 
-OPTIONAL = {"gymnasium", "gradio", "pandas", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
+OPTIONAL = {"gymnasium", "gradio", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
 OPTIONAL |= {"alfworld", "textworld", "starlette", "uvicorn", "math-verify", "reasoning-gym", "gguf", "wandb"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 

@@ -21,8 +21,8 @@ from contextlib import redirect_stdout
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from lightrlhf.cli.args import needs_package
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, one_line_errors
+from lightrlhf.cli.packages import needs_package
 from lightrlhf.data.entries import entry_text, read_entry
 from lightrlhf.data.splits import SPLITS, split_by_hash
 
@@ -182,7 +182,7 @@ def _tasks() -> dict[str, Any]:
         import reasoning_gym  # noqa: F401  # registers its tasks
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise UsageError(needs_package("datasets_prep.reasoning_gym", "reasoning-gym", "verify")) from None
+        raise UsageError(needs_package("datasets_prep.reasoning_gym", "reasoning_gym")) from None
     return {name: classes for name, classes in DATASETS.items() if name != MIXTURE}
 
 

@@ -20,6 +20,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.latest import follow_latest
 from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
+from lightrlhf.cli.packages import check_package
 
 TYPES: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
@@ -247,8 +248,8 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             check_at_least(self, name, 0)
         if self.lr_warmup_steps is not None:
             check_at_least(self, "lr_warmup_steps", 0)
-        if self.logger == "wandb" and find_spec("wandb") is None:
-            raise ValueError(needs_package("--logger wandb", "wandb", "wandb"))
+        if self.logger == "wandb":
+            check_package("--logger wandb", "wandb")
         if self.wandb_project is not None and self.logger != "wandb":
             raise ValueError(
                 f"--wandb_project {self.wandb_project} is of --logger wandb, not {self.logger}; leave it out"
@@ -260,8 +261,8 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
                 f"--precision 16-mixed scales losses, which --strategy {self.strategy} does not support here; "
                 "use --precision bf16-mixed or --strategy ddp"
             )
-        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and find_spec("bitsandbytes") is None:
-            raise ValueError(needs_package(f"--optimizer {self.optimizer}", "bitsandbytes", "quantisation"))
+        if self.optimizer in ("AdamW8bit", "PagedAdamW32bit"):
+            check_package(f"--optimizer {self.optimizer}", "bitsandbytes")
         if self.optimizer in ("AdamW8bit", "PagedAdamW32bit") and self.strategy in ("fsdp", "deepspeed"):
             raise ValueError(
                 f"--optimizer {self.optimizer} cannot be sharded by --strategy {self.strategy}; use --optimizer AdamW"
@@ -384,8 +385,7 @@ class ModelArgs:
         strategy = getattr(self, "strategy", "auto")
         if strategy in ("fsdp", "deepspeed"):
             raise ValueError(f"--{name} True cannot be sharded by --strategy {strategy}; use --strategy ddp")
-        if find_spec("bitsandbytes") is None:
-            raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
+        check_package(f"--{name} True", "bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -732,11 +732,6 @@ def check_positive(args: Any, *names: str) -> None:
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"--{name} {value} must be a finite number above 0")
-
-
-def needs_package(what: str, package: str, extra: str) -> str:
-    """Error message for a package that is not installed; `extra` is the one of `setup.py` that brings it."""
-    return f"{what} needs the package {package}; install it from the clone with: pip install -e '.[{extra}]'"
 
 
 def is_gguf(name: str) -> bool:

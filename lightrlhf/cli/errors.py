@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightrlhf.cli.packages import missing_line
+
 # what to do about a disk that cannot be written, by errno
 WRITE_REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -89,7 +91,8 @@ def _causes(problem: BaseException | None) -> Iterator[BaseException]:
 def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status.
 
-    So does a write that failed where no caller knew more about it: in another package, or to a full standard output.
+    So does a package that is missing, and a write that failed where no caller knew more about it: in another package,
+    or to a full standard output.
     Where the reader of a pipe is gone, as behind `head`, the program ends without a word.
     """
 
@@ -104,6 +107,9 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as problem:
             if isinstance(problem, BrokenPipeError) and _pipes_closed():
                 sys.exit(CLOSED_PIPE)
+            if missing := missing_line(problem):
+                print(f"error: {missing}", file=sys.stderr)
+                sys.exit(UsageError.exit_status)
             reason = write_problem(problem)
             if reason is None:
                 raise
@@ -133,6 +139,8 @@ def _printed(main: Callable[..., Any], argv: list[str] | None) -> Any:
 def _pipes_closed() -> bool:
     """Whether the readers of standard output or error are gone; what these still hold is lost then."""
     closed = []
+    if not hasattr(select, "poll"):  # on Windows, where a write to a closed pipe raises another error
+        return False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         with suppress(OSError):  # a stream that is no file, as in a test

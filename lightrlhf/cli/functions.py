@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.packages import check_package
 
 REWARD_SHAPE = "f(prompts, completions, **columns) -> list[float]"
 VERL = ("data_source", "solution_str", "ground_truth")  # parameters of a function of one response, as verl calls it
@@ -28,8 +28,8 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns
         raise UsageError(f"{flag} {path} is not of the form package.module:function")
     if takes_columns:
         check_columns(function, f"{flag} {path}", shape)
-    if (package := getattr(function, "needs", None)) and find_spec(package) is None:
-        raise UsageError(f"{flag} {path} needs the package {package}; install lightrlhf[verify]")
+    if package := getattr(function, "needs", None):
+        check_package(f"{flag} {path}", package, UsageError)
     return function
 
 

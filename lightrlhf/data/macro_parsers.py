@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightrlhf.cli.args import needs_package
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.packages import check_package
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.tokens import decode
 from lightrlhf.maths.macro_actions import beginning_at
@@ -41,7 +41,7 @@ GRAMMAR = r"""
     VP: {<MD>?<RB.*>*<VB.*>+<RB.*|RP|TO|VB|NP|PP|CLAUSE>*}
     CLAUSE: {<NP><PP>*<VP>}
 """
-PACKAGES = {"textblob": "parse", "benepar": "benepar", "stanza": "stanza"}  # and the extra that brings each
+PACKAGES = ("textblob", "benepar", "stanza")
 NEED_MODEL = ("benepar", "stanza")
 
 
@@ -160,8 +160,8 @@ def check_parser(name: str, model: str | None) -> None:
     if ":" not in name and name not in (*PACKAGES, "python"):
         known = ", ".join((*PACKAGES, "python"))
         raise ValueError(f"--parser {name} is neither one of {known} nor of the form package.module:function")
-    if name in PACKAGES and importlib.util.find_spec(name) is None:
-        raise ValueError(needs_package(f"--parser {name}", name, PACKAGES[name]))
+    if name in PACKAGES:
+        check_package(f"--parser {name}", name)
     if name in NEED_MODEL and model is None:
         raise ValueError(f"--parser {name} requires --parser_model, the local folder of a downloaded model")
     if name not in NEED_MODEL and model is not None:

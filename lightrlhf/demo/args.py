@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lightrlhf.cli.args import RARE, GenerationArgs, SealArgs, check_at_least, check_types, needs_package
+from lightrlhf.cli.args import RARE, GenerationArgs, SealArgs, check_at_least, check_types
 from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.packages import check_package
 from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
 from lightrlhf.models.loading import find_device
 from lightrlhf.storage.gguf_files import check_model_exists
@@ -84,11 +84,10 @@ class DemoArgs(GenerationArgs, SealArgs):
             raise ValueError(f"--password_file {self.password_file} must be a file with the password in its first line")
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("--load_in_8bit True and --load_in_4bit True are mutually exclusive")
-        if find_spec("gradio") is None:
-            raise ValueError(needs_package("the demo", "gradio", "demo"))
+        check_package("the demo", "gradio")
         for name in ("load_in_8bit", "load_in_4bit"):
-            if getattr(self, name) and find_spec("bitsandbytes") is None:
-                raise ValueError(needs_package(f"--{name} True", "bitsandbytes", "quantisation"))
+            if getattr(self, name):
+                check_package(f"--{name} True", "bitsandbytes")
         find_device(self.accelerator)
 
     @property

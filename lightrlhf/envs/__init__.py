@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightrlhf.cli.args import needs_package
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.packages import needs_package
 
 ENVIRONMENTS = {
     "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
@@ -172,8 +172,7 @@ def _class_of(name: str) -> Any:
     except ModuleNotFoundError as problem:
         missing = (problem.name or "").partition(".")[0]
         if name in ENVIRONMENTS:
-            extra = "alfworld" if name == "alfworld" else "envs"
-            raise UsageError(needs_package(f"--env {name}", missing, extra)) from None
+            raise UsageError(needs_package(f"--env {name}", "alfworld" if name == "alfworld" else missing)) from None
         raise UsageError(f"--env {name} cannot be imported: {problem}") from None
     except (ImportError, AttributeError) as problem:
         raise UsageError(f"--env {name} cannot be imported: {problem}") from None

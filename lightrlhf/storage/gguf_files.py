@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf, needs_package
+from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.errors import UsageError, first_line, write_problem
+from lightrlhf.cli.packages import check_package
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.storage.checkpoint import damage, sha256, write_folder
 from lightrlhf.storage.locks import lock_folder
@@ -148,8 +149,7 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
         if wrong := damage(folder):
             raise UsageError(f"{flag} {name}: {folder} is damaged ({wrong}); delete it, and it is converted again")
         return folder
-    if find_spec("gguf") is None:
-        raise UsageError(needs_package(f"{flag} {name}", "gguf", "gguf"))
+    check_package(f"{flag} {name}", "gguf", UsageError)
     with writing(folder, kept=lambda: ELSEWHERE):
         lock = lock_folder(folder.parent, wait=True)  # other ranks wait for the first, and find the folder
     with lock:

@@ -523,7 +523,7 @@ def test_headers_and_cookies(world, user, case):
 # ------------------------------------------------------------------------------------------------------------ browser
 @pytest.mark.browser
 def test_no_text_becomes_markup_in_a_browser(world, case):
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[test]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[browser]'")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no browser is installed; on Debian: apt-get install chromium")

@@ -49,18 +49,6 @@ def test_the_command_is_what_its_programs_call_themselves():
     assert refused.stderr == "lightrlhf sft: error: unknown flag --learning_rat; did you mean --learning_rate?\n"
 
 
-def test_a_missing_package_is_one_line(monkeypatch, capsys):
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
-
-    monkeypatch.setattr(command, "import_module", missing)
-    with pytest.raises(SystemExit):
-        command.main(["sft"])
-    assert (
-        capsys.readouterr().err == "error: the package tokenizers is not installed; `lightrlhf doctor` says what is\n"
-    )
-
-
 def test_every_program_has_an_args_class():
     for name in lightrlhf.PROGRAMS:
         assert command.args_class(name).__name__.lower() == f"{name.replace('_', '')}args"

@@ -70,7 +70,7 @@ def server(world):
 
 @pytest.fixture(scope="session")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[test]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[browser]'")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no browser is installed; on Debian: apt-get install chromium")

@@ -374,11 +374,6 @@ def test_a_folder_that_is_there_is_left_alone(cafe_model, tmp_path, capsys):
     assert not list((tmp_path / "mine").iterdir())
 
 
-def test_without_the_package_its_extra_is_named(cafe_model, monkeypatch, capsys):
-    monkeypatch.setattr(export, "find_spec", lambda name: None)
-    assert "pip install -e '.[gguf]'" in refusal(capsys, [str(cafe_model), "--to", "gguf"])
-
-
 def test_architectures_and_templates_that_cannot_be_written(tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     other = stored(tokenizer, "opt", tmp_path / "opt")

@@ -7,8 +7,6 @@ import math
 
 import pytest
 
-from lightrlhf.cli import functions
-from lightrlhf.cli.errors import UsageError
 from lightrlhf.rewards import verifiers
 from lightrlhf.rewards.scorers import FunctionScorer, Sample
 from lightrlhf.rewards.verifiers import (
@@ -88,12 +86,6 @@ def test_formats_are_regular_expressions():
         assert score(think_and_answer, wrong) == 0.0
     assert score(matches(r"\d+"), "12") == 1.0 and score(matches(r"\d+"), "12 ") == 0.0
     assert score(column_pattern, "ab", pattern="a.") == 1.0 and score(column_pattern, "ab", pattern=None) is None
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(functions, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs the package math_verify; install lightrlhf\[verify\]"):
-        functions.load_function(MATH, "--reward_function")
 
 
 def test_mathematics():

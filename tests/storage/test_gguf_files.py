@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import struct
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -416,8 +417,7 @@ def test_a_package_whose_import_raises_is_read_all_the_same(write, tmp_path, mon
 
 
 def test_without_the_package_gguf(write, monkeypatch):
-    find_spec = gguf_files.find_spec
-    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    monkeypatch.setitem(sys.modules, "gguf", None)
     refused(write(), "gguf", "pip install")
 
 
@@ -430,7 +430,7 @@ def test_the_folder_is_whole_and_used_again_without_file_system_writes_or_librar
     from_gguf.cache_clear()
     for name in ("lock_folder", "read_gguf", "write_folder"):
         monkeypatch.setattr(gguf_files, name, lambda *_, **__: pytest.fail("it was converted again"))
-    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert from_gguf(str(file)) == folder
     monkeypatch.setenv("LIGHTRLHF_CACHE", "~/models")
     monkeypatch.setenv("HOME", str(cache))

@@ -1,0 +1,80 @@
+"""Packages that are not installed: one line each, with the extra of `setup.py` that brings an optional one.
+
+A program asks for an optional package by `check_package` before it loads a model. A required one is missing from a
+broken installation alone: `one_line_errors` prints `missing_line` where a function imports it, and `print_missing`
+where the imports at the top of a program do, before there is a `main` that could.
+
+Left out: versions (`lightrlhf doctor` compares them), and packages that a user's own functions import.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from importlib.util import find_spec
+from types import TracebackType
+
+EXTRAS = {  # import name -> extra
+    "gymnasium": "envs",
+    "gradio": "demo",
+    "textblob": "parse",
+    "bitsandbytes": "quantisation",
+    "math_verify": "verify",
+    "reasoning_gym": "verify",
+    "gguf": "gguf",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "wandb": "wandb",
+    "benepar": "benepar",
+    "stanza": "stanza",
+    "alfworld": "alfworld",
+    "textworld": "alfworld",
+    "fast_downward": "alfworld",
+}
+OURS = ("lightrlhf", "datasets_prep", "examples")
+DISTRIBUTIONS = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym", "yaml": "pyyaml"}
+
+
+def needs_package(what: str, package: str) -> str:
+    """Error message for a package that is not installed; what: the flag or program that imports it."""
+    extra = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
+    name = DISTRIBUTIONS.get(package, package)
+    return f"{what} needs the package {name}; install it from the clone with: pip install -e {extra}"
+
+
+def check_package(what: str, package: str, error: type[Exception] = ValueError) -> None:
+    """Raises: `error`, which names the extra, when a package is not installed; it is not imported."""
+    if find_spec(package) is None:
+        raise error(needs_package(what, package))
+
+
+def missing_line(problem: BaseException | None) -> str | None:
+    """The message for an import that found no package; None where the package is none of those in `setup.py`."""
+    name = problem.name if isinstance(problem, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
+    required = _required()
+    if not package or package in OURS or (required and package not in {*EXTRAS, *required}):
+        return None
+    return needs_package("lightrlhf", package)
+
+
+def _required() -> set[str]:
+    """Import names of the packages that are always required; empty where lightrlhf itself is not installed."""
+    from importlib.metadata import PackageNotFoundError, requires  # 20 ms
+
+    try:
+        lines = requires("lightrlhf") or []
+    except PackageNotFoundError:  # run in a clone by a Python without it: whatever is missing is required
+        return set()
+    names = {re.split(r"[^\w-]", line)[0].lower().replace("-", "_") for line in lines if "extra ==" not in line}
+    return names | {"yaml"}  # of pyyaml
+
+
+def print_missing(kind: type[BaseException], problem: BaseException, place: TracebackType | None) -> None:
+    """`sys.excepthook` of a program: one line, and exit status 2, for a package that it could not import."""
+    line = missing_line(problem)
+    if line is None:
+        return traceback.print_exception(kind, problem, place)
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
