@@ -130,6 +130,10 @@ REPEATS ?= 5
 test-nightly: test attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
+# Every command of the README and three pages in a new home with the system's Python; NEWCOMER="--without 'make test'".
+newcomer: $(VENV)/.tested
+	PYTHONPATH=tests $(BIN)/python tests/newcomer.py $(NEWCOMER)
+
 lint: $(VENV)/.tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 

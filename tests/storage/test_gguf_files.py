@@ -417,8 +417,9 @@ def test_a_package_whose_import_raises_is_read_all_the_same(write, tmp_path, mon
 
 
 def test_without_the_package_gguf(write, monkeypatch):
+    file = write()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(write(), "gguf", "pip install")
+    refused(file, "gguf", "pip install")
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
