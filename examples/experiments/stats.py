@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrlhf.maths.student import interval
 from lightrlhf.storage.checkpoint import write_text
-
-# 97.5% quantiles of Student's t for 1 to 9 degrees of freedom; more seeds take the last, which widens the interval.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high): the 95% interval of the mean by Student's t; infinite for a single value."""
-    count = len(values)
-    mean = sum(values) / count
-    if count < 2:
-        return mean, float("-inf"), float("inf")
-    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    half = T_QUANTILES[min(count - 1, len(T_QUANTILES)) - 1] * (variance / count) ** 0.5
-    return mean, mean - half, mean + half
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
