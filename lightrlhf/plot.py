@@ -21,8 +21,8 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import read_responses
-from lightrlhf.storage.curves import Curve, columns, curves_of, joined, seed_groups, smooth
-from lightrlhf.storage.results import new_figure, save_figure, usual_metrics
+from lightrlhf.storage.curves import Curve, columns, curves_of, joined, seed_groups
+from lightrlhf.storage.results import draw_curves, new_figure, save_figure, usual_metrics
 from lightrlhf.storage.run_dir import labels, read_metrics
 
 PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".eps", ".webp", ".tif", ".tiff")
@@ -105,19 +105,8 @@ def draw(panels: Mapping[str, Mapping[str, Curve]], output: Path, smoothing: int
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (name, curves) in zip(axes, panels.items()):
-        for label, curve in curves.items():
-            steps, values, band, colour = curve.steps, curve.means, curve.errors, colours[label]
-            few = len(steps) < 3 * smoothing
-            axis.plot(steps, values, color=colour, alpha=1.0 if few else 0.3, lw=1.2, marker="o" if few else None, ms=3)
-            if not few:
-                values, band = smooth(values, smoothing), smooth(band, smoothing)
-            axis.plot(steps, values, color=colour, lw=1.8, label=label)
-            if (curve.seeds > 1).any():
-                axis.fill_between(steps, values - band, values + band, color=colour, alpha=0.2, lw=0)
+        draw_curves(axis, curves, colours, smoothing)
         axis.set_title(name, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
     handles, texts = axes[0].get_legend_handles_labels()
     if len(colours) > 1:
         figure.legend(handles, texts, loc="lower center", ncol=min(4, len(colours)), fontsize=8)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import replacing, write_text
+from lightrlhf.storage.curves import Curve, smooth
 from lightrlhf.storage.jsonl import stored_settings, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
@@ -127,6 +128,25 @@ def label(axis: Axes, x: str, y: str = "") -> None:
     axis.set_xlabel(x, fontsize=8)
     axis.set_ylabel(y, fontsize=8)
     axis.legend(fontsize=8)
+
+
+def draw_curves(axis: Axes, curves: Mapping[str, Curve], colours: Mapping[str, str], smoothing: int) -> None:
+    """Draw curves by label into an axis: as logged and smoothed, with bands of a standard error over several seeds.
+
+    smoothing: points in the moving average; curves of few points are drawn as they are, with markers.
+    """
+    for name, curve in curves.items():
+        steps, values, band, colour = curve.steps, curve.means, curve.errors, colours[name]
+        few = len(steps) < 3 * smoothing
+        axis.plot(steps, values, color=colour, alpha=1.0 if few else 0.3, lw=1.2, marker="o" if few else None, ms=3)
+        if not few:
+            values, band = smooth(values, smoothing), smooth(band, smoothing)
+        axis.plot(steps, values, color=colour, lw=1.8, label=name)
+        if (curve.seeds > 1).any():
+            axis.fill_between(steps, values - band, values + band, color=colour, alpha=0.2, lw=0)
+    axis.set_xlabel("step", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.25)
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "", bottom: float = 0.0) -> None:
