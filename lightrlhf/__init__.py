@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 TRAINING: tuple[str, ...] = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "refuel", "iterative_refuel")
 TRAINING += ("online_refuel", "reflect_rl")
 TOOLS: tuple[str, ...] = ("generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge")
-TOOLS += ("check_reward", "estimate", "plot", "serve", "export", "demo", "doctor", "quickstart")
+TOOLS += ("check_reward", "estimate", "sweep", "plot", "serve", "export", "demo", "doctor", "quickstart")
 PROGRAMS = TRAINING + TOOLS
 NAMES = {
     "SFTArgs": "lightrlhf.sft",

@@ -31,6 +31,7 @@ EDGES = {  # of programs to programs; all else goes through the rooms
     "online_refuel": {"refuel"},
     "evaluate": {"evaluate_env", "evaluate_dialogues"},
     "quickstart": {"sft", "rm", "ppo", "evaluate", "plot"} | {f"datasets_prep.cafe.{name}" for name in OF_QUICKSTART},
+    "sweep": {"__main__"},  # which finds a program by its name
 }
 FOR_DATA = {"cli", "data", "envs", "storage"}  # rooms that data preparation may use, and these files
 FOR_DATA_FILES = {"lightrlhf.demo.votes", "lightrlhf.demo.summaries"}

@@ -83,8 +83,10 @@ def with_new_names(args_class: Any, word: str, before: str) -> str:
     return f"{flag}={text}" if equals else text
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """The flags of a YAML or JSON file. Raises: UsageError when it is anything else than a plain mapping of them.
+def read_config(path: str, flag: str = "--config") -> dict[str, Any]:
+    """The flags of a YAML or JSON file; flag: named in errors.
+
+    Raises: UsageError when it is anything else than a plain mapping of them.
 
     Anchors are refused, since a few lines of them may stand for gigabytes; so are keys given twice, and numbers that
     YAML reads in a way of its own: 010 is eight to it, 1:30 ninety.
@@ -110,17 +112,17 @@ def read_config(path: str) -> dict[str, Any]:
 
     try:
         if Path(path).stat().st_size > LARGEST_CONFIG:
-            raise UsageError(f"--config {path} has more than {LARGEST_CONFIG:,} bytes; give a file of flags")
+            raise UsageError(f"{flag} {path} has more than {LARGEST_CONFIG:,} bytes; give a file of flags")
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # JSON may be indented by tabs, which YAML refuses; its texts hold none
             text = text.replace("\t", " ")
         stored = yaml.load(text, Loader)
     except OSError as problem:
-        raise UsageError(f"--config {path} cannot be read: {problem.strerror}") from None
+        raise UsageError(f"{flag} {path} cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--config {path} is not a text in UTF-8") from None
+        raise UsageError(f"{flag} {path} is not a text in UTF-8") from None
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as problem:
-        raise UsageError(f"--config {path} is not YAML: {' '.join(str(problem).split())[:200]}") from None
+        raise UsageError(f"{flag} {path} is not YAML: {' '.join(str(problem).split())[:200]}") from None
     if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
-        raise UsageError(f"--config {path} is not a mapping of flags such as `seed: 1`, one a line")
+        raise UsageError(f"{flag} {path} is not a mapping of flags such as `seed: 1`, one a line")
     return stored

@@ -1,0 +1,259 @@
+"""Files of `lightrlhf sweep`: a program, its fixed flags, and the values and seeds to run it with.
+
+    program: sft
+    flags: {data_dir: data/cafe/tiny, model_name: tiny}
+    grid:                              # every combination of these values
+      learning_rate: [1.0e-4, 5.0e-4]
+    seeds: [1, 2, 3]
+    metric: val/loss                   # as `--keep_best` takes it: min:NAME or max:NAME where the name does not say
+
+    sample:                            # instead of `grid`: combinations of one draw of each, in the order of the file
+      learning_rate: {log_uniform: [1.0e-5, 1.0e-3]}
+      weight_decay: {uniform: [0, 0.1]}
+      mini_batch_size: {choice: [8, 16]}
+    num_samples: 8                     # a larger number keeps the first ones
+    sample_seed: 0
+
+Every combination is read by the parser of its program, so the file is refused as the command line would be.
+
+Left out: values that depend on the results of others, and flags that depend on each other. What remains is
+`itertools.product` and `random`. Of kept libraries, scikit-learn's ParameterGrid would save that one line; optuna,
+hydra, ray and W&B bring a study, a launcher or a server, and leave the checks here and the resuming to be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import lightrlhf
+from lightrlhf.cli.args import best_metric
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.old_flags import FLOAT, read_config
+from lightrlhf.cli.parser import neighbour, parse
+
+REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "metric: val/loss"}
+KEYS = {*REQUIRED, "flags", "grid", "sample", "num_samples", "sample_seed"}
+OF_THE_SWEEP = {  # flags that a file does not set, and why
+    "seed": "give seeds",
+    "output_dir": "each run has a folder of its own in that of the sweep",
+    "resume_from": "the sweep itself resumes its runs",
+    "push_to_hub": "each run would replace the one before; upload the one you choose",
+    **dict.fromkeys(("help", "help_all", "print_config"), "it trains nothing"),
+}
+DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
+MOST = 1000  # combinations
+ATTEMPTS = 100  # draws for each distinct sample
+LONGEST = 100  # characters of a folder's name
+
+
+class Combination(NamedTuple):
+    """Values of the swept flags, as the program reads them; name: of its folder; args: with the first seed."""
+
+    name: str
+    values: dict[str, Any]
+    args: Any
+
+
+class Sweep(NamedTuple):
+    """What a sweep file says, of which every combination and seed is valid."""
+
+    program: str
+    metric: str
+    lower_is_better: bool
+    combinations: list[Combination]
+    seeds: list[int]
+
+
+def read_sweep(path: str, args_class_of: Callable[[str], Any]) -> Sweep:
+    """Read a sweep file. args_class_of: returns the args dataclass of a program.
+
+    Raises: UsageError, one line with the file and the key, for what the program would refuse, values given twice, and
+        flags that the sweep sets itself.
+    """
+    stored = read_config(path, "--sweep_file")
+    try:
+        return _read(stored, args_class_of)
+    except (UsageError, ValueError) as problem:
+        raise UsageError(f"--sweep_file {path}: {problem}") from None
+
+
+def parsed(args_class: Any, words: list[str]) -> Any:
+    """The args dataclass of the words of a command line. Raises: UsageError, as the program's parser words it."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return parse(args_class, words)
+    except SystemExit:
+        raise UsageError(told.getvalue().partition("error: ")[2].strip()) from None
+
+
+def words_of(args: Any) -> list[str]:
+    """The flags of an args dataclass that are not at their defaults, as words of a command line."""
+    words = []
+    for one in dataclasses.fields(args):
+        factory, value = one.default_factory, getattr(args, one.name)
+        if value != (one.default if factory is dataclasses.MISSING else factory()):
+            words.append(_word(one.name, value))
+    return words
+
+
+# ------------------------------------------------------------------------------------------------------------- the file
+def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Sweep:
+    for name in stored:
+        if name not in KEYS:
+            meant = neighbour(name, KEYS)
+            raise ValueError(f"unknown key {name}; " + (f"did you mean {meant}?" if meant else "flags belong to flags"))
+    for name, example in REQUIRED.items():
+        if stored.get(name) in (None, "", []):
+            raise ValueError(f"{name} is missing; give it as in `{example}`")
+    program, metric = str(stored["program"]).replace("-", "_"), str(stored["metric"])
+    if program not in lightrlhf.TRAINING:
+        nearest = difflib.get_close_matches(program, lightrlhf.TRAINING, n=1)
+        known = f"did you mean {nearest[0]}?" if nearest else f"these are: {', '.join(lightrlhf.TRAINING)}"
+        raise ValueError(f"program {program} is no training program; {known}")
+    try:
+        metric, lower_is_better = best_metric(metric)
+    except ValueError:
+        raise ValueError(f"metric {metric}: say which value is better, min:{metric} or max:{metric}") from None
+    args_class, seeds = args_class_of(program), _seeds(stored["seeds"])
+    fixed, swept = _flags(stored)
+    first, *others = seeds
+    found: dict[tuple[str, ...], Combination] = {}  # by all flags
+    for values in _sampled(stored, swept, args_class) if "sample" in stored else _grid(swept):
+        args = parsed(args_class, [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()])
+        read = {name: getattr(args, name, value) for name, value in values.items()}
+        one, flags = Combination(_folder(read) or program, read, args), tuple(words_of(args))
+        if flags in found:
+            raise ValueError(f"{one.name} is given twice, maybe in two spellings; remove one")
+        found[flags] = one
+    for seed in others:
+        dataclasses.replace(one.args, seed=seed)  # raises ValueError
+    return Sweep(program, metric, lower_is_better, list(found.values()), seeds)
+
+
+def _seeds(given: Any) -> list[int]:
+    if not isinstance(given, list):
+        raise ValueError(f"seeds {given} is not a list such as [1, 2, 3]")
+    for seed in given:
+        if type(seed) is not int:
+            raise ValueError(f"seeds: {seed!r} is not a whole number")
+    if twice := [seed for place, seed in enumerate(given) if seed in given[:place]]:
+        raise ValueError(f"seeds: {twice[0]} is given twice; remove one")
+    return given
+
+
+def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fixed flags, `config` first, so that the others win, and those of `grid` or `sample` with what they take."""
+    if "grid" in stored and "sample" in stored:
+        raise ValueError("grid and sample are both given; leave one out")
+    for name in ("num_samples", "sample_seed"):
+        if name in stored and "sample" not in stored:
+            raise ValueError(f"{name} is of sample, which is not given; leave it out")
+    for key in ("flags", "grid", "sample"):
+        if not isinstance(stored.get(key, {}), dict):
+            raise ValueError(f"{key} {stored[key]} is not a mapping of flags such as `learning_rate: …`")
+        for name in stored.get(key, {}):
+            if name in OF_THE_SWEEP:
+                raise ValueError(f"{key}: {name} is not for a sweep file, {OF_THE_SWEEP[name]}")
+    fixed, swept = dict(stored.get("flags", {})), dict(stored.get("grid", stored.get("sample", {})))
+    if ("grid" in stored or "sample" in stored) and not swept:
+        raise ValueError(f"{'grid' if 'grid' in stored else 'sample'} is empty; give flags to vary, or leave it out")
+    if "config" in swept:
+        raise ValueError("config cannot be varied; give it in flags")
+    if both := sorted(fixed.keys() & swept.keys()):
+        raise ValueError(f"{both[0]} is in flags and varied as well; leave it out of flags")
+    return {name: fixed[name] for name in sorted(fixed, key=lambda name: name != "config")}, swept
+
+
+def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """All combinations; a single one without values where nothing is varied, as for seeds alone."""
+    for name, values in swept.items():
+        _check_list("grid", name, values)
+    if (count := math.prod(map(len, swept.values()))) > MOST:
+        raise ValueError(f"grid has {count:,} combinations, more than {MOST:,}; give sample with num_samples")
+    return (dict(zip(swept, values)) for values in itertools.product(*swept.values()))
+
+
+def _check_list(key: str, name: str, values: Any) -> None:
+    if not isinstance(values, list):
+        raise ValueError(f"{key}: {name} {values} is not a list of values such as [{values}]; fixed ones are in flags")
+    if not values:
+        raise ValueError(f"{key}: {name} has no values")
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+def _sampled(stored: Mapping[str, Any], swept: Mapping[str, Any], args_class: Any) -> list[dict[str, Any]]:
+    """Distinct draws, as many as `num_samples`; a larger number leaves the first ones as they are."""
+    count, seed = stored.get("num_samples"), stored.get("sample_seed", 0)
+    if type(count) is not int or not 1 <= count <= MOST:
+        raise ValueError(f"num_samples {count} is not a whole number from 1 to {MOST}")
+    if type(seed) is not int:
+        raise ValueError(f"sample_seed {seed} is not a whole number")
+    hints = get_type_hints(args_class)
+    draws = {name: _distribution(name, given, hints.get(name)) for name, given in swept.items()}
+    generator, found = random.Random(seed), []
+    for _ in range(ATTEMPTS * count):
+        one = {name: draw(generator) for name, draw in draws.items()}
+        if one not in found:
+            found.append(one)
+        if len(found) == count:
+            return found
+    raise ValueError(f"num_samples {count} is more than the {len(found)} that sample has; use grid, or a smaller one")
+
+
+def _distribution(name: str, given: Any, hint: Any) -> Callable[[random.Random], Any]:
+    """What draws a value of a flag: numbers of three digits, whole ones for a flag that takes no others."""
+    kind, values = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else ("", [])
+    if kind not in DISTRIBUTIONS:
+        raise ValueError(f"sample: {name} {given} is not one of {', '.join(DISTRIBUTIONS)}, as {{uniform: [0, 1]}}")
+    _check_list(f"sample: {name}", kind, values)
+    if kind == "choice":
+        return lambda generator: generator.choice(values)
+    low, high = map(_number, values) if len(values) == 2 else (math.nan, math.nan)
+    if not (low < high and (low > 0 or kind == "uniform")):
+        least = "above 0 " if kind == "log_uniform" else ""
+        raise ValueError(f"sample: {name}: {kind} {values} is not two numbers {least}in ascending order")
+    is_whole = int in (hint, *get_args(hint))
+
+    def draw(generator: random.Random) -> float:
+        log = kind == "log_uniform"
+        value = math.exp(generator.uniform(math.log(low), math.log(high))) if log else generator.uniform(low, high)
+        return round(value) if is_whole else float(f"{value:.3g}")
+
+    return draw
+
+
+def _number(value: Any) -> float:
+    """A number of YAML, which reads 1e-4 as a text; NaN for anything else."""
+    is_number = isinstance(value, int | float) or (isinstance(value, str) and FLOAT.fullmatch(value.lower()))
+    return float(value) if is_number else math.nan
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+def text_of(value: Any) -> str:
+    """A value as the command line spells it. Raises: ValueError for a mapping."""
+    if isinstance(value, dict):
+        raise ValueError(f"{value} is no value of a flag")
+    return "null" if value is None else json.dumps(value) if isinstance(value, list | tuple) else str(value)
+
+
+def _word(name: str, value: Any) -> str:
+    return f"--{name}={text_of(value)}"
+
+
+def _folder(values: Mapping[str, Any]) -> str:
+    """A folder's name of the values of the swept flags; where it does not show them in full, with a hash of them."""
+    exact = "+".join(f"{name}={text_of(value)}" for name, value in values.items())
+    name = re.sub(r"[^\w.+=-]+", "-", exact)[:LONGEST]
+    return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:6]}"

@@ -1,0 +1,279 @@
+"""Sweep over flags and seeds: train a program for each combination of a file, then show a table and a picture.
+
+`lightrlhf sweep FILE.yaml` runs a grid or samples of the flags of any training program (the file: `cli/sweep_file.py`),
+each run in a process of its own, whose memory is free when it ends and whose failure ends nothing else. What is done is
+read from the folder, so the same command goes on after a kill, retries what failed, and adds values and seeds that were
+added to the file.
+
+Left out: several runs at once (`--jobs`), since two on one device are slower than one after the other, and who has
+several devices gives each a file with some of the seeds; early stopping of bad runs, which needs a schedule that all
+combinations share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from lightrlhf.__main__ import args_class
+from lightrlhf.cli.args import INPUT, check_args, check_types
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.sweep_file import Sweep, parsed, read_sweep, text_of, words_of
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.curves import columns, differences
+from lightrlhf.storage.jsonl import Row, read_jsonl, write_jsonl
+from lightrlhf.storage.locks import LOCK, lock_folder
+from lightrlhf.storage.run_dir import is_experiment_dir, read_growing
+from lightrlhf.storage.sweep_results import PICTURE, draw, show, summarise
+from lightrlhf.storage.writing import make_folder, writing
+from lightrlhf.training.summary import lines
+
+RESULTS = "results.jsonl"
+OWN = ("output_dir", "resume_from")  # flags in which runs of one setting differ
+PATIENCE = 60  # seconds that an interrupted run has to end by itself
+TAIL = 65536  # bytes at the end of a log, in which its last line is looked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepArgs:
+    """Train a program for each combination of flags and each seed of a file."""
+
+    POSITIONAL: ClassVar[str] = "sweep_file"
+
+    sweep_file: str = field(metadata=INPUT)
+    """YAML file with program, flags, grid or sample, seeds and metric; may be given without its flag."""
+    output_dir: str | None = None
+    """Folder of all runs and results; `logs/sweeps/` and the file's name when not given."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+class Planned(NamedTuple):
+    """A run of a sweep; name: its folder within that of the sweep; args: all of its program's flags."""
+
+    name: str
+    combination: str
+    folder: Path
+    args: Any
+
+
+def run(args: SweepArgs) -> list[dict[str, Any]]:
+    """Train what is left of a sweep; returns one row of results per combination, best first.
+
+    Raises: UsageError, before anything is trained, for an invalid file or a folder of other settings; RunFailure when
+        runs have failed, after the others and the table, or when the metric is not logged.
+    """
+    check_args(args, SweepArgs)
+    sweep = read_sweep(args.sweep_file, args_class)
+    folder = Path(args.output_dir or Path("logs", "sweeps", Path(args.sweep_file).stem))
+    planned = [
+        Planned(f"{one.name}/seed-{seed}", one.name, folder / one.name / f"seed-{seed}", replace(one.args, seed=seed))
+        for one in sweep.combinations
+        for seed in sweep.seeds
+    ]
+    with lock_folder(folder, "--output_dir"):
+        check_settings(sweep, planned, folder)
+        rows = train_all(sweep, planned, folder)
+        own = [rows[one.name] for one in planned]
+        results = summarise(sweep, own)
+        show(sweep, results)
+        if others := len(rows) - len(own):
+            print(f"note: {others} runs in {folder} have values that the file no longer has; they are left out")
+        print(f"wrote {folder / RESULTS}")
+        if any(one["seeds"] for one in results):
+            draw(sweep, own, results, folder)
+            print(f"wrote {folder / PICTURE}")
+    if failed := [row["run"] for row in own if row["status"] != "finished"]:
+        raise RunFailure(
+            f"{len(failed)} of {len(own)} runs failed: {', '.join(failed)}; the .log next to each in {folder} says "
+            "why, the same command tries them again"
+        )
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> None:
+    """Compare the flags of the runs in the folder with those of the file, so that no two settings are mixed.
+
+    A planned run must have all flags as planned; one of values that the file no longer has, those that all planned runs
+    share. Raises: UsageError naming the flag, or the folder when it holds something else than a sweep.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    if names and not any(name.startswith(RESULTS) for name in names):
+        raise UsageError(f"--output_dir {folder} holds no sweep but {names[0]}; name another folder")
+    by_folder = {one.folder: to_dict(one.args) for one in planned}
+    everyone = list(by_folder.values())
+    swept = sweep.combinations[0].values.keys() | differences(everyone).keys()
+    shared = {name: value for name, value in everyone[0].items() if name not in {*swept, *OWN, "seed"}}
+    for path in sorted(folder.glob("*/seed-*/args.json")):
+        before = to_dict(parsed(type(planned[0].args), ["--resume_from", str(path.parent)]))
+        for name, value in by_folder.get(path.parent, shared).items():
+            if name not in OWN and before[name] != value:
+                raise UsageError(
+                    f"{path.parent} was trained with {name} {text_of(before[name])}, now it is {text_of(value)}; "
+                    "name another --output_dir, or put the value back"
+                )
+
+
+def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[str, Row]:
+    """Train the runs that are not finished; returns the row of each run by name, also of those that are not planned.
+
+    Raises: RunFailure when a finished run has not logged the metric.
+    """
+    from tqdm import tqdm
+
+    path = folder / RESULTS
+    found = {row["run"]: row for row in read_jsonl(path, ("run", "status"))} if path.is_file() else {}
+    begun = [one for one in planned if is_experiment_dir(str(one.folder))]
+    new = {one.name: new_row(sweep, one) for one in planned}
+    rows = new | found | {name: new[name] for name in new.keys() - {one.name for one in begun}}
+    done = [one for one in begun if rows[one.name]["status"] == "finished"]
+    for one in done:
+        rows[one.name] |= scores(sweep, one)
+    counts = f"{len(sweep.combinations)} of flags by {len(sweep.seeds)} of seeds"
+    state = f"{len(done)} finished, {len(begun) - len(done)} begun"
+    fields = {"program": f"lightrlhf.{sweep.program}", "runs": f"{len(planned)}, {counts}; {state}"}
+    print(lines(fields | {"results": str(folder)}), flush=True)
+    write_jsonl(path, rows.values())
+    with tqdm(total=len(planned), initial=len(done), desc="sweep", unit="run") as bar, ended_by_signals():
+        for one in planned:
+            if one in done:
+                continue
+            bar.set_postfix_str(one.name)
+            row, started = rows[one.name], time.perf_counter()
+            try:
+                row["status"], row["error"] = train_one(sweep.program, one)
+                if row["status"] == "finished":
+                    row |= scores(sweep, one)
+                else:
+                    tqdm.write(f"{one.name} failed: {row['error']}", file=sys.stderr)
+            except KeyboardInterrupt:
+                row["status"], row["error"] = "interrupted", None
+                tqdm.write(f"{one.name} is stopped; the same command goes on with it", file=sys.stderr)
+                raise
+            finally:
+                row["seconds"] += time.perf_counter() - started
+                write_jsonl(path, rows.values())
+            bar.update()
+    return rows
+
+
+def new_row(sweep: Sweep, one: Planned) -> Row:
+    """The row of a run that has not begun."""
+    values = {name: getattr(one.args, name) for name in sweep.combinations[0].values}
+    own = {"run": one.name, "combination": one.combination, **values, "seed": one.args.seed}
+    return own | {"status": "new", "error": None, "seconds": 0.0}
+
+
+def train_one(program: str, one: Planned) -> tuple[str, str | None]:
+    """Train a run in a process, from its last checkpoint if there is one; returns its status, and why it failed."""
+    with writing(one.folder.parent):
+        make_folder(one.folder.parent)
+    if one.folder.exists():
+        lock_folder(one.folder, wait=True).release()  # the process of a sweep that was killed may still train there
+    if is_experiment_dir(str(one.folder)) and not (checkpoints(one.folder) or hasattr(one.args, "iterations")):
+        shutil.rmtree(one.folder)  # holds nothing to go on from; programs in iterations go on from files of stages
+    if is_experiment_dir(str(one.folder)):
+        words = ["--resume_from", str(one.folder)]
+    else:
+        words = [*words_of(one.args), "--output_dir", str(one.folder)]
+    log = one.folder.with_name(f"{one.folder.name}.log")  # the folder must be empty when the run starts
+    status = run_child([*program_command(program), *words], log)
+    return ("failed", why_failed(status, log)) if status else ("finished", None)
+
+
+def program_command(program: str) -> list[str]:
+    return [sys.executable, "-m", f"lightrlhf.{program}"]
+
+
+def run_child(command: Sequence[str], log: Path) -> int:
+    """Exit status of a process whose output is appended to a file; an interruption is passed on to it, once.
+
+    The process has a session of its own, so that Ctrl-C reaches it, and the ranks that it starts, from here alone.
+    """
+    with writing(log), log.open("ab") as output:
+        output.write(f"$ {shlex.join(command)}\n".encode())
+        output.flush()
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        os.killpg(child.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(PATIENCE)
+        raise
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Context manager: SIGTERM and SIGHUP, as batch systems and closed terminals send them, act as Ctrl-C does.
+
+    Where SIGINT is ignored, as shells have it for jobs in the background of a script, a run must not inherit that.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {number: signal.SIG_DFL for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
+        before |= {signal.SIGINT: signal.SIG_IGN} if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else {}
+    for number in before:
+        signal.signal(number, (lambda *_: None) if number == signal.SIGINT else signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def why_failed(status: int, log: Path) -> str:
+    """The signal that ended a process, or the last line that it printed."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        printed = file.read().decode("utf-8", errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "$ ")
+    return f"exit status {status}" if last.startswith("$ ") else re.sub(r"^(.*?: )?error: ", "", last)
+
+
+def scores(sweep: Sweep, one: Planned) -> Row:
+    """Last and best value of the metric of a finished run, and the step of the best. Raises: RunFailure without one."""
+    metrics = columns(read_growing(one.folder / "metrics.jsonl") or [])
+    if sweep.metric not in metrics:
+        known = ", ".join(name for name in metrics if not name.startswith("time/")) or "none"
+        raise RunFailure(
+            f"metric {sweep.metric} is not logged by lightrlhf.{sweep.program} in {one.folder}; it logs {known}"
+        )
+    steps, values = metrics[sweep.metric]
+    at = values.argmin() if sweep.lower_is_better else values.argmax()
+    best = {"best": float(values[at]), "best_step": int(steps[at])}
+    return {"metric": sweep.metric, "final": float(values[-1]), "final_step": int(steps[-1]), **best}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the program; returns the rows of the table."""
+    return run(parse(SweepArgs, argv))
+
+
+if __name__ == "__main__":
+    main()
