@@ -5,9 +5,8 @@ each run in a process of its own, whose memory is free when it ends and whose fa
 read from the folder, so the same command goes on after a kill, retries what failed, and adds values and seeds that were
 added to the file.
 
-Left out: several runs at once (`--jobs`), since two on one device are slower than one after the other, and who has
-several devices gives each a file with some of the seeds; early stopping of bad runs, which needs a schedule that all
-combinations share.
+Left out: several runs at once (`--jobs`), which share the memory and the time of one device; who has several gives each
+a file with some of the seeds. Early stopping of bad runs, which needs a schedule that all combinations share.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
     path = folder / RESULTS
     found = {row["run"]: row for row in read_jsonl(path, ("run", "status"))} if path.is_file() else {}
     begun = [one for one in planned if is_experiment_dir(str(one.folder))]
-    new = {one.name: new_row(sweep, one) for one in planned}
-    rows = new | found | {name: new[name] for name in new.keys() - {one.name for one in begun}}
+    rows = {one.name: new_row(sweep, one) for one in planned} | found
     done = [one for one in begun if rows[one.name]["status"] == "finished"]
     for one in done:
         rows[one.name] |= scores(sweep, one)

@@ -40,7 +40,7 @@ import lightrlhf
 from lightrlhf.cli.args import best_metric
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.old_flags import FLOAT, read_config
-from lightrlhf.cli.parser import neighbour, parse
+from lightrlhf.cli.parser import ALIASES, neighbour, parse
 
 REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "metric: val/loss"}
 KEYS = {*REQUIRED, "flags", "grid", "sample", "num_samples", "sample_seed"}
@@ -132,7 +132,7 @@ def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Swe
     found: dict[tuple[str, ...], Combination] = {}  # by all flags
     for values in _sampled(stored, swept, args_class) if "sample" in stored else _grid(swept):
         args = parsed(args_class, [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()])
-        read = {name: getattr(args, name, value) for name, value in values.items()}
+        read = {name: getattr(args, name) for name in values}
         one, flags = Combination(_folder(read) or program, read, args), tuple(words_of(args))
         if flags in found:
             raise ValueError(f"{one.name} is given twice, maybe in two spellings; remove one")
@@ -166,7 +166,8 @@ def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in stored.get(key, {}):
             if name in OF_THE_SWEEP:
                 raise ValueError(f"{key}: {name} is not for a sweep file, {OF_THE_SWEEP[name]}")
-    fixed, swept = dict(stored.get("flags", {})), dict(stored.get("grid", stored.get("sample", {})))
+    given = stored.get("flags", {}), stored.get("grid", stored.get("sample", {}))
+    fixed, swept = ({_own_name(name): value for name, value in flags.items()} for flags in given)
     if ("grid" in stored or "sample" in stored) and not swept:
         raise ValueError(f"{'grid' if 'grid' in stored else 'sample'} is empty; give flags to vary, or leave it out")
     if "config" in swept:
@@ -174,6 +175,11 @@ def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if both := sorted(fixed.keys() & swept.keys()):
         raise ValueError(f"{both[0]} is in flags and varied as well; leave it out of flags")
     return {name: fixed[name] for name in sorted(fixed, key=lambda name: name != "config")}, swept
+
+
+def _own_name(flag: Any) -> str:
+    """The name of a flag that has an alias; any other as it is."""
+    return ALIASES.get(f"--{flag}", f"--{flag}").removeprefix("--")
 
 
 def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,13 @@ def test_flags_of_a_config_file_hold_where_the_sweep_has_no_others(tmp_path):
     assert (args.model_name, args.epochs, args.max_steps) == ("tiny", 2, 5)
 
 
+def test_an_alias_is_the_flag_it_stands_for(tmp_path):
+    sweep = read(tmp_path, HEAD.replace("{model_name: tiny}", "{}") + "grid: {model_name_or_path: [a, b]}\n")
+    assert [one.name for one in sweep.combinations] == ["model_name=a", "model_name=b"]
+    with pytest.raises(UsageError, match="model_name is in flags and varied as well"):
+        read(tmp_path, HEAD + "grid: {model_name_or_path: [a, b]}\n")
+
+
 def test_names_of_folders_are_short_and_tell_values_apart(tmp_path):
     sweep = read(tmp_path, HEAD.replace("model_name: tiny", "") + "grid: {model_name: [a/b, a-b, a b]}\n")
     names = [one.name for one in sweep.combinations]

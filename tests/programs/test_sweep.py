@@ -104,6 +104,13 @@ def test_values_that_left_the_file_leave_the_table_and_not_the_folder(swept, tmp
     assert all(len(starts(tmp_path / "out", name)) == 1 for name in NAMES)
 
 
+def test_a_finished_run_whose_folder_was_removed_is_trained_again(swept, tmp_path):
+    swept()
+    shutil.rmtree(tmp_path / "out" / NAMES[2])
+    swept()
+    assert [len(starts(tmp_path / "out", name)) for name in NAMES] == [1, 1, 2, 1]
+
+
 def test_seeds_alone_are_one_combination(swept, tmp_path):
     (row,) = swept(grid=None, flags=FILE["flags"] | {"learning_rate": 0.001})
     assert row["combination"] == "sft" and row["seeds"] == 2
