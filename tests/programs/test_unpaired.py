@@ -210,7 +210,7 @@ def test_the_reference_scores_each_step_s_mismatches_before_training(
     trained: list[dict] = []
     score, step = reference.score_rows, dpo.train_step
     monkeypatch.setattr(
-        reference, "score_rows", lambda run, m, rows, pad: scored.append(len(rows)) or score(run, m, rows, pad)
+        reference, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
     )
     monkeypatch.setattr(
         dpo, "train_step", lambda run, m, rows, *more: trained.extend(rows) or step(run, m, rows, *more)
@@ -223,6 +223,18 @@ def test_the_reference_scores_each_step_s_mismatches_before_training(
     with torch.no_grad():
         expected = [float(logp_by_hand(model, row["mismatch"])) for row in trained]
     assert [row["mismatch"]["ref_logps"] for row in trained] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_dry_run_scores_the_mismatches_of_its_steps_alone(data, base_model, tmp_path, monkeypatch, capsys):
+    scored: list[int] = []
+    score = reference.score_rows
+    monkeypatch.setattr(
+        reference, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
+    )
+    flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
+    main([*flags, "--loss_type", "kto", "--max_steps", "3", "--mini_batch_size", "16", "--dry_run"])
+    assert scored[1:3] == [16, 16] and scored[3] == len(load_split(data, "unpaired", "validation"))
+    assert "policy, text: " in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
