@@ -64,7 +64,7 @@ setup(
         "tensorboard>=2.15",  # of torch.utils.tensorboard
         "jsonargparse[signatures]>=4.47",
         "shtab>=1.7",
-        "peft>=0.17",
+        "peft>=0.18",
         "accelerate>=1.2",
         "nltk>=3.8",
         "matplotlib>=3.8",

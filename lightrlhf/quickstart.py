@@ -92,6 +92,8 @@ class QuickstartArgs:
     """Folder for data, logs and the figure."""
     seed: int = 1
     """Seed of every stage."""
+    accelerator: str | None = None
+    """Device of every stage: cpu, cuda or mps; the programs choose when not given."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
@@ -102,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(QuickstartArgs, argv)
     started = time.perf_counter()
     data_dir, base = f"{args.output_dir}/data/cafe", str(BASE_DIR)
-    common: dict[str, Any] = {"data_dir": data_dir, "log_dir": f"{args.output_dir}/logs", "seed": args.seed}
+    where: dict[str, Any] = {"accelerator": args.accelerator}
+    common = where | {"data_dir": data_dir, "log_dir": f"{args.output_dir}/logs", "seed": args.seed}
     few_rows = FEW_ROWS if args.smoke else {}
     few_steps = {"max_steps": 2} if args.smoke else {}
 
@@ -111,8 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     rm_dir = call(rm, **common, sft_experiment_dir=sft_dir, **RM, **few_steps)
     ppo_dir = call(ppo, **common, sft_experiment_dir=sft_dir, rm_experiment_dir=rm_dir, **PPO, **few_steps)
 
-    pairs = call(evaluate, experiment_dir=rm_dir)[0]
-    models = {"experiment_dir": [sft_dir, ppo_dir], "use_pretrained": True, "rm_experiment_dir": rm_dir}
+    pairs = call(evaluate, **where, experiment_dir=rm_dir)[0]
+    models = where | {"experiment_dir": [sft_dir, ppo_dir], "use_pretrained": True, "rm_experiment_dir": rm_dir}
     rows = call(evaluate, **models, max_new_tokens=96)
     picture = Path(args.output_dir) / "quickstart.png"
     draw(picture, sft_dir, rm_dir, ppo_dir, rows)

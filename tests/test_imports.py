@@ -170,6 +170,22 @@ def test_what_is_imported_is_declared(folder):
     assert not missing
 
 
+OF_OTHERS = {"sentencepiece", "tensorboard"}  # which setup.py says transformers and torch import
+
+
+def test_what_is_required_is_imported():
+    text = (ROOT / "setup.py").read_text().split("install_requires")[1]
+    required = {name.lower().replace("_", "-") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[[\w,]+\])?>=', text)}
+    names = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            names |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+    distributions = packages_distributions()
+    found = {one for name in names for one in distributions.get(name.partition(".")[0], [])}
+    assert required - {name.lower().replace("_", "-") for name in found} == OF_OTHERS
+
+
 def test_importing_the_programs_loads_no_heavy_library_and_prints_nothing():
     heavy = ["lightning", "transformers", "peft", "bitsandbytes", "datasets", "gradio", "matplotlib", "torchmetrics"]
     heavy += ["gymnasium"]
