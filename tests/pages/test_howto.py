@@ -379,7 +379,8 @@ def test_extras_are_installed_from_the_clone():
     for path in [*PAGES, *(ROOT / "lightrlhf").rglob("*.py")]:
         for named in re.findall(r"pip install (?:-e )?'([^']+)'", path.read_text(encoding="utf-8")):
             assert named.startswith(".["), (path, named)
-            assert "{" in named or named[2:-1] in [*extras, "all", "browser", "benepar", "stanza", "alfworld"], (path, named)
+            known = [*extras, "all", "browser", "benepar", "stanza", "alfworld"]
+            assert "{" in named or named[2:-1] in known, (path, named)
 
 
 def test_what_the_quickstart_prints_last_says_how_to_activate_where_that_was_not_done(monkeypatch, tmp_path):
