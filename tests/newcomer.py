@@ -52,12 +52,18 @@ def main() -> None:
     commands = [command for page in PAGES for command in of_page(ROOT / page) if command.line not in args.without]
     with tempfile.TemporaryDirectory(prefix="newcomer-") as home:
         subprocess.run(["git", "clone", "--quiet", ROOT, f"{home}/lightrlhf"], check=True)
-        script = Path(home, "pasted.sh")
-        script.write_text(SHELL + "".join(f"{pasted(command)}\ntold\n" for command in commands))
-        subprocess.run(["env", "-i", f"HOME={home}", f"PATH={args.path}", "bash", script], stdin=subprocess.DEVNULL)
-        told = [tuple(map(int, line.split())) for line in Path(home, "told").read_text().splitlines()]
+        told = follow(commands, Path(home), args.path)
     if not report(commands, told):
         sys.exit(1)
+
+
+def follow(commands: list[Command], home: Path, path: str) -> list[tuple[int, int]]:
+    """Execute commands in `home/lightrlhf`; (exit status, time) at the start and after each, up to one that fails."""
+    script = home / "pasted.sh"
+    script.write_text(SHELL + "".join(f"{pasted(command)}\ntold\n" for command in commands))
+    subprocess.run(["env", "-i", f"HOME={home}", f"PATH={path}", "bash", script], stdin=subprocess.DEVNULL)
+    lines = (home / "told").read_text().splitlines()
+    return [(int(status), int(at)) for status, at in map(str.split, lines)]
 
 
 def of_page(page: Path) -> list[Command]:
