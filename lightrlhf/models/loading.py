@@ -23,6 +23,7 @@ from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
+from lightrlhf.models.products import use_onednn
 from lightrlhf.models.quantisation import (
     check_stored_quantisation,
     compute_dtype,
@@ -200,6 +201,7 @@ def load_model(
     """
     from transformers import GenerationConfig
 
+    use_onednn()
     base, config = base_name(source, flag), None
     if base is None:
         model = auto_class.from_config(tiny_config(tokenizer, **options))
