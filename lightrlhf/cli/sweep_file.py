@@ -48,6 +48,7 @@ OF_THE_SWEEP = {  # flags that a file does not set, and why
     "seed": "give seeds",
     "output_dir": "each run has a folder of its own in that of the sweep",
     "resume_from": "the sweep itself resumes its runs",
+    "dry_run": "a dry run has no metric to compare",
     "push_to_hub": "each run would replace the one before; upload the one you choose",
     **dict.fromkeys(("help", "help_all", "print_config"), "it trains nothing"),
 }
