@@ -500,8 +500,10 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "openai-gpt", "hrm_text", "bart"])
 def test_an_architecture_that_the_engine_cannot_sample_from_is_refused(kind):
+    if (model := zoo_model(kind)) is None:
+        pytest.skip(f"this release of transformers has no {kind}")
     with pytest.raises(UsageError, match=f"cannot sample from the architecture {kind} .*sft and dpo"):
-        policy = Policy(zoo_model(kind))
+        policy = Policy(model)
         generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
 
 
