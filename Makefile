@@ -64,10 +64,10 @@ test: $(VENV)/.tested
 # The main rooms and programs with the lowest release of each package that setup.py allows, in an environment of its own
 # (6 GB: the oldest torch is a CUDA build).
 OLDEST := .venv-oldest
-ROOMS := maths data cli models generation rewards
+ROOMS := maths data cli generation
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m "not slow and not attack" --numprocesses $(WORKERS) --dist loadfile \
-		$(ROOMS:%=tests/%) $(addprefix tests/programs/test_,sft.py rm.py ppo.py grpo.py dpo.py evaluate.py)
+		$(ROOMS:%=tests/%) $(addprefix tests/programs/test_,sft.py ppo.py dpo.py)
 
 $(OLDEST)/.installed: setup.py
 	$(PYTHON) -m venv $(OLDEST)
