@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 
 VERSION = re.search(r'__version__ = "(.+)"', Path("lightrlhf/__init__.py").read_text(encoding="utf-8"))[1]
 
-# Each bound is the release that `make test-oldest` installs; constraints.txt has the newest one that is tested.
+# Each bound is the release that `make test-oldest` installs for a part of the tests; constraints.txt has those of all.
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
     "demo": ["gradio>=6.11", "starlette>=1.0"],
