@@ -12,6 +12,7 @@ more where few rows are multiplied, but a copy of the weights would have to foll
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Kernels that oneDNN, and torch's bridge to it, keep by the shapes of their matrices: a thousand by default, with which
+# training on texts of many lengths takes twice the memory. Read at their first use.
+CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _replaced: list[torch.library.Library] = []  # the kernels are in place as long as this lives
 
 
@@ -39,6 +43,8 @@ def mkl_is_slow() -> bool:
 
 def replace_products() -> None:
     """Replace torch's float32 products on CPUs, in this process."""
+    for name, size in CACHES.items():
+        os.environ.setdefault(name, size)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are kernels already

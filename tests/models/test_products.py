@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from helpers import CPU, last_checkpoint
+from helpers import CPU, ROOT, last_checkpoint
 from safetensors.torch import load_file
 
 from lightrlhf import sft
@@ -103,3 +106,23 @@ def test_training_with_either_is_the_same_up_to_rounding(cafe_data, base_model, 
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], atol=1e-4, rtol=1e-3)
+
+
+GROWTH = """
+import resource, sys, torch
+from lightrlhf.models import products
+products.replace_products()
+one, other = torch.ones(2048, 64), torch.ones(64, 300)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+for rows in range(100):
+    one[:rows + 1] @ other
+before = peak()
+for rows in range(100, 1500):
+    one[:rows + 1] @ other
+print(peak() - before)
+"""
+
+
+def test_products_of_many_shapes_keep_few_kernels():
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert float(done.stdout) < 100  # MiB; 540 with a thousand kernels
