@@ -5,6 +5,8 @@
 Each stage is the program a user would call; its command is printed before it runs. The last lines are responses before
 and after PPO, a table of what was measured and what it means, a figure, and the next commands. Exits with status 1 when
 PPO does not beat SFT by the gold judge, which no training stage uses.
+
+Left out: flags of the stages, which their own programs have, and other tasks.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.judge import gold
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from lightrlhf import evaluate, plot, ppo, rm, sft
+from lightrlhf.cli.args import check_types
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.latest import LATEST
@@ -96,6 +99,9 @@ class QuickstartArgs:
     """Device of every stage: cpu, cuda or mps; the programs choose when not given."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @one_line_errors

@@ -78,7 +78,7 @@ def pasted(command: Command) -> str:
         address = SERVES[command.line]
         return (
             f"set -m; {command.line} & shown {address} {PATIENCE}; status=$?\n"
-            "kill -INT -- -$!; wait $!; set +m; (exit $status)"
+            "kill -TERM -- -$!; wait $!; set +m; (exit $status)"
         )
     return command.line + (f"\n{command.given}END" if command.given else "")
 

@@ -37,6 +37,7 @@ def test_an_optional_package_that_is_missing_is_a_line_with_its_extra(package, m
     main = importlib.import_module(program).main
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi", raising=False)  # which another test imported
     with pytest.raises(SystemExit) as stop:
         main(flags)
     line = capsys.readouterr().err.splitlines()[-1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,8 @@ def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swe
 
 def start(folder: Path, output):
     command = [sys.executable, "-c", PROCESS, write(folder), "--output_dir", str(folder / "out")]
-    return started(command, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # else as a script's jobs, which ignore it
+    return started(command, env=environment(), stdout=output, stderr=subprocess.STDOUT, preexec_fn=interruptible)
 
 
 def until(holds) -> None:
