@@ -21,7 +21,7 @@ from pathlib import Path
 from helpers import ROOT
 from helpers.pages import Command, blocks, commands_of
 
-PAGES = ("README.md", "howto/evaluate.md", "howto/generate_and_annotate.md", "howto/export.md")
+PAGES = ("README.md", "howto/quickstart.md", "howto/evaluate.md", "howto/generate_and_annotate.md")
 SERVES = {"make demo": "http://127.0.0.1:7860"}  # and where the page is
 PATIENCE = 180  # seconds until it is
 FIRST_RESULT = "make quickstart"
