@@ -70,8 +70,8 @@ setup(
         "matplotlib>=3.8",
         "tqdm>=4.66.3",
         # The maintained continuation of httpx, which huggingface_hub needs anyway. Not the client `openai`: rollout
-        # servers have routes beside OpenAI's (token ids, new weights); a reply is read raw, within limits of its own
-        # on length and time, so that one that is no answer is told from one that is; a retry may go to another server.
+        # servers have routes beside OpenAI's (token ids, new weights); each reply is read within limits on its length
+        # and time, and is checked before it counts as an answer; a retry may go to another server.
         "httpx2>=2.12",
         "tenacity>=8.2",
         "rich>=13.8",

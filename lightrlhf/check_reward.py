@@ -186,7 +186,7 @@ def check(args: CheckRewardArgs, workers: Workers, rows: Sequence[Row]) -> dict[
             for row, text in asked
         ]
         if not found and responses:
-            workers.run(responses[:1])  # the process starts, which is no part of a call's time
+            workers.run(responses[:1])  # so that the start of the process is not counted as time of a call
         started = time.perf_counter()
         values = workers.run(responses)
         seconds = (time.perf_counter() - started) / max(len(responses), 1)

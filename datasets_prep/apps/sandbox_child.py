@@ -412,7 +412,7 @@ def given_keys(arguments):
 
 
 def run_function(namespace, name, arguments, status):
-    """Call the function `name` and write its answer; none for a value that is no data."""
+    """Call the function `name` and write its answer; nothing where JSON cannot hold the value."""
     owner = namespace.get("Solution")
     answer = getattr(owner(), name)(*arguments) if hasattr(owner, name) else namespace[name](*arguments)
     try:

@@ -143,7 +143,7 @@ def _pipes_closed() -> bool:
         return False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
-        with suppress(OSError):  # a stream that is no file, as in a test
+        with suppress(OSError):  # a stream without a file descriptor, as in a test
             poll.register(stream.fileno(), 0)  # of errors alone
         closed += [number for number, _ in poll.poll(0)]
     for number in closed:  # Python writes what is left at its end

@@ -356,7 +356,7 @@ def error(line: str, status: int) -> Row:
 
 
 def report(problem: BaseException) -> str:
-    """One line on a failure that is no refusal, also on standard error."""
+    """One line on an unexpected failure, also on standard error."""
     line = f"{type(problem).__name__}: {first_line(problem)[:300]}"
     print(f"a request failed: {line}", file=sys.stderr, flush=True)
     return line

@@ -359,7 +359,7 @@ def test_escapes(case, user, landlock, namespaces):
 def test_every_other_call_is_refused(case):
     allowed = {pair[COLUMN] for pair in sandbox_child.ALLOWED.values()}
     allowed |= {numbers[COLUMN] for numbers, _ in sandbox_child.ALLOWED_IF.values()}
-    probes = () if COLUMN else (335, 336)  # the kernel passes them by every filter and ends a caller that is no probe
+    probes = () if COLUMN else (335, 336)  # uretprobe and uprobe: exempt from filters; the kernel kills other callers
     others = [number for number in range(600) if number not in allowed and number not in probes]
     program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in {others}:\n"
     program += (

@@ -1,4 +1,4 @@
-"""What a server of rollouts may say that is no answer: a table of them, by name, for both dialects."""
+"""Invalid replies of a rollout server: a table of them, by name, for both dialects."""
 
 from __future__ import annotations
 
