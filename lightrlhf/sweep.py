@@ -30,7 +30,7 @@ from lightrlhf.__main__ import args_class
 from lightrlhf.cli.args import INPUT, check_args, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.cli.sweep_file import Sweep, parsed, read_sweep, text_of, words_of
+from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.curves import columns, differences
 from lightrlhf.storage.jsonl import Row, read_jsonl, write_jsonl
@@ -188,7 +188,7 @@ def train_one(program: str, one: Planned) -> tuple[str, str | None]:
     if is_experiment_dir(str(one.folder)):
         words = ["--resume_from", str(one.folder)]
     else:
-        words = [*words_of(one.args), "--output_dir", str(one.folder)]
+        words = [*non_default_words(one.args), "--output_dir", str(one.folder)]
     log = one.folder.with_name(f"{one.folder.name}.log")  # the folder must be empty when the run starts
     status = run_child([*program_command(program), *words], log)
     return ("failed", why_failed(status, log)) if status else ("finished", None)

@@ -99,8 +99,8 @@ def parsed(args_class: Any, words: list[str]) -> Any:
         raise UsageError(told.getvalue().partition("error: ")[2].strip()) from None
 
 
-def words_of(args: Any) -> list[str]:
-    """The flags of an args dataclass that are not at their defaults, as words of a command line."""
+def non_default_words(args: Any) -> list[str]:
+    """The words of a command line that gives an args dataclass: its flags that are not at their defaults."""
     words = []
     for one in dataclasses.fields(args):
         factory, value = one.default_factory, getattr(args, one.name)
@@ -134,7 +134,7 @@ def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Swe
     for values in _sampled(stored, swept, args_class) if "sample" in stored else _grid(swept):
         args = parsed(args_class, [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()])
         read = {name: getattr(args, name) for name in values}
-        one, flags = Combination(_folder(read) or program, read, args), tuple(words_of(args))
+        one, flags = Combination(_folder(read) or program, read, args), tuple(non_default_words(args))
         if flags in found:
             raise ValueError(f"{one.name} is given twice, maybe in two spellings; remove one")
         found[flags] = one

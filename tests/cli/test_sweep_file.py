@@ -11,7 +11,7 @@ from helpers import ROOT
 from lightrlhf.__main__ import args_class
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
-from lightrlhf.cli.sweep_file import LONGEST, Sweep, read_sweep, words_of
+from lightrlhf.cli.sweep_file import LONGEST, Sweep, non_default_words, read_sweep
 
 HEAD = "program: sft\nflags: {model_name: tiny}\nseeds: [1, 2]\nmetric: val/loss\n"
 SAMPLE = "program: sft\nseeds: [1]\nmetric: val/loss\nsample: {learning_rate: {log_uniform: [1e-5, 1e-3]}, "
@@ -75,10 +75,10 @@ def test_the_words_of_arguments_are_these_arguments_again(tmp_path):
     typed = ["--data_dir", "a,b", "c d", "--model_name=x=y", "--epochs", "2", "--lr_warmup_steps", "5"]
     typed += ["--learning_rate", "3e-5", "--packing", "--data_weights", "1", "2.5", "3", "--eval_iters=null"]
     args = parse(args_class("sft"), typed)
-    assert parse(args_class("sft"), words_of(args)) == args
+    assert parse(args_class("sft"), non_default_words(args)) == args
     grpo = ["--model_name=tiny", "--reward_function", "a.b:c", "--stop_strings", "x, y", "\n", "--rollout_size=32"]
     args = parse(args_class("grpo"), grpo)
-    assert parse(args_class("grpo"), words_of(args)) == args
+    assert parse(args_class("grpo"), non_default_words(args)) == args
 
 
 @pytest.mark.parametrize(
