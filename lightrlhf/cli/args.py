@@ -93,7 +93,11 @@ class DataSetsArgs(SealArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunArgs:
-    """Run."""
+    """Run.
+
+    The flag of every program that can be tried before its work is done. The line above is the title of these flags in
+    `--help`, under which those of `RunArgs` follow.
+    """
 
     dry_run: bool = False
     """Do two steps or a batch, print what was done, and write nothing."""

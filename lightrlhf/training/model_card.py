@@ -49,12 +49,12 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     stages = lineage(args)
-    root, described_root = stages[0] if stages else (None, "")
+    root, root_line = stages[0] if stages else (None, "")
     is_adapter = args.get("finetune_mode") == "lora" and not args.get("merge")
     data = ModelCardData(
         base_model=root if root and is_on_hub(root) else None,
         datasets=hub_datasets(args.get("data_dir")) or None,
-        license=licence(root, described_root) if root else None,
+        license=licence(root, root_line) if root else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if program == "rm" else "text-generation",
         tags=["lightrlhf", program],
@@ -70,7 +70,7 @@ def model_card(
     lines = ["---", data.to_yaml(), "---", f"# {title}", "", summary, "", "## How to use it", "", how]
     if isinstance(results, Mapping):
         results = ["| result | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
-    if len(results) > 2:
+    if len(results) > 2:  # a heading and its rule alone are left out
         lines += ["## Results", "", *results, ""]
     if stages:
         lines += ["## Lineage", "", *(f"{number}. {line}" for number, (_, line) in enumerate(stages, start=1))]
