@@ -33,9 +33,10 @@ def use_onednn() -> None:
 
 
 def mkl_is_slow() -> bool:
-    """Whether torch multiplies by MKL, and the processor has AVX-512 that MKL does not use."""
+    """Whether torch multiplies by MKL and has oneDNN's product, and the processor has AVX-512 that MKL does not use."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    has_product = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, so a release may have none
+    if not (has_both and has_product) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     info = Path("/proc/cpuinfo")
     return info.is_file() and "GenuineIntel" not in info.read_text()

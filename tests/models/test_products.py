@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_products_are_replaced_by_the_processor_alone_and_once(monkeypatch):
     monkeypatch.setattr(products, "_replaced", before or [object()])
     products.use_onednn()
     assert len(made) == 1
+
+
+def test_products_stay_where_torch_has_no_such_operator(monkeypatch):
+    monkeypatch.setattr(products, "_replaced", [])
+    for module, name, value in (
+        (torch.backends.mkl, "is_available", True),
+        (torch.backends.mkldnn, "is_available", True),
+        (torch.backends.cpu, "get_cpu_capability", "AVX512"),
+        (products.Path, "is_file", True),
+        (products.Path, "read_text", "vendor_id : AuthenticAMD"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    assert products.mkl_is_slow()
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert not products.mkl_is_slow()
+    products.use_onednn()
+    assert not products._replaced
 
 
 def test_training_with_either_is_the_same_up_to_rounding(cafe_data, base_model, tmp_path, replaced, monkeypatch):
