@@ -1,4 +1,4 @@
-"""Train on the bundled café task, from raw data to a policy you can chat with, in five minutes on two cores.
+"""Train on the bundled café task, from raw data to a policy you can chat with, in about three minutes on two CPU cores.
 
     prepare data -> SFT -> reward model -> PPO -> evaluation
 
@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{minutes:.1f} minutes{memory}. Curves: {picture}")
     print(NEXT.format(activate=activation(), ppo_dir=latest(ppo_dir), sft_dir=latest(sft_dir), rm_dir=latest(rm_dir)))
     if not args.smoke and not beats(rows[2], rows[1]):
-        print("PPO did not beat SFT by the gold judge in this run, which it usually does", file=sys.stderr)
+        failed = "its gold score is not higher, or the interval of its win rate does not lie above one half"
+        print(f"PPO did not beat SFT by the gold judge: {failed}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -176,7 +177,7 @@ def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
 
 
 def demonstrations(data_dir: str, count: int = 400) -> dict[str, float]:
-    """Mean gold score and its parts of the responses that SFT learns from, of the first ones."""
+    """Mean gold score and its parts of the responses that SFT learns from: those of the first training rows."""
     tokenizer = load_tokenizer(data_dir)
     rows = load_split(data_dir, "finetune", "train")[:count]
     prompts = [decode(tokenizer, row["input_ids"][: row["prompt_len"]]) for row in rows]
@@ -188,7 +189,8 @@ def explain(rows: list[dict[str, Any]], pairs: dict[str, Any], demonstrated: dic
     """Print what was measured, and what it means."""
     names = {"gold": "gold score", "correct": "  order repeated", "polite": "  polite", "short": "  short"}
     columns = [demonstrated | {"gold": demonstrated["score"]}, *rows]
-    print(f"\n{'held-out orders':20}{'demonstrations':>16}{'base':>8}{'SFT':>8}{'PPO':>8}")
+    print(f"\n{'':20}{'training rows':>16}{'held-out orders':>24}")
+    print(f"{'':20}{'demonstrations':>16}{'base':>8}{'SFT':>8}{'PPO':>8}")
     for name, shown in names.items():
         values = "".join(f"{column[name]:{width}.3f}" for column, width in zip(columns, (16, 8, 8, 8)))
         print(f"{shown:20}{values}")
@@ -196,16 +198,16 @@ def explain(rows: list[dict[str, Any]], pairs: dict[str, Any], demonstrated: dic
     found = {"accuracy": pairs["accuracy"], "win_rate": rows[2]["win_rate"], "low": low, "high": high}
     print(MEANING.format(**found, short=demonstrated["short"]))
     if beats(rows[2], rows[1]):
-        print("That interval lies above one half: PPO goes beyond what was demonstrated.")
+        print("PPO beat SFT by the gold judge: its gold score is higher, and that interval lies above one half.")
 
 
 MEANING = """
 The gold score is a program's judgement of a response, from 0 to 1; no model was trained on it.
-SFT imitates the demonstrations, which are flawed on purpose, so it comes to resemble them and may score below the base
-model it started from: only {short:.0%} of the demonstrations are short.
+SFT imitates the demonstrations, which are flawed on purpose: for example, {short:.0%} of them are short. Where the base
+model is better than the demonstrations, imitating them makes it worse.
 The reward model learned from pairs of responses which one is better, and agrees with {accuracy:.1%} of held-out pairs.
-PPO was trained to please the reward model. Its response is better than SFT's to the same order in {win_rate:.1%} of the
-cases, ties counted half (95% interval {low} to {high})."""
+PPO was trained to raise the reward model's score. Its win rate against SFT's responses to the same orders is
+{win_rate:.1%}, ties counted half (95% interval {low} to {high})."""
 
 
 def beats(after: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The quickstart on a system without what only Unix has."""
+"""The quickstart: what it prints about its results, and a system without what only Unix has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 
 import pytest
 from helpers import environment
+
+from lightrlhf.quickstart import explain
 
 WITHOUT = """
 import os, select, sys
@@ -19,6 +21,19 @@ os.symlink = symlink
 from lightrlhf.quickstart import main
 main(["--smoke"])
 """
+
+
+@pytest.mark.parametrize(("gold", "low", "wins"), [(0.9, 0.7, True), (0.6, 0.7, False), (0.9, 0.5, False)])
+def test_the_table_names_the_rows_of_each_column_and_what_ppo_did(gold, low, wins, capsys):
+    parts = {"correct": 0.5, "polite": 0.5, "short": 0.25}
+    base, sft = (parts | {"gold": score} for score in (0.65, 0.62))
+    ppo = parts | {"gold": gold, "win_rate": 0.75, "win_rate_interval": (low, 0.8)}
+    explain([base, sft, ppo], {"accuracy": 0.9}, parts | {"score": 0.55})
+    first, second, scores, *_ = lines = capsys.readouterr().out.strip("\n").splitlines()
+    assert first.split("  ")[-1].strip() == "held-out orders" and first.index("training") < second.index("base")
+    assert second.split() == ["demonstrations", "base", "SFT", "PPO"]
+    assert scores.split() == ["gold", "score", "0.550", "0.650", "0.620", f"{gold:.3f}"]
+    assert any(line.startswith("PPO beat SFT") for line in lines) == wins
 
 
 @pytest.mark.slow
