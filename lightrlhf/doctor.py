@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import lightrlhf
-from lightrlhf.cli.args import check_at_least, check_types
+from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.results import print_table
@@ -55,6 +55,7 @@ class DoctorArgs:
 
 def run(args: DoctorArgs) -> dict[str, Any]:
     """Print the report; returns it. Raises: RunFailure naming the required packages that are missing or too old."""
+    check_args(args, DoctorArgs)
     packages = {name: dict(rows) for name, rows in requirements().items()}
     broken = [f"{name} {state}" for name, state in packages[""].items() if not works(state)]
     report: dict[str, Any] = {"machine": dict(machine())}

@@ -104,7 +104,9 @@ def run(args: ExportArgs) -> str:
 
 def check_new(destination: Path) -> None:
     """Raises: UsageError when a folder is there already."""
-    if destination.exists():
+    with writing(f"--destination_dir {destination}", error=UsageError):  # a name may be too long to look for
+        exists = destination.exists()
+    if exists:
         raise UsageError(f"--destination_dir {destination} exists; name a new one, or remove it")
 
 

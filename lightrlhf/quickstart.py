@@ -27,15 +27,17 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.judge import gold
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from lightrlhf import evaluate, plot, ppo, rm, sft
-from lightrlhf.cli.args import check_types
+from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.calls import call
-from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.latest import LATEST
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import decode
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.results import label, panels, save_figure
+from lightrlhf.storage.writing import make_folder, writing
 from lightrlhf.training.summary import peak_memory
 
 # flags of the stages, also of the experiments that start from these models
@@ -102,12 +104,15 @@ class QuickstartArgs:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_at_least(self, "seed", 0)
+        find_device(self.accelerator or "auto")
 
 
-@one_line_errors
-def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
-    args = parse(QuickstartArgs, argv)
+def run(args: QuickstartArgs) -> None:
+    """Run all stages and print what was found. Raises: RunFailure when PPO did not beat SFT."""
+    check_args(args, QuickstartArgs)
+    with writing(f"--output_dir {args.output_dir}", error=UsageError):
+        make_folder(Path(args.output_dir))
     started = time.perf_counter()
     data_dir, base = f"{args.output_dir}/data/cafe", str(BASE_DIR)
     where: dict[str, Any] = {"accelerator": args.accelerator}
@@ -133,8 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     print(NEXT.format(activate=activation(), ppo_dir=latest(ppo_dir), sft_dir=latest(sft_dir), rm_dir=latest(rm_dir)))
     if not args.smoke and not beats(rows[2], rows[1]):
         failed = "its gold score is not higher, or the interval of its win rate does not lie above one half"
-        print(f"PPO did not beat SFT by the gold judge: {failed}", file=sys.stderr)
-        sys.exit(1)
+        raise RunFailure(f"PPO did not beat SFT by the gold judge: {failed}")
 
 
 NEXT = """
@@ -238,6 +242,12 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
     axes[5].set_ylim(0, 1.2)
     axes[5].legend(fontsize=8, ncol=3, loc="upper center")
     save_figure(figure, output)
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    run(parse(QuickstartArgs, argv))
 
 
 if __name__ == "__main__":

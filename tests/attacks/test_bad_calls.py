@@ -15,26 +15,15 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 from helpers import CPU
 
+import lightrlhf
+from lightrlhf.__main__ import module_of
 from lightrlhf.cli.errors import UsageError
 
 ROW = "bad calls"
-TRAINING = (
-    "dpo",
-    "grpo",
-    "iterative_refuel",
-    "online_dpo",
-    "online_refuel",
-    "ppo",
-    "reflect_rl",
-    "refuel",
-    "rm",
-    "sft",
-)
-TOOLS = ("annotate", "estimate", "evaluate", "evaluate_dialogues", "evaluate_env", "generate", "judge", "plot")
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
 SETS += ("reasoning_gym", "text_envs", "ultrainteract", "webgpt")
-MODULES = [f"lightrlhf.{name}" for name in (*TRAINING, *TOOLS, "demo.page")]
-MODULES += ["datasets_prep.train_tokenizer", *(f"datasets_prep.{name}.prepare_data" for name in SETS)]
+PROGRAMS = [module_of(name) for name in lightrlhf.PROGRAMS]
+MODULES = [*PROGRAMS, "datasets_prep.train_tokenizer", *(f"datasets_prep.{name}.prepare_data" for name in SETS)]
 NUMBERS = ("many", "nan", "inf", "1e400", "1_000", "", " ", "٣", "1:30", "0x10", "9" * 30, "True", "[1]")
 SPELLED = {
     int: (*NUMBERS, "1.5", "010", "1e3"),
@@ -93,6 +82,8 @@ def needed(args: type, folder: Path) -> dict[str, object]:
     file = folder / "responses.jsonl"
     file.write_text('{"prompt": "a", "responses": ["b"], "response": "b", "truncated": [false]}\n')
     values: dict[str, object] = {"responses_file": str(file), "destination_dir": str(folder / "out")}
+    if args.__name__ == "ExportArgs":
+        values |= {"to": "merged", "model_name": "model", "destination_dir": None}
     if args.__name__ == "JudgeArgs":
         values["responses_file"] = [str(file), str(file)]
     lacking = [f for f in dataclasses.fields(args) if f.default is f.default_factory is dataclasses.MISSING]
@@ -130,7 +121,9 @@ def test_args_of_another_program(case, capsys):
     class Other:
         pass
 
-    for module in [f"lightrlhf.{name}" for name in (*TRAINING, *TOOLS)]:
+    for module in PROGRAMS:
+        if module == "lightrlhf.demo.page":  # which only its command line starts
+            continue
         program = importlib.import_module(module)
         start = getattr(program, "train", None) or program.run
         for given in (Other(), None, {}, "args", args_class(module)):
@@ -172,17 +165,18 @@ CONFIGS = {
 
 
 def test_config_files(case, tmp_path, capsys):
-    for program in ("sft", "generate", "plot"):
+    flags = ("sft", "generate", "plot", "export", "serve", "doctor", "quickstart")
+    for program, flag in {**dict.fromkeys(flags, "--config"), "sweep": "--sweep_file"}.items():
         main = importlib.import_module(f"lightrlhf.{program}").main
         for name, content in CONFIGS.items():
             file = tmp_path / "flags.yaml"
             file.write_bytes(content)
-            held, seen = refusal(lambda: main(["--config", str(file)]), capsys)  # noqa: B023
+            held, seen = refusal(lambda: main([flag, str(file)]), capsys)  # noqa: B023
             named = any(name in seen for name in ("flags.yaml", "--learning_rate", "--seed", "--experiment_name"))
-            case(f"{program} --config with {name}", held and named and len(seen) < 500, seen[-100:])
+            case(f"{program} {flag} with {name}", held and named and len(seen) < 500, seen[-100:])
         for path in (tmp_path, tmp_path / "none.yaml", tmp_path / "flags.yaml" / "x"):
-            held, seen = refusal(lambda: main(["--config", str(path)]), capsys)  # noqa: B023
-            case(f"{program} --config {path.name}", held and str(path) in seen, seen[-100:])
+            held, seen = refusal(lambda: main([flag, str(path)]), capsys)  # noqa: B023
+            case(f"{program} {flag} {path.name}", held and str(path) in seen, seen[-100:])
 
 
 BROKEN = {
@@ -206,7 +200,7 @@ BROKEN = {
     "name", ["config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json"]
 )
 def test_broken_files_of_models(case, name, tmp_path, capsys, base_model, cafe_data):
-    sft = importlib.import_module("lightrlhf.sft")
+    sft, export = (importlib.import_module(f"lightrlhf.{program}") for program in ("sft", "export"))
     for kind, content in BROKEN.items():
         if name != "config.json" and kind not in ("empty", "truncated", "a list", "null", "a text", "no UTF-8", "deep"):
             continue  # an object is a valid one of these
@@ -228,6 +222,10 @@ def test_broken_files_of_models(case, name, tmp_path, capsys, base_model, cafe_d
         held, seen = refusal(lambda: sft.main([str(flag) for flag in flags]), capsys)  # noqa: B023
         clean = not list((tmp_path / "logs").rglob("args.json"))
         case(f"{name} {kind}", held and clean and (str(folder) in seen), seen[-120:])
+        words = [str(folder), "--to", "merged", "--destination_dir", str(tmp_path / "exported")]
+        held, seen = refusal(lambda: export.main(words), capsys)  # noqa: B023
+        clean = not (tmp_path / "exported").exists()
+        case(f"export of {name} {kind}", held and clean and (str(folder) in seen), seen[-120:])
 
 
 def test_statistics_of_a_reward_model(case, tmp_path, capsys):
@@ -341,6 +339,17 @@ def test_output_files(case, tmp_path, capsys, base_model, monkeypatch):
     calls += [("evaluate", "--experiment_dir", "run", ("--data_dir", tmp_path)),
               ("evaluate_dialogues", "--experiment_dir", "run", ("--data_dir", tmp_path)),
               ("evaluate_env", "--experiment_dir", "run", ("--env", "dangerous_taxi"))]  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text("{program: sft, flags: {model_name: tiny}, seeds: [1], metric: val/loss}")
+    folders = {
+        "export": ("--destination_dir", (base_model, "--to", "merged")),
+        "sweep": ("--output_dir", (tmp_path / "sweep.yaml",)),
+        "quickstart": ("--output_dir", ("--smoke",)),
+    }
+    calls += [
+        (program, flag, name, others)
+        for program, (flag, others) in folders.items()
+        for name in ("file", "file/a", "a" * 300)
+    ]
     before = sorted(tmp_path.rglob("*"))
     for program, flag, name, others in calls:
         main = importlib.import_module(f"lightrlhf.{program}").main

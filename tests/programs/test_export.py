@@ -372,6 +372,8 @@ def test_a_folder_that_is_there_is_left_alone(cafe_model, tmp_path, capsys):
     flags = [str(cafe_model), "--to", "merged", "--destination_dir", str(tmp_path / "mine")]
     assert "exists; name a new one" in refusal(capsys, flags)
     assert not list((tmp_path / "mine").iterdir())
+    too_long = [str(cafe_model), "--to", "merged", "--destination_dir", str(tmp_path / ("a" * 300))]
+    assert "cannot be written: File name too long" in refusal(capsys, too_long)
 
 
 def test_architectures_and_templates_that_cannot_be_written(tokenizer, tmp_path, monkeypatch, capsys):

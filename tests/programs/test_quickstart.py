@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import environment
 
-from lightrlhf.quickstart import explain
+from lightrlhf.quickstart import explain, main
 
 WITHOUT = """
 import os, select, sys
@@ -34,6 +34,16 @@ def test_the_table_names_the_rows_of_each_column_and_what_ppo_did(gold, low, win
     assert second.split() == ["demonstrations", "base", "SFT", "PPO"]
     assert scores.split() == ["gold", "score", "0.550", "0.650", "0.620", f"{gold:.3f}"]
     assert any(line.startswith("PPO beat SFT") for line in lines) == wins
+
+
+@pytest.mark.parametrize("flags", [["--output_dir", "file"], ["--seed", "-1"], ["--accelerator", "tpu7"]], ids=" ".join)
+def test_what_cannot_be_meant_is_refused_before_any_stage(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and " ".join(flags) in line and len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.slow
