@@ -45,11 +45,13 @@ from tqdm import tqdm
 
 from datasets_prep import encoding, report
 from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
+from datasets_prep.hub import push
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.args import RARE, DryRunArgs, check_at_least, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.hub import check_repository
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.splits import SPLITS
@@ -133,9 +135,13 @@ class PrepareArgs(DryRunArgs):
     """Write dropped rows with their reason to skipped_{stage}.jsonl."""
     num_proc: int | None = field(default=None, metadata=RARE)
     """Tokenising processes; one per core by default."""
+    push_to_hub: str | None = None
+    """Hub dataset repository OWNER/NAME for what is written; private if it is new."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.push_to_hub is not None:
+            check_repository(self.push_to_hub)
         for name in ("max_length", "max_turns", "max_dialogue_length"):
             check_at_least(self, name, 1)
         for name in ("max_prompt_length", "num_samples", "num_proc"):
@@ -282,7 +288,8 @@ def prepare(
     `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` are the held-out splits of
     the source, which are then not carved out of train; `stages` are those that the dataset supports.
     A dry run reads the first rows, prints some, and leaves the destination as it is.
-    Raises: UsageError or RunFailure, with the destination unchanged.
+    Raises: UsageError or RunFailure, with the destination unchanged; RunFailure when the upload fails, with the data
+        written.
     """
     tokenizer = tokenizer or load_tokenizer(args.tokenizer_name)
     wraps = args.wraps(tokenizer)
@@ -324,6 +331,9 @@ def prepare(
     report.show(summary, destination)
     if replaced and args.stage == "all" and replaced != args.dataset_name:
         print(f"  replaced the data that was prepared from {replaced}")
+    if args.push_to_hub:
+        push(destination, args.push_to_hub)
+        print(f"  uploaded to {args.push_to_hub}")
     return summary
 
 
@@ -451,7 +461,9 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
             make_folder(destination)
             folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
             yield folder
-            seal(folder, sealed_files(folder), before=destination)
+            written = sealed_files(folder)
+            stale = {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - {*written}
+            seal(folder, [*written, *stale], before=destination)
             files = sorted(file for file in folder.rglob("*") if file.is_file())
             for file in files:
                 with file.open("rb") as handle:
@@ -461,9 +473,8 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
                 target.parent.mkdir(exist_ok=True)
                 os.replace(file, target)
                 renamed += 1
-            names = {file.name for file in files}
-            for stale in {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - names:
-                (destination / stale).unlink(missing_ok=True)
+            for name in stale:
+                (destination / name).unlink(missing_ok=True)
             for changed in {destination / file.relative_to(folder).parent for file in files}:
                 sync_folder(changed)
             sync_folder(destination)

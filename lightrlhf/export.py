@@ -19,6 +19,7 @@ import torch
 
 from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.hub import is_on_hub
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.models import export_check as checks
@@ -35,7 +36,7 @@ from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
-from lightrlhf.training.model_card import is_on_hub, model_card, quoted
+from lightrlhf.training.model_card import model_card, quoted
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
 FOR_LLAMA = ("gguf", "ollama")

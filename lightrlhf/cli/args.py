@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 from lightrlhf.cli.addresses import check_addresses
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
+from lightrlhf.cli.hub import check_repository
 from lightrlhf.cli.latest import follow_latest
 from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
 from lightrlhf.cli.packages import check_package
@@ -140,7 +141,7 @@ class RunArgs(DryRunArgs):
     save_dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata=RARE)
     """Numbers of the weights in checkpoints; a resumed run goes on from its own exact ones all the same."""
     push_to_hub: str | None = None
-    """Hub repository for the last checkpoint; private if it is new."""
+    """Hub repository OWNER/NAME for the last checkpoint; private if it is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,8 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             check_at_least(self, name, 0)
         if self.lr_warmup_steps is not None:
             check_at_least(self, "lr_warmup_steps", 0)
+        if self.push_to_hub is not None:
+            check_repository(self.push_to_hub)
         if self.logger == "wandb":
             check_package("--logger wandb", "wandb")
         if self.wandb_project is not None and self.logger != "wandb":

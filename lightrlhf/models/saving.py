@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import RunFailure, first_line
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
@@ -29,6 +28,7 @@ from lightrlhf.models.roles import Role
 from lightrlhf.models.rounding import rounded_copy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import MANIFEST, write_folder
+from lightrlhf.storage.hub import uploading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,16 +166,11 @@ def upload(folder: Path, repository: str, dtype: torch.dtype) -> None:
 
     A new repository is private. Raises: RunFailure naming the checkpoint, which is kept.
     """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, private=True, exist_ok=True)
-        with self_contained(folder, dtype) as portable:
-            api.upload_folder(repo_id=repository, folder_path=portable, ignore_patterns=["resume.pt", MANIFEST])
-    except Exception as problem:  # the hub client, the network and the login raise their own
-        line = first_line(problem)
-        raise RunFailure(f"--push_to_hub {repository} failed: {line}; the checkpoint is {folder}") from problem
+    with (
+        uploading(repository, "model", f"the checkpoint is {folder}") as upload_folder,
+        self_contained(folder, dtype) as portable,
+    ):
+        upload_folder(folder_path=portable, ignore_patterns=["resume.pt", MANIFEST])
 
 
 def hash_weights(module: nn.Module, digest: Any = None) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 
 from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.hub import is_on_hub
 from lightrlhf.storage.gguf_files import described
+from lightrlhf.storage.hub import shown
 from lightrlhf.storage.run_dir import located, stored, stored_args
 from lightrlhf.training.provenance import versions
 
 STARTS = ("sft_experiment_dir", "model_name")  # flags of the model that a run starts from, the later stage first
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LICENCE = re.compile(r"Licence: ([\w.-]+?)\.(?:\s|$)")  # in the description of a GGUF file
 USE = """```python
 from transformers import {model}, AutoTokenizer
@@ -103,11 +104,6 @@ def lineage(args: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, quoted(name))]
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether a name is one of the hub, by its form."""
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
-
-
 def licence(name: str, line: str) -> str | None:
     """Licence of a pretrained model as its own card or its line in a lineage has it; None when that is unknown.
 
@@ -134,15 +130,6 @@ def hub_datasets(folders: Any) -> list[str]:
             if isinstance(name, str) and is_on_hub(name):
                 found.append(name)
     return found
-
-
-def shown(value: Any) -> Any:
-    """A flag's value as a card shows it: of an absolute path its last two parts."""
-    if isinstance(value, list):
-        return [shown(one) for one in value]
-    if isinstance(value, str) and Path(value).is_absolute():
-        return str(Path(*Path(value).parts[1:][-2:]))
-    return value
 
 
 def quoted(value: Any) -> str:

@@ -43,6 +43,7 @@ from lightrlhf.storage.checkpoint import (
     set_aside,
     write_text,
 )
+from lightrlhf.storage.hub import shown
 from lightrlhf.storage.jsonl import append_jsonl
 from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.results import USUAL_METRICS
@@ -66,7 +67,7 @@ from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_eve
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
-from lightrlhf.training.model_card import model_card, shown
+from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.resume import (

@@ -126,10 +126,11 @@ CANNOT = [
 
 @pytest.mark.parametrize("flags, error", CANNOT, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_flags_that_stored_quantised_weights_do_not_support_are_refused_before_training(
-    flags, error, saved_in_four_bits, cafe_data, tmp_path, capsys
+    flags, error, saved_in_four_bits, cafe_data, tmp_path, monkeypatch, capsys
 ):
     from lightrlhf import sft
 
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     with pytest.raises(SystemExit) as stopped:
         sft.main(
             ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", saved_in_four_bits, *flags]

@@ -208,6 +208,7 @@ def test_a_stage_reads_only_the_dialogues_it_needs(flags, talk_data, tmp_path, m
 def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monkeypatch, capsys):
     sent = []
     monkeypatch.setattr(iterate, "upload", lambda *given: sent.append(given))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     stored = json.loads((finished / "args.json").read_text())
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     (run / "args.json").write_text(json.dumps(stored | {"output_dir": str(run), "push_to_hub": "somebody/talk"}))

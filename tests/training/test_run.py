@@ -507,6 +507,7 @@ def test_the_last_checkpoint_goes_to_the_hub_without_resume_state(cafe_data, tmp
             sent.update(options)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
     folder = sft.main([*where, "--max_steps=1", "--eval_interval=0", "--push_to_hub=somebody/cafe"])
     assert sent["repository"] == sent["repo_id"] == "somebody/cafe" and sent["private"]
@@ -522,6 +523,7 @@ def test_a_failed_upload_is_one_line_and_keeps_the_checkpoint(cafe_data, tmp_pat
             raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
     with pytest.raises(SystemExit) as stop:
         sft.main([*where, "--max_steps=1", "--eval_interval=0", "--push_to_hub=somebody/cafe"])
