@@ -185,7 +185,7 @@ def write_sets(args: TextEnvArgs, env: TextEnv) -> None:
     prompts.label_ids(tokenizer, labels)
     for name, rows in sets.items():
         repository = f"{args.push_to_hub}-{name}" if args.push_to_hub else None
-        where = {"destination_dir": str(destination / name), "push_to_hub": repository}
+        where: dict[str, Any] = {"destination_dir": str(destination / name), "push_to_hub": repository}
         set_args = dataclasses.replace(args, **where, stage="finetune")
         example = next((row["prompt"] for row in rows if isinstance(row, dict)), "")
         prepare(set_args, rows, tokenizer=tokenizer, example_prompt=example, stages=("finetune",))
