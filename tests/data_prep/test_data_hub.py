@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from inspect import signature
 from pathlib import Path
 
 import huggingface_hub
@@ -24,20 +25,23 @@ ROWS = [{"prompt": f"p{n}", "completion": f" answer {n}"} for n in range(40)] + 
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
-    """The folder of a stand-in for the hub, with its calls in `hub.calls`; the token is that of nobody."""
+    """A stand-in for the hub, of folders, which takes what the client takes; the token is that of nobody."""
+    client = huggingface_hub.HfApi
 
     class Hub:
         folder = tmp_path_factory.mktemp("hub")
         calls: list[tuple[str, dict]] = []
 
         def create_repo(self, repository, **options):
+            signature(client.create_repo).bind(self, repository, **options)
             self.calls.append((repository, options))
 
-        def upload_folder(self, *, repo_id, repo_type, folder_path, delete_patterns):
-            for pattern in delete_patterns:
-                for path in (self.folder / repo_id).glob(pattern):
-                    path.unlink()
-            shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
+        def upload_folder(self, **options):
+            signature(client.upload_folder).bind(self, **options)
+            there = self.folder / options["repo_id"]
+            for path in (path for pattern in options["delete_patterns"] for path in there.glob(pattern)):
+                path.unlink()
+            shutil.copytree(options["folder_path"], there, dirs_exist_ok=True)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
