@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import NotFinite
 from lightrlhf.data.tokens import decode
+
+BLOCK = 256  # tokens
 
 
 def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
@@ -41,24 +44,52 @@ def sample(
     temperature, top-k, top-p, min-p: in the order, and with the distribution, of Hugging Face's processors.
     """
     logits = logits.float()
-    probs = unpenalised = (logits / args.temperature).softmax(-1)  # (S, V)
+    probs = unpenalised = at_temperature(logits, args).softmax(-1)  # (S, V)
     if seen is not None:
         penalised = torch.where(logits < 0, logits * args.repetition_penalty, logits / args.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-        probs = (logits / args.temperature).softmax(-1)
+        probs = at_temperature(logits, args).softmax(-1)
     removed = torch.zeros_like(probs[:, 0])
     if args.do_sample:
         restricted = restrict(probs, args)
-        cumulative = restricted.cumsum(-1)
-        total = cumulative[:, -1:]
-        below = torch.nextafter(total, torch.zeros_like(total))  # a uniform near 1 may round up to the total
-        token = torch.searchsorted(cumulative, torch.minimum(uniforms[:, None] * total, below), right=True)[:, 0]
-        token = token.clamp(max=probs.shape[-1] - 1)  # beyond the last one where probabilities are NaN
+        token, total = inverse_cdf(restricted, uniforms)
         if restricted is not probs:
-            removed = 1 - total[:, 0] / probs.sum(-1)
+            removed = 1 - total / probs.sum(-1)
     else:
         token = logits.argmax(-1)
     return token, unpenalised.gather(-1, token[:, None])[:, 0].log(), removed
+
+
+def at_temperature(logits: Tensor, args: SamplingArgs) -> Tensor:
+    """Logits divided by the temperature, without a copy at 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
+
+
+def inverse_cdf(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids (S,) of the tokens where running sums of probs (S, V) exceed uniforms (S,) of their totals, and the totals.
+
+    Probabilities need not sum to 1. First a block of tokens is found by the sums of blocks, then the token within it:
+    a running sum over a large vocabulary takes longer than all else in sampling.
+    """
+    size = probs.shape[-1]
+    count = size // BLOCK
+    sums = probs[:, : count * BLOCK].reshape(len(probs), count, BLOCK).sum(-1)
+    if size % BLOCK:
+        sums = torch.cat([sums, probs[:, count * BLOCK :].sum(-1, keepdim=True)], 1)  # (S, blocks)
+    running = sums.cumsum(-1)
+    total = running[:, -1:]
+    wanted = torch.minimum(uniforms[:, None] * total, just_below(total))  # (S, 1)
+    block = torch.searchsorted(running, wanted, right=True).clamp(max=sums.shape[-1] - 1)  # beyond it with NaN
+    before = F.pad(running, (1, 0)).gather(1, block)
+    tokens = block * BLOCK + torch.arange(BLOCK, device=probs.device)  # (S, BLOCK)
+    inner = probs.gather(1, tokens.clamp(max=size - 1)).masked_fill(tokens >= size, 0.0).cumsum(-1)
+    place = torch.searchsorted(inner, torch.minimum(wanted - before, just_below(inner[:, -1:])), right=True)
+    return (block * BLOCK + place)[:, 0].clamp(max=size - 1), total[:, 0]
+
+
+def just_below(total: Tensor) -> Tensor:
+    """The largest numbers below these, since a product with a uniform near 1 may round up to the total."""
+    return torch.nextafter(total, torch.zeros_like(total))
 
 
 def check_sampled(logprobs: Tensor, model: Any) -> None:
