@@ -21,6 +21,7 @@ from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
+from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
 from lightrlhf.models.products import use_onednn
@@ -201,6 +202,7 @@ def load_model(
     """
     from transformers import GenerationConfig
 
+    keep_freed_memory()
     use_onednn()
     base, config = base_name(source, flag), None
     if base is None:

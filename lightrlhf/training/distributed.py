@@ -23,6 +23,7 @@ from torch import nn
 from lightrlhf.cli.args import DeviceArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.sharding import shard_layers
 from lightrlhf.storage.checkpoint import sha256
@@ -41,6 +42,7 @@ def make_fabric(args: TrainArgs) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)  # six lines at each start
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
     check_scalable(args)
+    keep_freed_memory()
     use_onednn()
     devices, num_nodes = processes(args)
     chosen: dict[str, Any] = {"accelerator": args.accelerator, "devices": devices, "num_nodes": num_nodes}
