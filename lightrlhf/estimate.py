@@ -33,6 +33,7 @@ from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.engine import Slots, no_gradients
+from lightrlhf.generation.packed_decoder import packed_dtype
 from lightrlhf.maths.ops import head_logprobs
 from lightrlhf.models import frozen
 from lightrlhf.models.loading import choose_trainable
@@ -390,11 +391,16 @@ def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
         engine = Slots(model, prompts, settings, [], torch.zeros(len(prompts), args.max_new_tokens), slots, prefixes)
         engine.admit(torch.arange(slots))
+        dtype = packed_dtype(model, args.max_new_tokens)
+        copy = [
+            torch.empty_like(weight, dtype=dtype) for weight in model.parameters() if dtype
+        ]  # of the packed decoder
         for layer in engine.layers:
             layer.end = engine.num_columns - 1
         engine.step()
         if engine.groups:
             engine.prefilled = engine._prefill(slots)
+        del copy
 
 
 def score(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:

@@ -5,6 +5,7 @@ from the mask, and no row needs a cache of its own. A step attends to the column
 Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
 their keys and values wait until slots become idle. When no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
+On CPUs a step of a common architecture runs over packed weights (`packed_decoder`), else it calls the model.
 
 Left out: beam search, speculative decoding, paged caches, servers (see `rollout_servers`), architectures without a KV
 cache, and on CUDA captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
@@ -23,6 +24,7 @@ from torch import Tensor
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import inference_batch_size
+from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop, sample
 from lightrlhf.maths.ops import position_ids
@@ -52,12 +54,12 @@ class SlabLayer:
     is_croppable = False
     is_initialized = True
 
-    def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
+    def __init__(self, prefilled: Any, num_slots: int, num_columns: int, dtype: torch.dtype | None = None) -> None:
         from transformers.cache_utils import CacheLayerMixin
 
         CacheLayerMixin.register(SlabLayer)  # for isinstance; a base class would import transformers with this module
         self.slabs = [  # keys and values, each (slots, heads, columns, head size)
-            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
+            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3], dtype=dtype)
             for states in (prefilled.keys, prefilled.values)
         ]
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
@@ -142,7 +144,9 @@ class Slots:
         self.num_columns = self.longest + args.max_new_tokens + SPARE_COLUMNS
 
         self.prefilled = self._prefill(num_slots)
-        self.layers = [SlabLayer(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
+        self.decoder = pack_decoder(model, args.max_new_tokens)
+        dtype = None if self.decoder is None else torch.float32
+        self.layers = [SlabLayer(layer, num_slots, self.num_columns, dtype) for layer in self.prefilled.layers]
         self.cache = make_cache(model, self.layers)
         self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
         self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
@@ -175,13 +179,17 @@ class Slots:
         if layer.end == self.num_columns:
             self._drop_columns(min(layer.start, layer.end - self.longest))
         self.mask[:, layer.end] = True
-        logits = self.model(
-            input_ids=self.next[:, None],
-            attention_mask=self.mask[:, layer.start : layer.end + 1].long(),
-            **position_inputs(self.model, self.position[:, None]),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, -1]
+        window = self.mask[:, layer.start : layer.end + 1]
+        if self.decoder is not None:
+            logits = self.decoder(self.next, self.position, window, self.layers)
+        else:
+            logits = self.model(
+                input_ids=self.next[:, None],
+                attention_mask=window.long(),
+                **position_inputs(self.model, self.position[:, None]),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, -1]
         self.position = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
 

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.data.tokens import decode, encode_prompt
-from lightrlhf.generation.engine import generate
+from lightrlhf.generation.engine import Slots, generate
 from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
@@ -549,20 +549,18 @@ def test_a_client_that_goes_away_ends_its_request(engine, streamed):
 
 
 def test_a_cancelled_request_ends_at_the_next_step(engine, monkeypatch):
-    cancelled, steps = threading.Event(), []
-    forward = engine.policy.model.forward
+    cancelled, steps, step = threading.Event(), [], Slots.step
 
-    def counted(*given, **named):
+    def counted(slots):
         steps.append(1)
-        if len(steps) == 5 + before:
+        if len(steps) == 5:
             cancelled.set()
-        return forward(*given, **named)
+        step(slots)
 
     body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
     asked = requests.read_completion(body, engine.served(), chat=False)
     engine.complete(asked, threading.Event())  # checks the architecture first
-    before = 0
-    monkeypatch.setattr(engine.policy.model, "forward", counted)
+    monkeypatch.setattr(Slots, "step", counted)
     with pytest.raises(Cancelled):
         engine.complete(asked, cancelled)
     assert len(steps) == 5

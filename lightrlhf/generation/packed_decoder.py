@@ -1,0 +1,198 @@
+"""One decoding step of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
+
+A decoding step is_packed few rows with all weights. With packed weights such products take half to nine tenths of the
+time; queries, keys and values, and the two inputs of the gate, become one product each. The copy is made for each call
+of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast bfloat16.
+Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of their own.
+
+Attention is in float32 for both, as one batched product in which the queries of a group are rows: on CPUs torch's own
+repeats keys and values for each query of a group, and is slow in bfloat16 where a text has a single query.
+
+Left out: other architectures, sliding windows, quantised weights, DoRA and GPUs, for which the engine calls the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightrlhf.models.frozen import HeldEmbedding, HeldLinear, activation_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+EMBEDDINGS = (nn.Embedding, HeldEmbedding)
+LEAST_STEPS = 16  # of a call: packing costs what a few of them gain
+MOST_BYTES = 2**31  # of a copy: beyond, its memory matters more
+ROWS = 64  # that the layout is made for; with other numbers it is as fast
+
+
+class PackedLinear:
+    """Linear layers with the same input as one product: (S, in) -> (S, sum of out)."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        bases: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
+        weight = torch.cat([base.weight.detach().to(dtype) for base in bases])  # (sum of out, in)
+        down, up = adapters_of(layers, dtype)
+        if dtype is torch.float32:
+            weight, down = weight.addmm_(up, down), down[:0]
+        biases = [base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases]
+        has_bias = any(base.bias is not None for base in bases)
+        self.bias = torch.cat([bias.detach().to(dtype) for bias in biases]) if has_bias else None
+        self.down, self.up = down, up  # (rank, in), (sum of out, rank)
+        self.is_packed = packs(dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.is_packed else weight
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.up.dtype)
+        if self.is_packed:
+            outputs = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
+        else:
+            outputs = F.linear(inputs, self.weight, self.bias)
+        return torch.addmm(outputs, inputs @ self.down.t(), self.up.t()) if len(self.down) else outputs
+
+
+class Layer(NamedTuple):
+    """What a step computes in one layer."""
+
+    norm: Callable[[Tensor], Tensor]
+    project: PackedLinear  # queries, keys and values
+    head_norms: tuple[Callable[[Tensor], Tensor], ...]  # of queries and of keys, in Qwen3
+    output: PackedLinear
+    mlp_norm: Callable[[Tensor], Tensor]
+    gate_up: PackedLinear
+    activation: Callable[[Tensor], Tensor]
+    down: PackedLinear
+
+
+class PackedDecoder:
+    """A decoding step over packed weights: what the model computes, up to rounding."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        inner: Any = model.base_model
+        attention = inner.layers[0].self_attn
+        self.head_size, self.scaling = attention.head_dim, attention.scaling
+        products = attention.q_proj, attention.k_proj
+        self.heads, self.groups = (product.out_features // self.head_size for product in products)
+        self.embed, self.rotary, self.norm = inner.embed_tokens, inner.rotary_emb, inner.norm
+        self.layers = [self._packed(layer, dtype) for layer in inner.layers]
+        self.head = PackedLinear([model.get_output_embeddings()], dtype)
+
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, caches: Sequence[Any]) -> Tensor:
+        """Logits (S, V) after the tokens ids (S,) at positions (S,).
+
+        mask: (S, C) columns that each row attends to, the last one that of its new token; caches: the
+        `SlabLayer` of each layer, with float32 keys and values, to which those of the tokens are added.
+        """
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.embed(ids)  # (S, H)
+            cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (S, 1, D)
+            bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None, :, None]  # (S, 1, C, 1)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                queries, keys, values = self._rotated(layer, layer.project(layer.norm(hidden)), cos, sin)
+                keys, values = cache.update(keys[:, :, None], values[:, :, None])  # (S, groups, C, D)
+                hidden = hidden + layer.output(self._attend(queries, keys, values, bias))
+                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+                hidden = hidden + layer.down(layer.activation(gate) * up)
+            return self.head(self.norm(hidden))
+
+    def _rotated(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries (S, heads, D), rotated by their positions, keys (S, groups, D), too, and values."""
+        states = states.view(len(states), -1, self.head_size).float()
+        turned, values = states.split((self.heads + self.groups, self.groups), 1)
+        if layer.head_norms:
+            parts = turned.split((self.heads, self.groups), 1)
+            turned = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts)], 1)
+        one, other = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-other, one], -1) * sin
+        return *turned.split((self.heads, self.groups), 1), values
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Attention of queries (S, heads, D) to keys and values (S, groups, C, D) -> (S, heads * D).
+
+        Keys times queries, not queries times keys, which reads them more slowly.
+        """
+        grouped = (queries * self.scaling).view(len(queries), self.groups, -1, self.head_size).transpose(2, 3)
+        scores = torch.matmul(keys, grouped).add_(bias)  # (S, groups, C, heads of a group)
+        weights = scores.transpose(2, 3).softmax(-1)
+        return torch.matmul(weights, values).view(len(queries), -1)
+
+    @staticmethod
+    def _packed(layer: Any, dtype: torch.dtype) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return Layer(
+            norm=layer.input_layernorm,
+            project=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+            head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (),
+            output=PackedLinear([attention.o_proj], dtype),
+            mlp_norm=layer.post_attention_layernorm,
+            gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj], dtype),
+            activation=mlp.act_fn,
+            down=PackedLinear([mlp.down_proj], dtype),
+        )
+
+
+def pack_decoder(model: PreTrainedModel, steps: int) -> PackedDecoder | None:
+    """A packed copy of a model with its active adapters, for a call of so many steps; None where there is none."""
+    dtype = packed_dtype(model, steps)
+    has_data = all(type(parameter.data) is Tensor for parameter in model.parameters())  # not when memory is estimated
+    return PackedDecoder(model, dtype) if dtype and has_data else None
+
+
+def packed_dtype(model: PreTrainedModel, steps: int) -> torch.dtype | None:
+    """The dtype of the copy for a call of so many steps; None where the model itself is called."""
+    if model.device.type != "cpu" or steps < LEAST_STEPS or not is_known(model):
+        return None
+    is_cast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else activation_dtype(model)
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return dtype if dtype in (torch.float32, torch.bfloat16) and size <= MOST_BYTES else None
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Whether the decoder computes what a model does: its architecture, without changed layers or windows."""
+    name = type(model).__name__.removesuffix("ForCausalLM")
+    if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers."):
+        return False
+    layers: Any = model.base_model.layers
+    if any(type(layer).__name__ != f"{name}DecoderLayer" for layer in layers):  # such as those of a sharded model
+        return False
+    if getattr(model.config, "sliding_window", None) or type(model.get_input_embeddings()) not in EMBEDDINGS:
+        return False
+    found = [getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    found += [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
+    return all(map(is_plain, [*found, model.get_output_embeddings()]))
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a layer is a linear one, with nothing on it but adapters of LoRA."""
+    base = getattr(layer, "base_layer", layer)
+    others = [name for name in ("lora_magnitude_vector", "lora_variant") if len(getattr(layer, name, ()))]
+    return type(base) in (nn.Linear, HeldLinear) and not others and not any(getattr(layer, "lora_bias", {}).values())
+
+
+def adapters_of(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The active adapters of layers with the same input, as one: (rank, in), and (sum of out, rank) with its scale."""
+    first: Any = getattr(layers[0], "base_layer", layers[0])
+    downs, ups = [first.weight.new_zeros(0, first.in_features, dtype=dtype)], []
+    for layer in layers:
+        base = getattr(layer, "base_layer", layer)
+        of_layer = [base.weight.new_zeros(base.out_features, 0, dtype=dtype)]
+        for name in getattr(layer, "active_adapters", ()):
+            if name in layer.lora_A:
+                downs.append(layer.lora_A[name].weight.detach().to(dtype))
+                of_layer.append((layer.lora_B[name].weight.detach() * layer.scaling[name]).to(dtype))
+        ups.append(torch.cat(of_layer, 1))
+    return torch.cat(downs), torch.block_diag(*ups)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products of a dtype on this processor."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

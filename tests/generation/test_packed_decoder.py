@@ -1,0 +1,143 @@
+"""The packed decoder gives the model's own logits, with adapters, biases and groups, and elsewhere steps aside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
+
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
+from lightrlhf.generation import packed_decoder
+from lightrlhf.generation.engine import Slots, generate
+from lightrlhf.generation.packed_decoder import pack_decoder
+from lightrlhf.models import lora
+from lightrlhf.models.loading import load_policy
+
+PROMPTS = [[5, 9, 7], [11, 3, 8, 2, 40, 21], [30], [17, 4, 9, 9]]
+KINDS = {
+    "llama": {"num_key_value_heads": 2},
+    "llama, one head a group": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama with scaled positions": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+}
+STEPS = 20
+
+
+def noise(steps: int = STEPS) -> torch.Tensor:
+    return torch.rand(len(PROMPTS), steps, generator=torch.Generator().manual_seed(3))
+
+
+def model_of(kind: str, **changes) -> torch.nn.Module:
+    return tiny_model(kind.split(" ")[0].rstrip(","), **(KINDS[kind] | changes))
+
+
+def logits_after(model, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, V) after prompts and five sampled tokens: of the decoder, and of the model in one pass of float32."""
+    args, found = SamplingArgs(max_new_tokens=STEPS), []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        slots = Slots(model, PROMPTS, args, [], noise(), len(PROMPTS))
+        assert slots.decoder is not None and slots.decoder.head.up.dtype is (
+            torch.bfloat16 if autocast else torch.float32
+        )
+        slots.admit(torch.arange(len(PROMPTS)))
+        sample = slots._sample
+        slots._sample = lambda part, logits: (found.append(logits.float()), sample(part, logits))
+        for _ in range(5):
+            slots.step()
+    texts = [torch.tensor([prompt + row[:5].tolist()]) for prompt, row in zip(PROMPTS, slots.tokens)]
+    logits = torch.empty_like(found[-1])
+    logits[slots.row] = found[-1]  # slots begin with the longest prompt
+    return logits, torch.cat([model(input_ids=ids, use_cache=False).logits[:, -1] for ids in texts])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_logits_of_a_step_are_those_of_the_model(kind):
+    torch.testing.assert_close(*logits_after(model_of(kind)), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_under_autocast_logits_are_near_those_of_float32(kind):
+    found, expected = logits_after(model_of(kind), autocast=True)
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_active_adapters_count_and_others_do_not(autocast, base_model, tokenizer):
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    found = []
+    for adapters in (policy.adapters, ()):
+        with lora.active(policy.model, adapters, False):
+            logits, expected = logits_after(policy.model, autocast)
+        bound = 0.03 * float(expected.abs().max()) if autocast else 1e-4
+        assert float((logits - expected).abs().max()) < bound
+        found.append(logits)
+    assert float((found[0] - found[1]).abs().max()) > 0.5
+
+
+def test_a_response_is_the_same_with_and_without_it(monkeypatch):
+    policy = tiny_policy("llama", num_key_value_heads=2)
+    args = SamplingArgs(max_new_tokens=STEPS)
+    packed = generate(policy, PROMPTS, args, [], noise(), 2)
+    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+    plain = generate(policy, PROMPTS, args, [], noise(), 2)
+    assert packed.responses == plain.responses
+    for one, other in zip(packed.logprobs, plain.logprobs):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert packed.logprobs != plain.logprobs  # else it was not used
+
+
+def test_weights_are_those_of_the_call(monkeypatch):
+    policy = tiny_policy("llama")
+    args = GenerationArgs(max_new_tokens=STEPS, do_sample=False)
+    before = generate(policy, PROMPTS, args, [], noise(), 4).responses
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    after = generate(policy, PROMPTS, args, [], noise(), 4).responses
+    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+    assert before != after == generate(policy, PROMPTS, args, [], noise(), 4).responses
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "qwen2", "qwen3")])
+def test_other_architectures_and_windows_are_left_to_the_model(name):
+    assert pack_decoder(tiny_model(name), STEPS) is None
+
+
+def test_changed_layers_short_calls_and_large_models_are_left_to_the_model(monkeypatch):
+    model = tiny_model("llama")
+    assert pack_decoder(model, packed_decoder.LEAST_STEPS - 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_decoder, "MOST_BYTES", 1000)
+        assert pack_decoder(model, STEPS) is None
+    scaled = tiny_model("llama")
+    scaled.model.layers[1].mlp.up_proj = torch.nn.Sequential(scaled.model.layers[1].mlp.up_proj)
+    assert pack_decoder(scaled, STEPS) is None
+    embedded = tiny_model("llama")
+    embedded.model.embed_tokens = type("Scaled", (torch.nn.Embedding,), {})(LLAMA["vocab_size"], LLAMA["hidden_size"])
+    assert pack_decoder(embedded, STEPS) is None
+    ours = type("LlamaForCausalLM", (type(model),), {"__module__": "mine"})
+    model.__class__ = ours
+    assert pack_decoder(model, STEPS) is None
+
+
+def test_dora_is_left_to_the_model(base_model, tokenizer):
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora", use_dora=True), tokenizer)
+    assert pack_decoder(policy.model, STEPS) is None
+
+
+def test_without_onednn_the_copy_is_multiplied_by_torch(monkeypatch):
+    policy = tiny_policy("qwen2")
+    args = SamplingArgs(max_new_tokens=STEPS)
+    packed = generate(policy, PROMPTS, args, [], noise(), 4)
+    monkeypatch.setattr(packed_decoder, "packs", lambda dtype: False)
+    plain = generate(policy, PROMPTS, args, [], noise(), 4)
+    assert packed.responses == plain.responses
