@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class Case:
     unavailable: str | None = None
     kind: Literal["speed", "memory", "start"] = "speed"
     prepare: Callable[[], None] | None = None  # run before it, beyond models and data
+    turns: int | None = None  # of each side, however long they take; None: those of the run
     together: bool = True  # the device holds all settings at once; otherwise they are tried one by one
 
 
@@ -79,6 +80,7 @@ class Scale:
 
 CPU = [Scale("4M", 32, 2, 128, 64), Scale("30M", 8, 2, 64, 16, grpo_prompts=4, grpo_ratios=(4,))]
 GPU = [Scale("1B", 64, 4, 256, 64, slots=64, max_new_tokens=512, ppo_new_tokens=256)]
+REAL = Scale("135M", 8, 2, 64, 16, slots=64)  # the size of a small published model (SmolLM2-135M)
 MEMORY = Scale("150M", 4, 1, 8, 8, slots=8, ppo_new_tokens=16)
 QUICK = [
     Scale("tiny", 4, 1, 8, 8, slots=4, max_new_tokens=12, ppo_new_tokens=8, samples=4, grpo_prompts=2, grpo_tokens=4)
@@ -202,6 +204,12 @@ class Bench:
             for cache in ("dynamic", "static")
         ]
 
+    def vllm(self, ours: Side) -> list[Side]:
+        """The sampling of one of our sides by vLLM's engine in its own process, with and without compiling."""
+        command = [str(interpreter("vllm")), str(HERE / "peers" / "vllm_worker.py")]
+        ways = {"eager": True, "compiled": False}
+        return [Side(f"vLLM, {way}", command, ours.job | {"eager": eager}) for way, eager in ways.items()]
+
 
 # -------------------------------------------------------------------------------------------------------- the cases
 def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]]:
@@ -228,6 +236,11 @@ def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]
         first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
         cases[f"rollout-samples-{first.size}-bf16"] = partial(rollout, bench, first, "samples", True, 3.5, no_bf16)
         cases[f"ppo-skewed-{first.size}-bf16"] = partial(ppo, bench, first, "skewed", True, 3, no_bf16)
+        for scale in (bench.scales[0],) if bench.quick else (*bench.scales, REAL):
+            for bf16 in (False, True):
+                for lengths in ("equal", "skewed", "samples"):
+                    name = f"vllm-{lengths}-{scale.size}{'-bf16' * bf16}"
+                    cases[name] = partial(beside_vllm, bench, scale, lengths, bf16, no_bf16 if bf16 else None)
         cases[f"memory-{largest.size}"] = partial(memory, bench, largest)
         cases["start"] = start
     return cases
@@ -343,6 +356,14 @@ def rollout(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, u
         floor={"kind": "rollout", "model": str(models / "policy"), "data": str(data), "samples": samples}
         | {"slots": rows[-1], "bytes_per_number": 2 if bf16 else 4},
     )
+
+
+def beside_vllm(bench: Bench, scale: Scale, lengths: str, bf16: bool, unavailable: str | None) -> Case:
+    """A rollout of 64 responses at once beside vLLM, which takes its turns stopped and continued."""
+    few = replace(scale, prompts=2 * 64 if lengths == "equal" else 64, slots=64)
+    case = rollout(bench, few, lengths, bf16, 1.3, unavailable)
+    ours = case.ours[-1]
+    return replace(case, ours=[ours], peers=bench.vllm(ours), limit_goal=0.4, turns=15)
 
 
 def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:

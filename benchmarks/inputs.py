@@ -36,6 +36,7 @@ SIZES = {
     "tiny": ModelSize(64, 172, 2, 4, 512),
     "4M": ModelSize(256, 688, 4, 4, 4096),
     "30M": ModelSize(512, 1408, 8, 8, 8192),
+    "135M": ModelSize(576, 1536, 30, 9, 49152, num_key_value_heads=3),
     "150M": ModelSize(1024, 2816, 11, 16, 8192),
     "1B": ModelSize(2048, 5632, 22, 32, 32000, num_key_value_heads=4),
 }

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -47,7 +48,7 @@ class BenchmarkArgs:
     """Measure speed and memory of this library and its peers on the same work."""
 
     suite: Literal["cpu", "gpu"]
-    """Models of 4M and 30M parameters in float32, or of 1B in bf16."""
+    """Models of 4M to 135M parameters, most in float32, or of 1B in bf16."""
     only: list[str] = field(default_factory=list)
     """Names of the cases to measure, other results of this machine are kept; all by default."""
     quick: bool = False
@@ -93,22 +94,32 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=log.open("w", encoding="utf-8"),
             text=True,
+            start_new_session=True,  # so that its own processes can be stopped with it
         )
 
     def ready(self) -> dict[str, str]:
         """Wait until everything is loaded; returns the versions of its packages."""
-        return self._answer(START_SECONDS)["versions"]
+        versions = self._answer(START_SECONDS)["versions"]
+        self._send(signal.SIGSTOP)
+        return versions
 
     def repetition(self) -> dict[str, float]:
-        """Seconds, units and peak memory of one repetition. Raises: WorkerFailed."""
+        """Seconds, units and peak memory of one repetition. Raises: WorkerFailed.
+
+        Between them the worker is stopped: threads of some spin while they wait.
+        """
+        self._send(signal.SIGCONT)
         try:
             self.process.stdin.write('{"repetition": 1}\n')
             self.process.stdin.flush()
         except OSError:
             raise WorkerFailed(self._failure()) from None
-        return self._answer(REPETITION_SECONDS)
+        answer = self._answer(REPETITION_SECONDS)
+        self._send(signal.SIGSTOP)
+        return answer
 
     def stop(self) -> None:
+        self._send(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:
@@ -117,6 +128,11 @@ class Worker:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the worker and its processes, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _answer(self, limit: float) -> dict[str, Any]:
         timer = threading.Timer(limit, self.process.kill)
@@ -150,7 +166,8 @@ def compare(case: Case, folder: Path, threads: int, repetitions: int) -> dict[st
             if ours is None:
                 return result | {"not_measured": "; ".join(result["failed"].values())}
             peer = fastest(case, peer_workers, result)
-            runs = take_turns(ours, peer, repetitions)
+            turns = case.turns if case.turns and repetitions > 1 else repetitions
+            runs = take_turns(ours, peer, turns, case.turns or LEAST_TURNS)
         except WorkerFailed as problem:
             return result | {"not_measured": str(problem)}
     result["versions"] = {"ours": ours.versions}
@@ -224,12 +241,12 @@ def choose(case: Case, sides: list[Side], folder: Path, threads: int, result: di
     return [max(known, key=lambda side: result["tried"][side.label])] if known else []
 
 
-def take_turns(ours: Worker, peer: Worker | None, repetitions: int) -> dict[str, list[dict[str, float]]]:
-    """Alternating repetitions of both sides, at most `repetitions` of each."""
+def take_turns(ours: Worker, peer: Worker | None, repetitions: int, least: int) -> dict[str, list[dict[str, float]]]:
+    """Alternating repetitions of both sides: at most `repetitions` of each, and of long ones at least `least`."""
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     began = time.perf_counter()
     for turn in range(repetitions):
-        if turn >= LEAST_TURNS and time.perf_counter() - began > TURNS_SECONDS:
+        if turn >= least and time.perf_counter() - began > TURNS_SECONDS:
             break
         runs["ours"].append(ours.repetition())
         if peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,8 @@ from lightrlhf.cli.parser import parse
 
 HERE = Path(__file__).resolve().parent
 VENVS = HERE.parent / ".venvs"
-PEERS = ("trl", "trl-1.10")
+PEERS = ("trl", "trl-1.10", "vllm")
+VLLM = HERE.parents[1] / "tests" / "real_vllm" / "setup.sh"  # of the tests that need one, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,10 @@ class InstallArgs:
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     for peer in parse(InstallArgs, argv).only:
+        if peer == "vllm":
+            if status := subprocess.run([VLLM, VENVS / peer, sys.executable]).returncode:
+                raise RunFailure(f"{peer}: its setup failed with status {status}")
+            continue
         requirements = HERE / f"requirements-{peer}.txt"
         if not requirements.is_file():
             raise UsageError(f"--only {peer} must be one of: {', '.join(PEERS)}")
