@@ -1,8 +1,7 @@
 """Do macro actions learn faster than tokens, and is it more than a larger lambda? (MA-RLHF, Chai et al. 2025)
 
 GAE over segments of n tokens at lambda looks as far ahead as GAE over tokens at lambda^(1/n), so the deciding control
-is token PPO at both. Everything runs through `lightrlhf.ppo`; the arms differ in its flags only. 160 runs: four
-settings, eight arms, five seeds.
+is token PPO at both. Everything runs through `lightrlhf.ppo`; the arms differ in its flags only.
 
 The task: a prompt names one of two groups of four letters; a response has 64 letters out of eight and is scored, at its
 end, by the share of them that belong to the group. Measured: rollouts until the mean score of five is above 0.9. Three
@@ -11,9 +10,14 @@ noisy reward, and the café with its reward model, where the gold score after eq
 reward by position is also measured by the score of the last five rollouts: its first five runs, one of each of five
 arms, showed that none reaches 0.9 within 60 rollouts.)
 
+What is tested, said before the runs that are kept: in each of the four settings n = 8 against token PPO at the same
+lambda and at lambda^(1/8), by the 95% interval of the paired difference over seeds, eight comparisons, not adjusted for
+their number. Rollouts are restricted to the 60 of a run where the score was not reached, see `stats.restricted`; the
+log-rank test stands beside them and decides nothing. A run takes less than ten minutes: ten seeds, 1 to 10; 320 runs.
+
 Nothing was tuned on a macro arm: the learning rates of the letter task were set with token PPO alone, on a seed that is
-not among the five. Prints a table per setting and the claims that held. Results are stored in `results.jsonl` as they
-come: the same command resumes after a kill.
+not among the first five. Prints a table per setting and the claims that held. Rows are stored in `results.jsonl` as
+they come: the same command resumes after a kill, and `--seeds 11 12` adds two to those that are there.
 
     python -m examples.experiments.macro_actions
 """
@@ -32,14 +36,14 @@ from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments.stats import paired, shown
+from examples.experiments.records import TEN, Row, common_seeds, made_by, results
+from examples.experiments.stats import log_rank, paired, report_claims, restricted, shown, shown_gap
 from examples.programs import logged, workers
 from lightrlhf import evaluate, ppo, quickstart, rm, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.plot import read_metrics
-from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
 
 LETTERS = "abcdefgh"
@@ -65,7 +69,6 @@ TITLES = {
     "gold": "gold score",
 }
 Job = tuple[str, str, int]  # setting, arm, seed
-Result = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,12 @@ class MacroActionsArgs:
 
     output_dir: str = "macro_actions"
     """Folder for data, logs and results."""
-    num_seeds: int = 5
-    """Seeds per arm, 2 to 5."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 10 by default."""
+    settings: list[str] | None = None
+    """Settings to run; all four by default."""
+    arms: list[str] | None = None
+    """Names of arms to run; all by default."""
     num_workers: int = 2
     """Runs at a time, one thread each."""
     smoke: bool = False
@@ -83,29 +90,36 @@ class MacroActionsArgs:
 
     def __post_init__(self) -> None:
         check_at_least(self, "num_workers", 1)
-        if not 2 <= self.num_seeds <= 5:
-            raise ValueError(f"--num_seeds {self.num_seeds} must be 2 to 5")
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
+        for flag, names, known in (("settings", self.settings, MEASURES), ("arms", self.arms, ARMS)):
+            unknown = [name for name in names or [] if name not in known]
+            if unknown:
+                raise ValueError(f"--{flag} {unknown[0]} must be one of: {'; '.join(known)}")
 
 
 @one_line_errors
-def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
+def main(argv: list[str] | None = None) -> dict[str, bool]:
+    """Run what has no result yet; returns which claims hold."""
     args = parse(MacroActionsArgs, argv)
     started = time.perf_counter()
     folder = Path(args.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = (*LETTER_SETTINGS, "cafe")
-    jobs = [(name, arm, seed) for name in settings for seed in range(1, args.num_seeds + 1) for arm in ARMS]
-    with JsonlWriter(folder / "results.jsonl", {"smoke": args.smoke}) as writer:
-        results: dict[Job, Result] = {tuple(row["job"]): row["result"] for row in writer.rows}
-        for job, result in run_all([job for job in jobs if job not in results], folder, args):
-            results[job] = result
-            writer.append({"job": job, "result": result})
-            print(f"{len(results):4}  {', '.join(map(str, job)):40} {result}", flush=True)
-    claims = dict(claim for setting in settings for claim in show(setting, results, args.num_seeds))
+    settings, arms, seeds = args.settings or list(MEASURES), args.arms or list(ARMS), args.seeds or TEN
+    jobs = [(setting, arm, seed) for setting in settings for seed in seeds for arm in arms]
+    with results("macro_actions", folder, SETTINGS | {"smoke": args.smoke}) as writer:
+        done = {(row["setting"], row["arm"], row["seed"]) for row in writer.rows}
+        for row in run_all([job for job in jobs if job not in done], folder, args):
+            writer.append(row)
+            read = {name: row[name] for name in TITLES if name in row}
+            print(f"{len(writer.rows):4}  {row['setting']}, {row['arm']}, {row['seed']:4}  {read}", flush=True)
+        rows = writer.rows
+    claims: dict[str, bool] = {}
+    for setting in settings:
+        claims |= show(setting, [row for row in rows if row["setting"] == setting], arms)
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
-    lists = ("; ".join(name for name, held in claims.items() if held is kept) or "none" for kept in (True, False))
-    print("{} better than tokens, 95%: held in: {}. Not in: {}.".format(MACRO, *lists))
+    report_claims(claims, folder)
+    return claims
 
 
 # ------------------------------------------------------------------------------------------------------- the rewards
@@ -153,23 +167,24 @@ LETTER_PPO = SIZES | {
     "epochs": 1000,
     "max_steps": 60,
 }
+SETTINGS = {"arms": ARMS, "lambda": LAMBDA, "sft": LETTER_SFT, "letters": LETTER_PPO, "model": LETTER_MODEL}
 CAFE_PPO = quickstart.PPO | SIZES | {"max_steps": 15, "lr_scheduler_type": "constant_with_warmup"}
 QUIET = {"log_interval": 1, "eval_interval": 0, "save_interval": 1000, "logger": "csv", "accelerator": "cpu"}
 
 
-def run_all(jobs: list[Job], folder: Path, args: MacroActionsArgs) -> Iterator[tuple[Job, Result]]:
-    """Each job with its result, as it ends; the café's models are trained while the first letter jobs run."""
-    seeds = range(1, args.num_seeds + 1)
+def run_all(jobs: list[Job], folder: Path, args: MacroActionsArgs) -> Iterator[Row]:
+    """The row of each job, as it ends; the café's models are trained while the first letter jobs run."""
+    letters, cafe = ([job for job in jobs if (job[0] == "cafe") is is_cafe] for is_cafe in (False, True))
+    seeds = sorted({seed for *_, seed in letters})
     with workers(args.num_workers) as pool:
         list(pool.map(prepare_letters, [folder / "letters" / str(seed) for seed in seeds], seeds))
-        prepared = pool.submit(prepare_cafe, folder / "cafe", args.smoke)
-        letters = {pool.submit(run_letters, folder, *job, args.smoke): job for job in jobs if job[0] != "cafe"}
-        for done in as_completed(letters):
-            yield letters[done], done.result()
-        models = prepared.result()
-        cafe = {pool.submit(run_cafe, folder, *models, *job[1:], args.smoke): job for job in jobs if job[0] == "cafe"}
-        for done in as_completed(cafe):
-            yield cafe[done], done.result()
+        prepared = pool.submit(prepare_cafe, folder / "cafe", args.smoke) if cafe else None
+        for done in as_completed([pool.submit(run_letters, folder, *job, args.smoke) for job in letters]):
+            yield done.result()
+        if prepared:
+            models = prepared.result()
+            for done in as_completed([pool.submit(run_cafe, folder, *models, *job[1:], args.smoke) for job in cafe]):
+                yield done.result()
 
 
 def prepare_letters(folder: Path, seed: int) -> str:
@@ -206,24 +221,35 @@ def demonstration(rng: random.Random, group: str) -> dict[str, Any]:
     return {"prompt_len": len(group), "input_ids": ids, "targets": [-100] * len(group) + ids[len(group) :]}
 
 
-def run_letters(folder: Path, setting: str, arm: str, seed: int, smoke: bool) -> Result:
-    """Train one arm on letters; returns its measures."""
+def run_letters(folder: Path, setting: str, arm: str, seed: int, smoke: bool) -> Row:
+    """Train one arm on letters; returns its row."""
     own = folder / "letters" / str(seed)
     where = {"data_dir": own / "data", "sft_experiment_dir": prepare_letters(own, seed), "seed": seed}
     where["reward_function"] = f"examples.experiments.macro_actions:{LETTER_SETTINGS[setting]}"
     flags = {"gae_lambd": LAMBDA} | LETTER_PPO | QUIET | ARMS[arm] | ({"max_steps": 2} if smoke else {})
+    started = time.perf_counter()
     experiment = logged(folder / "output.txt", ppo, **where, log_dir=folder / "logs" / setting / arm, **flags)
-    return measured([row["objective/score"] for row in read_metrics(experiment)])
+    return {"setting": setting, "arm": arm, "seed": seed} | measured(experiment) | ended(started, flags)
 
 
-def measured(scores: list[float]) -> Result:
-    """Rollouts until the mean score of five reaches the target (one more than there were if never), and the last mean.
+def measured(experiment: str) -> Row:
+    """What is read of a run's metrics, with the score of each rollout as its curve."""
+    rows = read_metrics(experiment)
+    curve = [row["objective/score"] for row in rows]
+    return rollouts_until(curve) | {"kl": rows[-1]["objective/kl"], "curve": curve}
 
-    scores: of each rollout of a run.
-    """
+
+def rollouts_until(scores: Sequence[float]) -> dict[str, float | None]:
+    """Rollouts until the mean score of five reaches the target (None if never), and the last mean."""
     means = [sum(scores[max(i - WINDOW, 0) : i]) / min(WINDOW, i) for i in range(1, len(scores) + 1)]
     reached = (i for i, mean in enumerate(means, start=1) if i >= WINDOW and mean >= TARGET)
-    return {"rollouts": next(reached, len(scores) + 1), "score": means[-1]}
+    return {"rollouts": next(reached, None), "score": means[-1]}
+
+
+def ended(started: float, flags: Row) -> Row:
+    """Samples and seconds of a run that began at a time of `perf_counter`, and what made it."""
+    samples = flags["max_steps"] * flags["rollout_size"]
+    return {"samples": samples, "seconds": round(time.perf_counter() - started, 1)} | made_by()
 
 
 def prepare_cafe(folder: Path, smoke: bool) -> tuple[str, str, str]:
@@ -242,49 +268,57 @@ def prepare_cafe(folder: Path, smoke: bool) -> tuple[str, str, str]:
     return tuple(json.loads(done.read_text()))
 
 
-def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: int, smoke: bool) -> Result:
-    """Gold score on held-out orders after training with the reward model on a fixed number of samples."""
+def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: int, smoke: bool) -> Row:
+    """Train one arm with the reward model; its row has the gold score on held-out orders after equally many samples."""
     run = partial(logged, folder / "output.txt")
     where = {"data_dir": data, "log_dir": folder / "logs" / "cafe" / arm, "seed": seed}
     models = {"sft_experiment_dir": start, "rm_experiment_dir": reward}
     flags = {"gae_lambd": LAMBDA} | CAFE_PPO | QUIET | ARMS[arm] | ({"max_steps": 1} if smoke else {})
+    started = time.perf_counter()
     experiment = run(ppo, **where, **models, **flags)
-    rows = run(evaluate, experiment_dir=experiment, max_new_tokens=96, accelerator="cpu")
-    return {"gold": rows[0]["gold"]}
+    row = {"setting": "cafe", "arm": arm, "seed": seed} | ended(started, flags)
+    (tested,) = run(evaluate, experiment_dir=experiment, reference_dir=start, max_new_tokens=96, accelerator="cpu")
+    curve = [step["objective/score"] for step in read_metrics(experiment)]
+    return row | {"gold": tested["gold"], "kl": tested["kl"], "length": tested["mean_length"], "curve": curve}
 
 
 # ------------------------------------------------------------------------------------------------------- the results
-def show(setting: str, results: dict[Job, Result], num_seeds: int) -> list[tuple[str, bool]]:
-    """Print a setting's tables; returns its two claims and whether they held."""
-    claims = []
-    for measure in results[setting, SAME_LAMBDA, 1]:
-        values = {arm: [results[setting, arm, seed][measure] for seed in range(1, num_seeds + 1)] for arm in ARMS}
-        sign = -1 if measure == "rollouts" else 1  # fewer rollouts are better, higher scores
-        show_table(f"{setting}: {TITLES[measure]}", values, sign)
-        if measure == MEASURES[setting]:
-            for other, words in ((SAME_LAMBDA, "same"), (MATCHED_LAMBDA, "matched")):
-                _, low, _ = paired(signed(values[MACRO], sign), signed(values[other], sign))
-                claims.append((f"{setting}, {words} lambda", low > 0))
+def show(setting: str, rows: Sequence[Row], arms: Sequence[str]) -> dict[str, bool]:
+    """Print a setting's tables, of the seeds that all arms have; returns its claims and whether they held."""
+    claims, seeds = {}, common_seeds(rows, arms)
+    by_arm = {arm: {row["seed"]: row for row in rows if row["arm"] == arm} for arm in arms}
+    for measure in (name for name in TITLES if name in rows[0]):
+        values = {arm: [by_seed[seed][measure] for seed in seeds] for arm, by_seed in by_arm.items()}
+        show_table(f"{setting}: {TITLES[measure]}", values, measure)
+        for other, words in ((SAME_LAMBDA, "same"), (MATCHED_LAMBDA, "matched")):
+            if measure == MEASURES[setting] and {MACRO, other} <= values.keys():
+                claims[f"{setting}, {MACRO} better at the {words} lambda"] = gain(values, MACRO, other, measure)[1] > 0
     return claims
 
 
-def show_table(title: str, values: dict[str, list[float]], sign: int) -> None:
+def gain(values: dict[str, list[Any]], arm: str, other: str, measure: str) -> tuple[float, float, float]:
+    """Interval of how much better an arm is than another: fewer rollouts, restricted, or a higher score."""
+    if measure == "rollouts":
+        limit = LETTER_PPO["max_steps"]
+        return paired(restricted(values[other], limit), restricted(values[arm], limit))
+    return paired(values[arm], values[other])
+
+
+def show_table(title: str, values: dict[str, list[Any]], measure: str) -> None:
     """Mean and interval of each arm, and its paired advantage over the two kinds of token PPO."""
-    table = []
-    digits = 1 if sign < 0 else 3
-    for arm, row in values.items():
-        each = " ".join(f"{value:.0f}" if sign < 0 else f"{value:.3f}".lstrip("0") for value in row)
-        gaps = [
-            shown([sign * (a - b) for a, b in zip(row, values[other])], digits) if arm != other else ""
-            for other in (SAME_LAMBDA, MATCHED_LAMBDA)
-        ]
-        table.append((arm, shown(row, digits), each, *gaps))
+    table, is_time = [], measure == "rollouts"
+    digits, limit = (1, LETTER_PPO["max_steps"]) if is_time else (3, 0)
+    for arm, own in values.items():
+        each = " ".join(f">{limit}" if v is None else f"{v:.0f}" if is_time else f"{v:.3f}".lstrip("0") for v in own)
+        cells = [shown(restricted(own, limit) if is_time else own, digits), each]
+        for other in (SAME_LAMBDA, MATCHED_LAMBDA):
+            gap = shown_gap(gain(values, arm, other, measure), digits) if other in values and arm != other else ""
+            cells.append(gap + (f", p = {log_rank(own, values[other])[1]:.2g}" if gap and is_time else ""))
+        table.append((arm, *cells))
     headings = ("arm", "mean, 95%", "each seed", "better than token by", f"than {MATCHED_LAMBDA} by")
-    print_table(title, headings, table, width=132)
-
-
-def signed(values: Sequence[float], sign: int) -> list[float]:
-    return [sign * value for value in values]
+    print_table(
+        title + (f", restricted to {limit}; p of the log-rank test" if is_time else ""), headings, table, width=170
+    )
 
 
 if __name__ == "__main__":
