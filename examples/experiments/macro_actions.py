@@ -57,10 +57,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "randomized": {"termination_condition": "randomized"},
     "ppl": {"termination_condition": "ppl"},
     "n=inf": {"ngram": 0},
-    f"token, lambda^(1/{N})": {"gae_lambd": round(LAMBDA ** (1 / N), 6)},
-    "token, lambda=1": {"gae_lambd": 1},
+    f"token at lambda^(1/{N})": {"gae_lambd": round(LAMBDA ** (1 / N), 6)},
+    "token at lambda=1": {"gae_lambd": 1},
 }
-SAME_LAMBDA, MATCHED_LAMBDA, MACRO = "token", f"token, lambda^(1/{N})", f"n={N}"
+SAME_LAMBDA, MATCHED_LAMBDA, MACRO = "token", f"token at lambda^(1/{N})", f"n={N}"
 LETTER_SETTINGS = {"share": "share_in_group", "position": "share_by_position", "noise": "noisy_share"}
 MEASURES = {"share": "rollouts", "position": "score", "noise": "rollouts", "cafe": "gold"}
 TITLES = {
