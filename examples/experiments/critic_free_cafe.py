@@ -6,16 +6,17 @@ standardised rewards, penalty for a missing end, warm-up and constant rate are t
 `--advantage rloo --loss_type reinforce --aggregation sum`, PPO has the café's critic and its learning rate.
 
 Of each method the learning rate is chosen among the same three on seed 0, by the reward model's score on the validation
-prompts after training, never by the gold judge. Then seeds 1 to 5 are trained at that rate; all runs are alone on their
-core. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the samples answer the 400 test prompts, once each and with the
-same noise for all. Read: gold score (of the judge that no training stage uses), KL to the SFT policy in nats a
+prompts after training, never by the gold judge. Then seeds 1 to 10 are trained at that rate; all runs are alone on
+their core. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the samples answer the 400 test prompts, once each and with
+the same noise for all. Read: gold score (of the judge that no training stage uses), KL to the SFT policy in nats a
 response, length in tokens, at equal samples (the end) and at equal time: where the fastest method with that seed ended,
 each curve a line between two checkpoints. Time is what the run itself measured of sampling, scoring, advantages and
 updates, times the share of the core that it had (CPU over wall time, one thread): other programs may take some.
 
 Gold is compared by the 95% interval of the paired difference over seeds, three pairs of methods, at equal samples and
-at equal time: six comparisons, not adjusted for their number. A run takes 20 to 50 seconds, all of them about half an
-hour of one core. Results are stored as they come: the same command resumes after a kill.
+at equal time: six comparisons, not adjusted for their number. A run takes 20 to 50 seconds, all of them about an hour
+of one core. Results are stored as they come: the same command resumes after a kill, and `--seeds 11 12` adds two to
+those that are there.
 
     python -m examples.experiments.critic_free_cafe
 """
@@ -30,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from examples.experiments.cafe_methods import COMMON, METHODS, RESPONSES, prepared
-from examples.experiments.records import best_rate, made_by
+from examples.experiments.records import TEN, best_rate, common_seeds, made_by, results
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
 from lightrlhf import evaluate
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import label, panels, print_table, save_figure
 from lightrlhf.storage.run_dir import read_metrics
 
@@ -56,7 +56,7 @@ class CriticFreeCafeArgs:
     methods: list[str] | None = None
     """Methods to run; all by default."""
     seeds: list[int] | None = None
-    """Seeds to run; 1 to 5 by default."""
+    """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
@@ -75,10 +75,10 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     args = parse(CriticFreeCafeArgs, argv)
     started = time.perf_counter()
     folder = Path(args.output_dir).resolve()
-    methods, seeds = args.methods or list(METHODS), args.seeds or [1, 2, 3, 4, 5]
+    methods, seeds = args.methods or list(METHODS), args.seeds or TEN
     flags = {name: method.flags for name, method in METHODS.items()}
     settings = {"common": COMMON, "methods": flags, "rates": RATES, "read_at": READ_AT, "smoke": args.smoke}
-    with JsonlWriter(folder / "results.jsonl", settings) as writer:
+    with results("critic_free_cafe", folder, settings) as writer:
         for method in methods:
             for rate in RATES:
                 if not any((row["method"], row["learning_rate"]) == (method, rate) for row in trials(writer.rows)):
@@ -89,10 +89,9 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
                     writer.append(run_seed(folder, method, seed, rate, args.smoke) | made_by())
         rows = writer.rows
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
-    curves = {
-        method: [row["curve"] for seed in seeds for row in rows if (row["method"], row["seed"]) == (method, seed)]
-        for method in methods
-    }
+    of_run = {(row["method"], row["seed"]): row["curve"] for row in rows if row["seed"]}
+    seeds = common_seeds((row for row in rows if row["seed"]), methods, "method")
+    curves = {method: [of_run[method, seed] for seed in seeds] for method in methods}
     show_trials(trials(rows))
     claims = show_results(curves)
     draw(curves, folder / "critic_free_cafe.png")
@@ -144,15 +143,16 @@ def run_seed(folder: Path, method: str, seed: int, rate: float, smoke: bool) -> 
     models = {"experiment_dir": [start, *(by_step[step] for step in steps)], "reference_dir": start}
     models["rm_experiment_dir"] = reward
     flags = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": 8 if smoke else None}
-    results = logged(own / "output.txt", evaluate, **models, **flags, accelerator="cpu")
+    tested = logged(own / "output.txt", evaluate, **models, **flags, accelerator="cpu")
     seconds = [0.0, *seconds_by_step(read_metrics(experiment), share)]
     names = {"gold": "gold", "kl": "kl", "mean_length": "length", "reward": "reward", "win_rate": "win_rate"}
     curve = [
         {"samples": step * RESPONSES, "seconds": seconds[step]} | {names[key]: row[key] for key in names if key in row}
-        for step, row in zip([0, *steps], results)
+        for step, row in zip([0, *steps], tested)
     ]
     print(f"{method}, seed {seed}: " + ", ".join(f"{name} {curve[-1][name]:.3f}" for name in MEASURES), flush=True)
-    return {"method": method, "seed": seed, "learning_rate": rate, "curve": curve, "share_of_core": share}
+    row = {"method": method, "seed": seed, "learning_rate": rate, "curve": curve, "share_of_core": share}
+    return row | {"seconds": curve[-1]["seconds"]}
 
 
 def seconds_by_step(rows: Sequence[dict[str, Any]], share: float) -> list[float]:

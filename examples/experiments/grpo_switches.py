@@ -10,7 +10,7 @@ it; of the other arms only dynamic sampling was run, once, on an easier version,
 
 Every arm is `lightrlhf.grpo` with one switch changed, 100 steps of 16 prompts with eight responses each; no full cross.
 The learning rate is the best of three on seed 0 **for the default arm alone** (std, token, no KL, one update a
-rollout), by its mean score on validation prompts, and is then that of all arms on seeds 1 to 5: an arm may prefer
+rollout), by its mean score on validation prompts, and is then that of all arms on seeds 1 to 10: an arm may prefer
 another rate. Ranges and ratios only act where a rollout is used more than once, so those arms are compared with the
 default at four updates a rollout (two passes in two mini-batches); `several updates` is that default against the other.
 
@@ -24,8 +24,9 @@ because those that are still wrong belong to longer lists; filler words need not
 
 Each arm is compared with its control by the 95% interval of the paired difference over seeds, not adjusted: of as many
 comparisons as there are, one in twenty is expected to exclude 0 where nothing differs; the program says how many there
-were. A run takes 8 to 18 seconds, all of them about 20 minutes of one core. Results are stored as they come: the same
-command resumes after a kill. They are in howto/algorithms/grpo_results.md.
+were. A run takes 8 to 18 seconds, all of them about 40 minutes of one core. Results are stored as they come: the same
+command resumes after a kill, and `--seeds 11 12` adds two to those that are there. They are in
+howto/algorithms/grpo_results.md.
 
     python -m examples.experiments.grpo_switches
 """
@@ -42,7 +43,7 @@ from typing import Any
 
 import torch
 
-from examples.experiments.records import best_rate, made_by
+from examples.experiments.records import TEN, best_rate, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
@@ -53,7 +54,7 @@ from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
+from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import read_metrics
 from lightrlhf.storage.seals import seal
@@ -147,7 +148,7 @@ class GRPOSwitchesArgs:
     tables: list[str] | None = None
     """Tables to run; all by default."""
     seeds: list[int] | None = None
-    """Seeds to run; 1 to 5 by default."""
+    """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every arm for a moment only, to test that it works; the results mean nothing."""
 
@@ -166,10 +167,10 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     args = parse(GRPOSwitchesArgs, argv)
     started = time.perf_counter()
     folder = Path(args.output_dir).resolve()
-    tables, seeds = args.tables or list(TABLES), args.seeds or [1, 2, 3, 4, 5]
+    tables, seeds = args.tables or list(TABLES), args.seeds or TEN
     arms = list(dict.fromkeys(arm for name in tables for arm in (TABLES[name][0], *TABLES[name][1])))
     settings = {"arms": ARMS, "grpo": GRPO, "sft": SFT, "rates": RATES, "smoke": args.smoke}
-    with JsonlWriter(folder / "results.jsonl", settings) as writer:
+    with results("grpo_switches", folder, settings) as writer:
         for rate in RATES:
             if (0, rate) not in {(row["seed"], row["learning_rate"]) for row in writer.rows}:
                 row = run_arm(folder, DEFAULT, 0, rate, args.smoke)
@@ -184,8 +185,11 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     for row in rows:
         if row["seed"] == 0:
             print(f"  seed 0, default at learning rate {row['learning_rate']:g}: {row['score']:.3f}")
-    results = {(row["seed"], row["arm"]): row["result"] for row in rows}
-    by_arm = {arm: [results[seed, arm] for seed in seeds] for arm in arms}
+    of_run = {(row["seed"], row["arm"]): row["result"] for row in rows if row["seed"]}
+    seeds = common_seeds((row for row in rows if row["seed"]), arms)
+    by_arm = {arm: [of_run[seed, arm] for seed in seeds] for arm in arms}
+    seconds = [row["seconds"] for row in rows]
+    print(f"  {len(seconds)} runs of {sum(seconds) / len(seconds):.1f} seconds, {len(seeds)} seeds")
     claims = show_results({name: TABLES[name] for name in tables}, by_arm)
     report_claims(claims, folder)
     return claims
@@ -271,19 +275,19 @@ def run_arm(folder: Path, arm: str, seed: int, rate: float, smoke: bool) -> dict
     start = base(own, seed, smoke)
     flags = GRPO | ARMS[arm] | ({"max_steps": 2, "eval_interval": 2, "eval_iters": 1} if smoke else {})
     where = {"data_dir": own / "data", "log_dir": own / "logs", "sft_experiment_dir": start, "seed": seed}
-    began = time.perf_counter()
+    began = now()
     experiment = logged(own / "output.txt", grpo, **where, learning_rate=rate, **flags)
-    seconds = time.perf_counter() - began
+    seconds = spent(began)
     tested, metrics = answer_tests(own, experiment, start), read_metrics(experiment)
     curve = [row["val/score"] for row in metrics if "val/score" in row]
     before, after = (wrong_answers(Path(directory)) for directory in (start, experiment))
-    result = {"right": tested["gold"], "speed": sum(curve) / len(curve), "kl": tested["kl"], "seconds": seconds}
+    result = {"right": tested["gold"], "speed": sum(curve) / len(curve), "kl": tested["kl"]}
     result |= {name: after[name] - before[name] for name in after}
     result |= {"length": tested["mean_length"], "groups_without_signal": zero_groups(metrics)}
     print(f"seed {seed}, {arm}, {rate:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in result.items()), flush=True)
     kept = {name: [row[name] for row in metrics if name in row] for name in KEPT}
     return {
-        **{"arm": arm, "seed": seed, "learning_rate": rate, "result": result},
+        **{"arm": arm, "seed": seed, "learning_rate": rate, "result": result, **seconds},
         **{"curve": curve, "before": before, "metrics": kept, "flags": ARMS[arm]},
     }
 
@@ -311,8 +315,7 @@ def show_results(tables: dict[str, tuple[str, list[str]]], by_arm: dict[str, lis
     def values(arm: str, measure: str) -> list[float]:
         return [result[measure] for result in by_arm[arm]]
 
-    seeds, seconds = len(next(iter(by_arm.values()))), [row["seconds"] for rows in by_arm.values() for row in rows]
-    print(f"  {len(seconds)} runs of {sum(seconds) / len(seconds):.1f} seconds, {seeds} seeds")
+    seeds = len(next(iter(by_arm.values())))
     num_comparisons, differ = 0, []
     for title, (control, arms) in tables.items():
         rows = []

@@ -36,7 +36,7 @@ from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments.records import TEN, Row, common_seeds, made_by, results
+from examples.experiments.records import TEN, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.stats import log_rank, paired, report_claims, restricted, shown, shown_gap
 from examples.programs import logged, workers
 from lightrlhf import evaluate, ppo, quickstart, rm, sft
@@ -227,9 +227,9 @@ def run_letters(folder: Path, setting: str, arm: str, seed: int, smoke: bool) ->
     where = {"data_dir": own / "data", "sft_experiment_dir": prepare_letters(own, seed), "seed": seed}
     where["reward_function"] = f"examples.experiments.macro_actions:{LETTER_SETTINGS[setting]}"
     flags = {"gae_lambd": LAMBDA} | LETTER_PPO | QUIET | ARMS[arm] | ({"max_steps": 2} if smoke else {})
-    started = time.perf_counter()
+    began = now()
     experiment = logged(folder / "output.txt", ppo, **where, log_dir=folder / "logs" / setting / arm, **flags)
-    return {"setting": setting, "arm": arm, "seed": seed} | measured(experiment) | ended(started, flags)
+    return {"setting": setting, "arm": arm, "seed": seed} | measured(experiment) | ended(began, flags)
 
 
 def measured(experiment: str) -> Row:
@@ -246,10 +246,9 @@ def rollouts_until(scores: Sequence[float]) -> dict[str, float | None]:
     return {"rollouts": next(reached, None), "score": means[-1]}
 
 
-def ended(started: float, flags: Row) -> Row:
-    """Samples and seconds of a run that began at a time of `perf_counter`, and what made it."""
-    samples = flags["max_steps"] * flags["rollout_size"]
-    return {"samples": samples, "seconds": round(time.perf_counter() - started, 1)} | made_by()
+def ended(began: tuple[float, float], flags: Row) -> Row:
+    """Samples and seconds of a run that began then, and what made it."""
+    return {"samples": flags["max_steps"] * flags["rollout_size"]} | spent(began) | made_by()
 
 
 def prepare_cafe(folder: Path, smoke: bool) -> tuple[str, str, str]:
@@ -274,9 +273,9 @@ def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: i
     where = {"data_dir": data, "log_dir": folder / "logs" / "cafe" / arm, "seed": seed}
     models = {"sft_experiment_dir": start, "rm_experiment_dir": reward}
     flags = {"gae_lambd": LAMBDA} | CAFE_PPO | QUIET | ARMS[arm] | ({"max_steps": 1} if smoke else {})
-    started = time.perf_counter()
+    began = now()
     experiment = run(ppo, **where, **models, **flags)
-    row = {"setting": "cafe", "arm": arm, "seed": seed} | ended(started, flags)
+    row = {"setting": "cafe", "arm": arm, "seed": seed} | ended(began, flags)
     (tested,) = run(evaluate, experiment_dir=experiment, reference_dir=start, max_new_tokens=96, accelerator="cpu")
     curve = [step["objective/score"] for step in read_metrics(experiment)]
     return row | {"gold": tested["gold"], "kl": tested["kl"], "length": tested["mean_length"], "curve": curve}

@@ -2,8 +2,11 @@
 
 Every stage but online DPO has the quickstart's settings, and every method sees the café's 6,400 prompts or 6,000 pairs
 once. PPO scores one response per prompt, online DPO eight; its beta was tuned on seed 100, which is none of the five.
-The gold judge, which no training stage uses, decides. Prints a table and the claims that held; earlier trials are in
-howto/algorithms/online_dpo.md. Finished stages are kept: the same command resumes after a kill.
+The gold judge, which no training stage uses, decides: the mean gold win rate over the SFT policy, against a goal set
+beforehand for each method, and the paired differences between methods, three comparisons, not adjusted. A method takes
+less than ten minutes: ten seeds, 1 to 10. Prints a table and the claims that held; earlier trials are in
+howto/algorithms/online_dpo.md. Finished stages are kept: the same command resumes after a kill, and `--seeds 11 12`
+adds two to those that are there.
 
     python -m examples.experiments.online_cafe
 """
@@ -11,22 +14,25 @@ howto/algorithms/online_dpo.md. Finished stages are kept: the same command resum
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments.stats import interval, report_claims, shown
+from examples.experiments.records import TEN, Row, common_seeds, made_by, now, results, spent
+from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.quickstart import FEW_ROWS, PPO, RM, SFT
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
+from lightrlhf.storage.run_dir import read_metrics
 
 DPO = {
     "mini_batch_size": 32,
@@ -53,6 +59,7 @@ ONLINE = {
 }
 SMOKE_ONLINE = {"iterations": 1, "prompts_per_iteration": 8, "eval_prompts": 8, "max_new_tokens": 8}
 GOALS = {"DPO": 0.7, "online DPO": 0.8}  # gold win rate over the SFT policy
+ARMS = ("SFT", "PPO", "DPO", "online DPO")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,7 @@ class OnlineCafeArgs:
     output_dir: str = "online_cafe"
     """Folder for data, logs and results; finished stages in it are not run again."""
     seeds: list[int] | None = None
-    """Seeds to run; 1 to 5 by default."""
+    """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
@@ -76,25 +83,26 @@ class OnlineCafeArgs:
 def main(argv: list[str] | None = None) -> dict[str, bool]:
     """Run the program; returns which claims hold."""
     args = parse(OnlineCafeArgs, argv)
-    folder, seeds = Path(args.output_dir), args.seeds or [1, 2, 3, 4, 5]
-    with JsonlWriter(folder / "results.jsonl", {"dpo": DPO, "online": ONLINE, "smoke": args.smoke}) as writer:
-        done = {row["seed"] for row in writer.rows}
+    folder, seeds = Path(args.output_dir), args.seeds or TEN
+    settings = {"sft": SFT, "rm": RM, "ppo": PPO, "dpo": DPO, "online": ONLINE, "smoke": args.smoke}
+    with results("online_cafe", folder, settings) as writer:
         for seed in seeds:
-            if seed not in done:
-                writer.append({"seed": seed, "methods": run_seed(folder / f"seed-{seed}", seed, args.smoke)})
-        results = [row["methods"] for row in writer.rows if row["seed"] in seeds]
-    claims = show_results(results)
+            if seed not in common_seeds(writer.rows, ARMS):
+                writer.append(*run_seed(folder / f"seed-{seed}", seed, args.smoke))
+        rows = writer.rows
+    claims = show_results(rows)
     report_claims(claims, folder)
     return claims
 
 
-def run_seed(folder: Path, seed: int, smoke: bool) -> dict[str, dict[str, Any]]:
-    """Train and evaluate each method; returns its measures and reward queries."""
+def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
+    """Train and evaluate each method; returns their rows, with measures, curve of the score and reward queries."""
     data, logs = f"{folder}/data/cafe", f"{folder}/logs"
     few_steps = {"max_steps": 1} if smoke else {}
     if not Path(data, "args.json").is_file():
         few_rows = FEW_ROWS if smoke else {}
         call(prepare_data, destination_dir=data, tokenizer_name=BASE_DIR, seed=seed, **few_rows)
+    seconds: dict[str, Row] = {}  # of the attempt that finished
 
     def run(program: ModuleType, name: str, **flags: Any) -> str:
         """The newest finished run of a program in the folder, else a resumed or new one."""
@@ -102,9 +110,11 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> dict[str, dict[str, Any]]:
         finished = [path for path in runs if program is not online_dpo or is_finished(path)]
         if finished:
             return str(max(finished))
-        if runs:
-            return call(program, resume_from=max(runs))
-        return call(program, data_dir=data, log_dir=logs, seed=seed, **flags)
+        began = now()
+        where = {"resume_from": max(runs)} if runs else {"data_dir": data, "log_dir": logs, "seed": seed} | flags
+        trained: str = call(program, **where)
+        seconds[trained] = spent(began)
+        return trained
 
     start = run(sft, "rlhf-supervised-finetuning", model_name=BASE_DIR, **SFT, **few_steps)
     reward = run(rm, "rlhf-reward-modelling", sft_experiment_dir=start, **RM, **few_steps)
@@ -116,9 +126,21 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> dict[str, dict[str, Any]]:
         "online DPO": run(online_dpo, "rlhf-online-dpo", **models, **online),
     }
     flags = {"rm_experiment_dir": reward, "max_new_tokens": 96, "num_samples": 8 if smoke else None}
-    rows = call(evaluate, experiment_dir=[start, *trained.values()], **flags)
-    queries = reward_queries(trained)
-    return {name: {**row, "reward_queries": queries.get(name)} for name, row in zip(("SFT", *trained), rows)}
+    tested = call(evaluate, experiment_dir=[start, *trained.values()], **flags)
+    queries, rows = reward_queries(trained), []
+    for arm, experiment, measures in zip(ARMS, (start, *trained.values()), tested):
+        row = {"seed": seed, "arm": arm} | measures | {"reward_queries": queries.get(arm)}
+        rows.append(row | {"curve": curve_of(experiment)} | seconds.get(experiment, {}) | made_by())
+    return rows
+
+
+def curve_of(experiment: str) -> list[Row]:
+    """Measures after each iteration of an online run; the score of each rollout of another, if it has any."""
+    of_iterations = Path(experiment) / "results.json"
+    if of_iterations.is_file():
+        return list(json.loads(of_iterations.read_text(encoding="utf-8")))
+    metrics = read_metrics(experiment)
+    return [{"step": row["step"], "score": row["objective/score"]} for row in metrics if "objective/score" in row]
 
 
 def is_finished(run: Path) -> bool:
@@ -135,23 +157,23 @@ def reward_queries(trained: dict[str, str]) -> dict[str, int]:
     return {"PPO": steps * args["rollout_size"], "DPO": 0, "online DPO": last["reward_queries"]}
 
 
-def show_results(results: list[dict[str, dict[str, Any]]]) -> dict[str, bool]:
+def show_results(rows: Sequence[Row]) -> dict[str, bool]:
     """Print the table; returns which claims hold."""
-    table = []
-    for method in results[0]:
-        rows = [methods[method] for methods in results]
-        measures = [
-            shown([row[name] for row in rows]) if name in rows[0] else "" for name in ("gold", "win_rate", "kl")
-        ]
-        length = sum(row["mean_length"] for row in rows) / len(rows)
-        queries = rows[0]["reward_queries"]
-        table.append((method, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}"))
+    table, seeds = [], common_seeds(rows, ARMS)
+    of_run = {(row["arm"], row["seed"]): row for row in rows}
+    by_arm = {arm: [of_run[arm, seed] for seed in seeds] for arm in ARMS}
+    for arm, own in by_arm.items():
+        measures = [shown([row[name] for row in own]) if name in own[0] else "" for name in ("gold", "win_rate", "kl")]
+        length, queries = sum(row["mean_length"] for row in own) / len(own), own[0]["reward_queries"]
+        table.append((arm, *measures, f"{length:.1f}", "" if queries is None else f"{queries:,}"))
     headings = ("", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries")
-    print_table(f"the café, held-out orders: mean over {len(results)} seeds [95% interval]", headings, table, width=130)
-    win_rates = {method: [methods[method]["win_rate"] for methods in results] for method in GOALS}
-    for method, rates in win_rates.items():
-        print(f"  {method}, win rate of each seed:", *(f"{rate:.3f}" for rate in rates))
-    return {f"{method} wins >= {least:.0%}": interval(win_rates[method])[0] >= least for method, least in GOALS.items()}
+    print_table(f"the café, held-out orders: mean over {len(seeds)} seeds [95% interval]", headings, table, width=130)
+    win_rates = {arm: [row["win_rate"] for row in by_arm[arm]] for arm in ARMS[1:]}
+    for arm, rates in win_rates.items():
+        print(f"  {arm}, win rate of each seed:", *(f"{rate:.3f}" for rate in rates))
+    for one, other in combinations(reversed(win_rates), 2):
+        print(f"  win rate, {one} minus {other}: {shown_gap(paired(win_rates[one], win_rates[other]))}")
+    return {f"{arm} wins >= {least:.0%}": interval(win_rates[arm])[0] >= least for arm, least in GOALS.items()}
 
 
 if __name__ == "__main__":

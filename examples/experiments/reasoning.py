@@ -13,8 +13,9 @@ RAFT and GRPO see no answer, only whether the task's scorer pays a response in f
 goes to any text that contains the answer. Measured: the share of held-out items that a greedy response solves.
 
 Everything above and below was written down before any of the runs; the learning rates are the best of three for each
-method on seed 0, which is none of the five, and the task chain_sum (`--trials True`). Prints a table and the claims
-that held. Finished runs are kept: the same command resumes after a kill.
+method on seed 0, which is none of the ten, and the task chain_sum (`--trials True`). Prints a table and the claims that
+held. Finished runs are kept: the same command resumes after a kill, and `--seeds 11 12` adds two to those that are
+there.
 
     python -m examples.experiments.reasoning
 """
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from datasets_prep.reasoning_gym import prepare_data
-from datasets_prep.report import versions
+from examples.experiments.records import TEN, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import phrase_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
@@ -143,7 +144,7 @@ class ReasoningArgs:
     output_dir: str = "reasoning"
     """Folder for data, logs and results; finished runs in it are kept."""
     seeds: list[int] | None = None
-    """Seeds to run; 1 to 5 by default."""
+    """Seeds to run; 1 to 10 by default."""
     tasks: list[str] | None = None
     """Tasks to run; all six by default."""
     trials: bool = False
@@ -166,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     args = parse(ReasoningArgs, argv)
     torch.set_num_threads(1)
     folder = Path(args.output_dir)
-    tasks, seeds = [TRIED] if args.trials else args.tasks or list(TASKS), args.seeds or [1, 2, 3, 4, 5]
+    tasks, seeds = [TRIED] if args.trials else args.tasks or list(TASKS), args.seeds or TEN
     base = write_base(folder, tasks, args.smoke)
     settings = {"tasks": TASKS, "base": BASE, "sizes": SIZES, "base_sft": BASE_SFT, "k": K, "smoke": args.smoke}
     if args.trials:
@@ -175,12 +176,14 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
         return {}
     jobs: list[Job] = [(task, "base", 0) for task in tasks]
     jobs += [(task, arm, seed) for task in tasks for seed in seeds for arm in ARMS]
-    with JsonlWriter(folder / "results.jsonl", settings | {"arms": ARMS, "iterations": ITERATIONS}) as writer:
+    with results("reasoning", folder, settings | {"arms": ARMS, "iterations": ITERATIONS}) as writer:
         done = {(row["task"], row["arm"], row["seed"]) for row in writer.rows}
         for job in jobs:
             if job not in done:
                 writer.append(run_job(folder, base, job, ARMS, args.smoke))
-        rows = [row for row in writer.rows if (row["task"], row["arm"], row["seed"]) in jobs]
+        rows = [row for row in writer.rows if row["task"] in tasks]
+    seeds = sorted(set.intersection(*(set(common_seeds(rows_of(rows, task), ARMS)) for task in tasks)))
+    rows = [row for row in rows if row["arm"] == "base" or row["seed"] in seeds]
     claims = show_results(rows, tasks, len(seeds))
     draw(rows, tasks, folder / "reasoning.png")
     report_claims(claims, folder)
@@ -223,7 +226,7 @@ def run_job(folder: Path, base: str, job: Job, arms: dict[str, dict[str, Any]], 
     task, arm, seed = job
     data, work = str(folder / "data" / task), folder / "runs" / f"{task}-{arm}-{seed}"
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
-    started = time.perf_counter()
+    began = now()
     curve: list[Row] = []
     flags = dict(arms.get(arm, {}))
     if smoke:
@@ -239,13 +242,13 @@ def run_job(folder: Path, base: str, job: Job, arms: dict[str, dict[str, Any]], 
     else:
         policy = call(grpo, model_name=base, **where, **flags)
         curve = curve_of(policy, "objective/score")
-    trained = time.perf_counter() - started
+    seconds = spent(began)
     greedy = {"do_sample": False, "num_prompts": 4 if smoke else None}
     answers = sampled(policy, work / "test.jsonl", SHAPE, data_dir=data, split="test", **greedy)
     right = [score for row in answers for score in scores_of(row)]
     shutil.rmtree(work)  # some megabytes, and all that is used of it is here
     result = {"task": task, "arm": arm, "seed": seed, "accuracy": sum(right) / len(right), "items": len(right)}
-    return result | {"curve": curve, "seconds": round(trained, 1), "settings": flags, "versions": versions()}
+    return result | {"curve": curve, "settings": flags} | seconds | made_by()
 
 
 def run_trials(folder: Path, base: str, writer: JsonlWriter, smoke: bool) -> list[Row]:
@@ -260,6 +263,10 @@ def run_trials(folder: Path, base: str, writer: JsonlWriter, smoke: bool) -> lis
 
 
 # ---------------------------------------------------------------------------------------------------------- results
+def rows_of(rows: Sequence[Row], task: str) -> list[Row]:
+    return [row for row in rows if row["task"] == task]
+
+
 def show_trials(rows: Sequence[Row]) -> None:
     """Print the accuracy of each trial."""
     table = [(row["arm"], f"{row['settings']['learning_rate']:g}", f"{row['accuracy']:.3f}") for row in rows]

@@ -1,8 +1,9 @@
 """Raw results: what every row says, the rows that the repository keeps, and how a learning rate is chosen by trials.
 
 A row of `results.jsonl` is one run: its seed, its arm (or method), what was measured, its curve where it has one, its
-seconds, and `made_by`. The settings that all rows of a file share lie beside it, in `results.args.json`. The repository
-keeps both in `examples/experiments/results`, as `NAME.jsonl.gz` and `NAME.args.json`.
+clock and processor seconds, and `made_by`. The settings that all rows of a file share lie beside it, in
+`results.args.json`. The repository keeps both in `examples/experiments/results`, as `NAME.jsonl.gz` and
+`NAME.args.json`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import datetime
 import gzip
 import json
 import platform
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,17 @@ def made_by() -> Row:
     """Versions of what results depend on, the library's commit, the day (UTC) and the processor's name."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"versions": versions(), "commit": git_commit(), "day": day, "processor": processor()}
+
+
+def now() -> tuple[float, float]:
+    """Clock and processor seconds, to count from with `spent`."""
+    return time.perf_counter(), time.process_time()
+
+
+def spent(since: tuple[float, float]) -> Row:
+    """Clock and processor seconds of this process since `now`; the second is that of its own work on a shared machine."""
+    clock, cpu = (round(end - start, 1) for start, end in zip(since, now()))
+    return {"seconds": clock, "cpu_seconds": cpu}
 
 
 def processor() -> str:

@@ -7,12 +7,14 @@ scores the last order. In both a policy is first fine-tuned on demonstrations th
 with equally many dialogues, pairs and iterations.
 
 Iterations, dialogues and eta of the two slots were given in advance. Other settings were tuned on seed 100, which is
-none of the five. SFT on the two slots went from 4 epochs to 12 after REFUEL had lost to MT-MIXIN there, so that choice
+none of the ten. SFT on the two slots went from 4 epochs to 12 after REFUEL had lost to MT-MIXIN there, so that choice
 is not blind; all of the café's settings were chosen with REFUEL alone, which learned nothing from a policy of two SFT
 epochs with 128 dialogues an iteration, and collapsed after five iterations at three times the learning rate.
 
-Claims, over seeds at the last turn: REFUEL > MT-MIXIN > the better of LT-MIXIN and LT-OFFLINE. Results are stored as
-they come: the same command resumes after a kill.
+Claims, by the 95% interval of the paired difference over seeds at the last turn: REFUEL > MT-MIXIN > the better of
+LT-MIXIN and LT-OFFLINE, and REFUEL above that one; three comparisons on each conversation, not adjusted. An arm takes
+less than ten minutes: ten seeds, 1 to 10. Results are stored as they come: the same command resumes after a kill, and
+`--seeds 11 12` adds two to those that are there.
 
     python -m examples.experiments.refuel
 """
@@ -34,6 +36,7 @@ import torch
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from datasets_prep.cafe_talk import prepare_data as cafe_talk
+from examples.experiments.records import TEN, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, workers
@@ -46,7 +49,6 @@ from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.generation.dialogues import user_turn_ids
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import label, panels, print_table, save_figure
 from lightrlhf.storage.seals import seal
 
@@ -118,8 +120,8 @@ class RefuelExperimentArgs:
 
     output_dir: str = "refuel"
     """Folder for data, logs, results and the figure."""
-    num_seeds: int = 5
-    """Seeds per arm, counted from 1."""
+    seeds: list[int] | None = None
+    """Seeds to run; 1 to 10 by default."""
     num_workers: int = 2
     """Runs at a time, one thread each."""
     tasks: list[str] | None = None
@@ -128,8 +130,10 @@ class RefuelExperimentArgs:
     """Names of arms to run; all by default."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, "num_seeds", 1)
         check_at_least(self, "num_workers", 1)
+        for seed in self.seeds or []:
+            if seed < 0:
+                raise ValueError(f"--seeds {seed} must be at least 0")
         for name in self.tasks or []:
             if name not in TASKS:
                 raise ValueError(f"--tasks {name} must be one of: {', '.join(TASKS)}")
@@ -145,14 +149,13 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     started = time.perf_counter()
     folder = Path(args.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, list[Scores]]] = {}
+    scores: dict[str, dict[str, list[Scores]]] = {}
     claims: dict[str, bool] = {}
     for task in args.tasks or list(TASKS):
-        seeds = range(1, args.num_seeds + 1)
-        results[task] = run_task(task, args.arms or list(ARMS), seeds, folder, args.num_workers)
-        claims |= show_results(task, results[task])
+        scores[task] = run_task(task, args.arms or list(ARMS), args.seeds or TEN, folder, args.num_workers)
+        claims |= show_results(task, scores[task])
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
-    draw(results, folder / "refuel.png")
+    draw(scores, folder / "refuel.png")
     print(f"figure: {folder / 'refuel.png'}")
     report_claims(claims, folder)
     return claims
@@ -240,51 +243,63 @@ def write_two_slots(folder: Path, seed: int) -> None:
 def run_task(
     task: str, arms: Sequence[str], seeds: Sequence[int], folder: Path, num_workers: int
 ) -> dict[str, list[Scores]]:
-    """The scores by turn of each arm, one list per seed; stored results are not run again."""
+    """The scores by turn of each arm, of the seeds that all arms have; stored results are not run again."""
     settings = {"arms": ARMS, "refuel": REFUEL, "sft": SFT, "task": TASKS[task]}
     jobs = [(task, seed, arm) for arm in (START, *arms) for seed in seeds]
-    with JsonlWriter(task_folder(task, folder) / "results.jsonl", settings) as writer:
-        results: dict[Job, Scores] = {tuple(row["job"]): row["scores"] for row in writer.rows}
-        for first in (True, False):  # the initial policies before the arms that start from them
-            waiting = [job for job in jobs if job not in results and (job[2] == START) is first]
-            for job, scores in run_all(waiting, folder, num_workers):
-                results[job] = scores
-                writer.append({"job": job, "scores": scores})
-                left = sum(job not in results for job in jobs)
-                print(f"{', '.join(map(str, job)):40} {rounded(scores)}   {left} left", flush=True)
-    return {arm: [results[task, seed, arm] for seed in seeds] for arm in (START, *arms)}
+    with results(f"refuel_{task_folder(task, folder).name}", task_folder(task, folder), settings) as writer:
+        done = {(task, row["seed"], row["arm"]) for row in writer.rows}
+        waiting = [job for job in jobs if job not in done]
+        for number, row in enumerate(run_all(waiting, folder, num_workers), start=1):
+            writer.append(row)
+            said = f"{task}, {row['seed']}, {row['arm']}"
+            print(f"{said:40} {rounded(row['scores'])}   {len(waiting) - number} left", flush=True)
+        rows = writer.rows
+    of_run = {(row["arm"], row["seed"]): row["scores"] for row in rows}
+    common = common_seeds(rows, (START, *arms))
+    return {arm: [of_run[arm, seed] for seed in common] for arm in (START, *arms)}
 
 
 def task_folder(task: str, folder: Path) -> Path:
     return folder / task.replace(" ", "_")
 
 
-def run_all(jobs: Sequence[Job], folder: Path, num_workers: int) -> Iterator[tuple[Job, Scores]]:
-    """Each job with its result, as it ends."""
+def run_all(jobs: Sequence[Job], folder: Path, num_workers: int) -> Iterator[Row]:
+    """The row of each job, as it ends; the policies that arms start from are trained before."""
     if not jobs:
         return
     with workers(min(num_workers, len(jobs))) as pool:
-        waiting = {pool.submit(run_job, job, folder): job for job in jobs}
-        for done in as_completed(waiting):
-            yield waiting[done], done.result()
+        starts = sorted({(task, seed) for task, seed, _ in jobs})
+        list(pool.map(initial_policy, *zip(*starts), [seed_folder(*start, folder) for start in starts]))
+        for done in as_completed([pool.submit(run_job, job, folder) for job in jobs]):
+            yield done.result()
 
 
-def run_job(job: Job, folder: Path) -> Scores:
-    """Train one arm; returns its gold score after each turn of held-out dialogues. Programs print to the arm's log."""
+def seed_folder(task: str, seed: int, folder: Path) -> Path:
+    return task_folder(task, folder) / f"seed-{seed}"
+
+
+def run_job(job: Job, folder: Path) -> Row:
+    """Train one arm; its row has the gold score after each turn of held-out dialogues. Programs print to the arm's log.
+
+    Seconds are those of training, of the attempt that finished.
+    """
     task, seed, arm = job
-    settings, own = TASKS[task], task_folder(task, folder) / f"seed-{seed}"
+    settings, own = TASKS[task], seed_folder(task, seed, folder)
     name = re.sub(r"\W+", "_", arm)
     run = partial(logged, own / f"{name}.log")
     common = {"data_dir": own / "data", "user_function": settings["user"]}
     policy = initial_policy(task, seed, own)
+    began = now()
     if arm != START:
         flags = {"num_turns": settings["turns"]} | REFUEL | settings["refuel"] | ARMS[arm]
         where = {"sft_experiment_dir": policy, "output_dir": own / name, "seed": seed}
         policy = run(iterative_refuel, **common, **where, reward_function=settings["judge"], **flags)
+    seconds = spent(began)
     sizes = {"num_turns": settings["turns"], "max_new_tokens": settings["refuel"]["max_new_tokens"]}
     sizes |= {"rollout_mini_batch_size": 256, "accelerator": "cpu"}
-    (row,) = run(evaluate, by_turn=True, experiment_dir=policy, **common, **sizes)
-    return row["score_by_turn"]
+    (tested,) = run(evaluate, by_turn=True, experiment_dir=policy, **common, **sizes)
+    row = {"task": task, "seed": seed, "arm": arm, "scores": tested["score_by_turn"]}
+    return row | seconds | made_by()
 
 
 def initial_policy(task: str, seed: int, own: Path) -> str:
@@ -328,10 +343,10 @@ def show_results(task: str, by_arm: dict[str, list[Scores]]) -> dict[str, bool]:
     return claims
 
 
-def draw(results: dict[str, dict[str, list[Scores]]], output: Path) -> None:
+def draw(by_task: dict[str, dict[str, list[Scores]]], output: Path) -> None:
     """Draw the mean score by turn of each arm, one panel per task."""
-    figure, axes = panels(list(results), width=5.2)
-    for axis, (task, by_arm) in zip(axes, results.items()):
+    figure, axes = panels(list(by_task), width=5.2)
+    for axis, (task, by_arm) in zip(axes, by_task.items()):
         for number, (arm, runs) in enumerate(by_arm.items()):
             means = [sum(scores) / len(runs) for scores in zip(*runs)]
             style = "k--" if arm == START else f"C{number}o-"

@@ -15,7 +15,7 @@ Where the system has one core, or does not bind processes, both share what there
 Read of each run: gold score, KL and length on the 400 test prompts after the last step; the median seconds of a step
 (wall time of sampling, scoring and update); the largest KL a token between server and trainer, that of the first step
 and the largest ratio. Claims, by the 95% interval of the paired difference of gold over seeds: that an arm differs from
-the local one. With three seeds such an interval is wide: an arm that learns nothing would be seen, a small loss not.
+the local one. A run takes less than ten minutes: ten seeds, 1 to 10; `--seeds 11 12` adds two to those that are there.
 
     python -m examples.experiments.rollout_servers --vllm_python .venv-vllm/bin/python
 """
@@ -37,7 +37,7 @@ from typing import Any
 import httpx2
 
 from examples.experiments.cafe_methods import COMMON, METHODS, prepared
-from examples.experiments.records import made_by
+from examples.experiments.records import TEN, common_seeds, made_by, results
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.programs import logged
 from lightrlhf import evaluate
@@ -45,7 +45,6 @@ from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import read_metrics
 
@@ -69,7 +68,7 @@ class RolloutServersArgs:
     output_dir: str = "rollout_servers"
     """Folder for data, logs and results."""
     seeds: list[int] | None = None
-    """Seeds to run; 1 to 3 by default."""
+    """Seeds to run; 1 to 10 by default."""
     arms: list[str] | None = None
     """Arms to run; all by default, vLLM with `vllm_python` only."""
     vllm_python: str | None = None
@@ -89,20 +88,21 @@ class RolloutServersArgs:
 def main(argv: list[str] | None = None) -> dict[str, bool]:
     """Run what has no result yet; returns which claims hold."""
     args = parse(RolloutServersArgs, argv)
-    folder, seeds = Path(args.output_dir).resolve(), args.seeds or [1, 2, 3]
+    folder, seeds = Path(args.output_dir).resolve(), args.seeds or TEN
     arms = args.arms or [arm for arm in ARMS if arm != "vLLM" or args.vllm_python]
     settings = {"common": COMMON, "rates": RATES, "steps": STEPS, "smoke": args.smoke}
-    with JsonlWriter(folder / "results.jsonl", settings) as writer:
+    with results("rollout_servers", folder, settings) as writer:
         for seed in seeds:
             own = folder / f"seed-{seed}"
-            prepared(own, seed, args.smoke)
             for arm in arms:
                 left = [m for m in RATES if not any(key(row) == (arm, m, seed) for row in writer.rows)]
                 if left:
+                    prepared(own, seed, args.smoke)
                     with sampler(args, own, arm) as where:
                         for method in left:
                             writer.append(run_arm(own, arm, method, seed, where, args.smoke) | made_by())
-        rows = [row for row in writer.rows if row["seed"] in seeds and row["arm"] in arms]
+        seeds = common_seeds(writer.rows, arms)
+        rows = sorted((row for row in writer.rows if row["seed"] in seeds), key=lambda row: row["seed"])
     claims = show_results(rows, arms)
     report_claims(claims, folder)
     return claims
