@@ -13,7 +13,7 @@ import gzip
 import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def now() -> tuple[float, float]:
 
 
 def spent(since: tuple[float, float]) -> Row:
-    """Clock and processor seconds of this process since `now`; the second is that of its own work on a shared machine."""
+    """Clock and processor seconds of this process since `now`: on a shared machine the second is its own work."""
     clock, cpu = (round(end - start, 1) for start, end in zip(since, now()))
     return {"seconds": clock, "cpu_seconds": cpu}
 
@@ -71,7 +71,7 @@ def results(name: str, folder: Path, settings: Row) -> JsonlWriter:
     Kept rows of other settings, and those of a smoke test, are not started from.
     Raises: UsageError where `folder` has rows of other settings.
     """
-    path, settings = folder / "results.jsonl", json.loads(json.dumps({"experiment": name} | settings))
+    path, settings = folder / "results.jsonl", json.loads(json.dumps(settings))
     kept = settings_file(name)
     if not path.exists() and not settings.get("smoke") and kept.is_file():
         if json.loads(kept.read_text(encoding="utf-8")) == settings:
@@ -93,14 +93,14 @@ def settings_file(name: str) -> Path:
     return KEPT / f"{name}.args.json"
 
 
-def keep(path: Path) -> str:
-    """Put the rows of an experiment's `results.jsonl` into the repository; returns the experiment's name.
+def keep(name: str, folder: Path) -> None:
+    """Put the rows of an experiment in `folder` into the repository, under its name.
 
     Raises: UsageError for rows of a smoke test, and where rows of the same settings that are kept would be lost.
     """
-    rows = read_jsonl(path)
-    settings = {name: value for name, value in stored_settings(path).items() if name not in SEAL}
-    name = settings["experiment"]
+    path = folder / "results.jsonl"
+    rows, settings = read_jsonl(path), stored_settings(path)
+    settings = {key: value for key, value in settings.items() if key not in SEAL}
     if settings.get("smoke"):
         raise UsageError(f"{path} has rows of a smoke test, which mean nothing")
     lost = sum(row not in rows for row in kept_rows(name))
@@ -108,13 +108,7 @@ def keep(path: Path) -> str:
         raise UsageError(
             f"{path} lacks {lost} of the rows that {KEPT} keeps of {name}; run where they were started from"
         )
-    write_kept(name, rows, settings)
-    return str(name)
-
-
-def write_kept(name: str, rows: Sequence[Row], settings: Row) -> None:
-    """Write rows, compressed to the same bytes each time, and their settings into the repository."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with replacing(KEPT / f"{name}.jsonl.gz") as temporary:
-        temporary.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))
+        temporary.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))  # the same bytes each time
     write_text(settings_file(name), json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
