@@ -21,16 +21,17 @@ from examples.experiments import (
     real_dialogues,
     real_reasoning,
     reasoning,
+    records,
     refuel,
     reward_hack,
     rollout_servers,
 )
-from examples.experiments.records import best_rate, made_by
-from examples.experiments.stats import interval, paired, report_claims, shown
+from examples.experiments.records import best_rate, common_seeds, keep, kept_rows, made_by, results
+from examples.experiments.stats import interval, log_rank, paired, report_claims, restricted, shown, shown_gap
 from examples.programs import logged
 from lightrlhf import quickstart
 from lightrlhf.cli.calls import call
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.storage.jsonl import read_jsonl
 
 
@@ -45,6 +46,62 @@ def test_intervals_are_those_of_student_s_t():
     assert shown([0.25, 0.25]) == "0.250 [0.250, 0.250]" and shown([0.25], digits=1) == "0.2"
     wide, widest = (interval([0.0, 1.0] * half_count) for half_count in (5, 50))
     assert widest[2] - 0.5 == pytest.approx((wide[2] - 0.5) * math.sqrt(9 / 99))  # the last quantile for any more seeds
+
+
+def test_times_that_are_not_reached_count_as_the_limit_of_their_mean():
+    assert restricted([61, None, 12.0], 60) == [60, 60, 12.0]
+    token, macro = [None, 56.0, 53.0], [42.0, 42.0, None]
+    gap = paired(restricted(token, 60), restricted(macro, 60))
+    assert gap[0] == pytest.approx((18 + 14 - 7) / 3, abs=1e-12)
+    assert shown_gap((1.25, -0.5, 3.0), 1) == "+1.2 [-0.5, +3.0]"
+
+
+def test_the_log_rank_test_by_hand():
+    """Two groups of three; at each time t: at risk, share of the first, observed minus expected, variance."""
+    chi_square, p = log_rank([3.0, 5.0, None], [1.0, 3.0, 4.0])
+    expected = 3 / 6 + 2 * 3 / 5 + 2 / 3 + 2 / 2  # of the first group, at times 1, 3, 4 and 5
+    variance = 3 / 6 * 3 / 6 + 2 * 3 / 5 * 2 / 5 * (5 - 2) / (5 - 1) + 2 / 3 * 1 / 3 + 0
+    assert chi_square == pytest.approx((2 - expected) ** 2 / variance, rel=1e-14)
+    assert p == pytest.approx(math.erfc(math.sqrt(chi_square / 2)), rel=1e-14)
+    assert log_rank([3.0, None], [3.0, None]) == (0.0, 1.0) and log_rank([None], [None]) == (0.0, 1.0)
+    assert log_rank([9.0] * 5, [1.0] * 5)[1] < 0.01 < log_rank([1.0, 3.0], [2.0, 4.0])[1]
+
+
+@pytest.fixture
+def kept_in(tmp_path, monkeypatch):
+    """An empty folder in the place of the rows that the repository keeps."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr(records, "KEPT", folder)
+    return folder
+
+
+def test_a_new_run_starts_from_the_rows_that_are_kept_and_adds_seeds(kept_in, tmp_path, capsys):
+    def run(folder: str, seeds: list[int], **settings: bool) -> list[int]:
+        with results("task", tmp_path / folder, {"rate": 1e-3} | settings) as writer:
+            done = {row["seed"] for row in writer.rows}
+            writer.append(*({"arm": "a", "seed": seed} for seed in seeds if seed not in done))
+            return [row["seed"] for row in writer.rows]
+
+    assert run("one", [1, 2]) == [1, 2] and kept_rows("task") == []
+    keep("task", tmp_path / "one")
+    assert run("two", [2, 6]) == [1, 2, 6]
+    keep("task", tmp_path / "two")
+    before = (kept_in / "task.jsonl.gz").read_bytes()
+    keep("task", tmp_path / "two")
+    assert (kept_in / "task.jsonl.gz").read_bytes() == before and len(kept_rows("task")) == 3
+    with pytest.raises(UsageError, match="lacks 1 of the rows"):
+        keep("task", tmp_path / "one")
+    assert run("smoke", [9], smoke=True) == [9] and not capsys.readouterr().out
+    assert run("other", [9], fast=True) == [9] and "other settings" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="smoke"):
+        keep("task", tmp_path / "smoke")
+
+
+def test_seeds_are_common_where_every_arm_has_them():
+    rows = [{"arm": arm, "seed": seed} for arm, seed in (("a", 2), ("b", 1), ("a", 1), ("b", 2), ("a", 6))]
+    assert common_seeds(rows, ["a", "b"]) == [1, 2] and common_seeds(rows, ["a"]) == [1, 2, 6]
+    assert common_seeds(rows, ["a", "c"]) == []
 
 
 def test_claims_are_printed_and_written(tmp_path, capsys):
@@ -117,15 +174,19 @@ def test_every_flag_of_an_experiment_exists(program):
     assert not {name for flags in FLAGS[program] for name in flags} - known
 
 
+ORIGIN = {"seconds", "cpu_seconds", "versions", "commit", "day", "processor"}  # of every row
+
+
 def test_the_planted_hack_runs_and_resumes(tmp_path, capsys):
-    folder = ["--output_dir", str(tmp_path), "--num_seeds", "1", "--smoke", "True"]
+    folder = ["--output_dir", str(tmp_path), "--seeds", "1", "--smoke", "True"]
     reward_hack.main(folder)
     lines = (tmp_path / "results.jsonl").read_text()
-    (honest, hacked) = (json.loads(line)["result"] for line in lines.splitlines())
+    honest, hacked = map(json.loads, lines.splitlines())
+    assert (honest["arm"], hacked["arm"], hacked["seed"]) == ("honest", "hacked", 1) and ORIGIN <= hacked.keys()
     assert len(honest["reward"]) == len(honest["audit"]) == len(hacked["junk"]) == 2
     reward_hack.main(folder)
     assert (tmp_path / "results.jsonl").read_text() == lines
-    assert "claims: each hack that rises is warned of at most 10 steps after: did NOT hold" in capsys.readouterr().out
+    assert "right: each hack that rises is warned of at most 10 steps after: did NOT hold" in capsys.readouterr().out
 
 
 def test_the_rise_of_a_hack_and_the_delay_of_its_warning():
@@ -165,7 +226,7 @@ def test_the_switches_run_and_resume(tmp_path, capsys):
     words = ["--smoke", "True", "--seeds", "1", "2", "--tables", "KL", "--output_dir", str(tmp_path)]
     grpo_switches.main(words)
     rows = read_jsonl(tmp_path / "results.jsonl")
-    assert len(rows) == 3 + 2 * 3 and all({"curve", "flags", "versions", "processor"} <= row.keys() for row in rows)
+    assert len(rows) == 3 + 2 * 3 and all({"curve", "flags", *ORIGIN} <= row.keys() for row in rows)
     assert "4 comparisons" in capsys.readouterr().out  # two arms, two measures
     grpo_switches.main(words)
     assert read_jsonl(tmp_path / "results.jsonl") == rows
