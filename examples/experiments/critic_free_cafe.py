@@ -81,16 +81,16 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     with results("critic_free_cafe", folder, settings) as writer:
         for method in methods:
             for rate in RATES:
-                if not any((row["method"], row["learning_rate"]) == (method, rate) for row in trials(writer.rows)):
+                if not any((row["arm"], row["learning_rate"]) == (method, rate) for row in trials(writer.rows)):
                     writer.append(run_trial(folder, method, rate, args.smoke) | made_by())
-            rate = best_rate(row for row in trials(writer.rows) if row["method"] == method)
+            rate = best_rate(row for row in trials(writer.rows) if row["arm"] == method)
             for seed in seeds:
-                if not any((row["method"], row["seed"]) == (method, seed) for row in writer.rows):
+                if not any((row["arm"], row["seed"]) == (method, seed) for row in writer.rows):
                     writer.append(run_seed(folder, method, seed, rate, args.smoke) | made_by())
         rows = writer.rows
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
-    of_run = {(row["method"], row["seed"]): row["curve"] for row in rows if row["seed"]}
-    seeds = common_seeds((row for row in rows if row["seed"]), methods, "method")
+    of_run = {(row["arm"], row["seed"]): row["curve"] for row in rows if row["seed"]}
+    seeds = common_seeds((row for row in rows if row["seed"]), methods)
     curves = {method: [of_run[method, seed] for seed in seeds] for method in methods}
     show_trials(trials(rows))
     claims = show_results(curves)
@@ -128,7 +128,7 @@ def run_trial(folder: Path, method: str, rate: float, smoke: bool) -> dict[str, 
     experiment, share = trained(folder, method, 0, rate, smoke, eval_interval=end, save_interval=end, **iters)
     rows = read_metrics(experiment)
     last = next(row for row in reversed(rows) if "val/score" in row)
-    row = {"method": method, "seed": 0, "learning_rate": rate, "score": last["val/score"], "kl": last["val/kl"]}
+    row = {"arm": method, "seed": 0, "learning_rate": rate, "score": last["val/score"], "kl": last["val/kl"]}
     print(f"{method}, trial: {rate:g} has score {row['score']:.3f}, KL {row['kl']:.1f}", flush=True)
     return row | {"seconds": seconds_by_step(rows, share)[-1], "share_of_core": share}
 
@@ -151,7 +151,7 @@ def run_seed(folder: Path, method: str, seed: int, rate: float, smoke: bool) -> 
         for step, row in zip([0, *steps], tested)
     ]
     print(f"{method}, seed {seed}: " + ", ".join(f"{name} {curve[-1][name]:.3f}" for name in MEASURES), flush=True)
-    row = {"method": method, "seed": seed, "learning_rate": rate, "curve": curve, "share_of_core": share}
+    row = {"arm": method, "seed": seed, "learning_rate": rate, "curve": curve, "share_of_core": share}
     return row | {"seconds": curve[-1]["seconds"]}
 
 
@@ -194,7 +194,7 @@ def show_trials(rows: Sequence[dict[str, Any]]) -> None:
     """Print the validation scores by which learning rates were chosen."""
     table = []
     for method in METHODS:
-        mine = [row for row in rows if row["method"] == method]
+        mine = [row for row in rows if row["arm"] == method]
         if mine:
             cells = [f"{row['score']:.3f} (KL {row['kl']:.1f})" for row in mine]
             table.append((method, *cells, f"{best_rate(mine):g}"))

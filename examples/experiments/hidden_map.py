@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from examples.experiments.readings import Curve, at_equal_kl
 from examples.experiments.records import TEN, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
@@ -93,7 +94,6 @@ GROUPS = {
     "which pair": ["online", "online, max_random", "online, max_max"],
     "few batches, each used ten times": [name for name in ARMS if name.startswith("reused")],
 }
-Curve = list[dict[str, float]]  # an arm with one seed: reward, KL and counts after each iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,23 +214,6 @@ def fine_tuned(folder: Path, name: str, data: str, seed: int, wrong: str) -> str
 
 
 # ---------------------------------------------------------------------------------------------------------- results
-def reward_at(curve: Curve, kl: float) -> float:
-    """The reward where a curve first reaches a KL, interpolated linearly between iterations."""
-    for before, after in zip(curve, curve[1:]):
-        if after["kl"] >= kl:
-            span = after["kl"] - before["kl"]
-            share = (kl - before["kl"]) / span if span > 0 else 1.0
-            return before["reward"] + share * (after["reward"] - before["reward"])
-    return curve[-1]["reward"]
-
-
-def at_equal_kl(curves: dict[str, list[Curve]]) -> dict[str, list[float]]:
-    """Each arm's reward, one value per seed, at the lowest final KL of these arms with that seed."""
-    seeds = range(min(map(len, curves.values())))
-    ends = [min(curves[arm][i][-1]["kl"] for arm in curves) for i in seeds]
-    return {arm: [reward_at(curves[arm][i], ends[i]) for i in seeds] for arm in curves}
-
-
 def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
     """Print the tables; returns which claims hold."""
     gaps: dict[tuple[str, str], tuple[float, float, float]] = {}

@@ -1,6 +1,6 @@
 """Raw results: what every row says, the rows that the repository keeps, and how a learning rate is chosen by trials.
 
-A row of `results.jsonl` is one run: its seed, its arm (or method), what was measured, its curve where it has one, its
+A row of `results.jsonl` is one run: its seed, its arm, what was measured, its curve where it has one, its
 clock and processor seconds, and `made_by`. The settings that all rows of a file share lie beside it, in
 `results.args.json`. The repository keeps both in `examples/experiments/results`, as `NAME.jsonl.gz` and
 `NAME.args.json`.
@@ -57,9 +57,9 @@ def best_rate(trials: Iterable[Row]) -> float:
     return float(max(trials, key=lambda row: row["score"])["learning_rate"])
 
 
-def common_seeds(rows: Iterable[Row], arms: Iterable[str], column: str = "arm") -> list[int]:
+def common_seeds(rows: Iterable[Row], arms: Iterable[str]) -> list[int]:
     """The seeds that every one of these arms has a row of, in order."""
-    pairs = {(row[column], row["seed"]) for row in rows}
+    pairs = {(row["arm"], row["seed"]) for row in rows}
     of_arm = [{seed for name, seed in pairs if name == arm} for arm in arms]
     return sorted(set.intersection(*of_arm)) if of_arm else []
 
