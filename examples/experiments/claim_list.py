@@ -8,7 +8,7 @@ Left out: claims about speed and memory (howto/speed.md), and those that an expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,3 +84,278 @@ def success(iterations: int) -> Read:
 rollouts = each(lambda row: restricted([row["rollouts"]], LIMIT)[0])
 last_turn = each(lambda row: float(row["scores"][-1]))
 gold_at_end = each(lambda row: float(row["curve"][-1]["gold"]))
+
+TOKEN, MATCHED, MACRO = "token", "token at lambda^(1/8)", "n=8"
+MACRO_ACTIONS = Paper(
+    title="MA-RLHF: macro actions",
+    source="[Chai et al. 2025](https://arxiv.org/abs/2410.02743)",
+    reports="The score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and code,"
+    " 18% in dialogue, 8% in question answering; 2B to 27B parameters (abstract).",
+    commands=("python -m examples.experiments.macro_actions",),
+    page="algorithms/ppo.md#macro-actions-against-tokens",
+    claims=tuple(
+        Claim(
+            says=says,
+            measure=measure,
+            experiment="macro_actions",
+            where={"setting": setting},
+            arm=MACRO,
+            control=TOKEN,
+            matched=MATCHED,
+            read=read,
+            less_is_better=read is rollouts,
+            digits=1 if read is rollouts else 3,
+            earlier=Earlier(5, same),
+            earlier_matched=Earlier(5, matched),
+        )
+        for says, measure, setting, read, same, matched in (
+            (
+                "macro actions learn faster",
+                f"letters, rollouts to a score of .9, restricted to {LIMIT}",
+                "share",
+                rollouts,
+                (18.2, 13.5, 22.9),
+                (1.4, -0.3, 3.1),
+            ),
+            (
+                "and where the reward depends on the position",
+                f"letters, score of the last five of {LIMIT} rollouts",
+                "position",
+                column("score"),
+                (0.132, 0.097, 0.168),
+                (0.018, -0.013, 0.050),
+            ),
+            (
+                "and under a noisy reward",
+                f"letters, rollouts to a score of .9, restricted to {LIMIT}",
+                "noise",
+                rollouts,
+                (7.2, -1.9, 16.3),
+                (4.4, -4.5, 13.3),
+            ),
+            (
+                "and score higher on text",
+                "café, gold score after 15 rollouts",
+                "cafe",
+                column("gold"),
+                (0.004, -0.010, 0.018),
+                (-0.001, -0.016, 0.014),
+            ),
+        )
+    ),
+    not_measurable=(
+        "scores of the reward model, win rates and pass@1 of models of 2B to 27B on TL;DR, HH-RLHF, WebGPT and APPS",
+    ),
+)
+
+
+def refuel_claims(task: str, measure: str, gaps: tuple[Gap, Gap, Gap]) -> tuple[Claim, ...]:
+    """The three claims about the order of arms at the last turn; LT-MIXIN was the better last-turn arm."""
+    said = (
+        ("own prefixes are better than the data's", "REFUEL", "MT-MIXIN"),
+        ("rolling on to the end is better than the last turn alone", "MT-MIXIN", "LT-MIXIN"),
+        ("REFUEL is better than training the last turn", "REFUEL", "LT-MIXIN"),
+    )
+    return tuple(
+        Claim(
+            says=says,
+            measure=measure,
+            experiment=f"refuel_{task}",
+            arm=arm,
+            control=control,
+            read=last_turn,
+            earlier=Earlier(5, gap),
+        )
+        for (says, arm, control), gap in zip(said, gaps)
+    )
+
+
+REFUEL = Paper(
+    title="REFUEL: multi-turn RLHF",
+    source="[Gao et al. 2024](https://arxiv.org/abs/2410.04612)",
+    reports="Ahead of its baselines, and in later turns of a far larger model: win rate over Llama-3-8B-it of 58.6% at"
+    " turn 5 against 55.4% of Llama-3.1-70B-it, over five turns 56.64% against 61.24% (table of its repository; the user"
+    " is Llama-3.1-70B-it, the judge GPT-4). No figures of its baselines were at hand.",
+    commands=("python -m examples.experiments.refuel",),
+    page="algorithms/refuel.md#results",
+    claims=(
+        *refuel_claims(
+            "two_slots",
+            "two slots, gold score after five turns",
+            ((0.089, -0.047, 0.225), (0.625, 0.508, 0.742), (0.714, 0.670, 0.758)),
+        ),
+        *refuel_claims(
+            "cafe",
+            "café as a conversation, gold score after three turns",
+            ((0.016, -0.012, 0.044), (0.214, 0.139, 0.289), (0.230, 0.141, 0.320)),
+        ),
+    ),
+    not_measurable=("win rates of an 8B model against a 70B model by GPT-4 with a 70B model as the user",),
+)
+ONLINE = Paper(
+    title="Online iterative DPO",
+    source="[Dong et al. 2024](https://arxiv.org/abs/2405.07863)",
+    reports="Length-controlled AlpacaEval 2 of Llama-3-8B: SFT 10.2, offline DPO 22.5, iterative DPO 31.3 (corrected from"
+    " 37.2; the offline pairs were other data).",
+    commands=("python -m examples.experiments.hidden_map", "python -m examples.experiments.online_cafe"),
+    page="algorithms/online_dpo.md#results",
+    claims=(
+        Claim(
+            says="online is better than offline",
+            measure="hidden map, share of right tokens at equal KL",
+            experiment="hidden_map",
+            arm="online",
+            control="offline, SFT policy",
+            read=equal_kl,
+            earlier=Earlier(5, (0.075, 0.014, 0.136)),
+        ),
+        Claim(
+            says="own responses are better than foreign text",
+            measure="hidden map, share of right tokens at equal KL",
+            experiment="hidden_map",
+            arm="offline, SFT policy",
+            control="offline, foreign text",
+            read=equal_kl,
+            earlier=Earlier(5, (0.060, 0.009, 0.111)),
+        ),
+        Claim(
+            says="online is better than offline",
+            measure="café, gold win rate over the SFT policy",
+            experiment="online_cafe",
+            arm="online DPO",
+            control="DPO",
+            read=column("win_rate"),
+        ),
+    ),
+    not_measurable=("AlpacaEval 2, MT-Bench and Arena-Hard of an 8B model",),
+)
+
+
+def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int, gap: Gap) -> Claim:
+    measure = f"sampled success on held-out starts after {iterations} iterations"
+    return Claim(
+        says=says,
+        measure=f"{task}, {measure}",
+        experiment=f"reflect_rl_{task}",
+        arm=arm,
+        control=control,
+        read=success(iterations),
+        earlier=Earlier(5, gap),
+    )
+
+
+POSITIVE, RL = "Reflect-RL, positive", "SFT+RL"
+NEGATIVES, REFLECTOR, AFTER_SFT = "negative examples help", "a reflector helps RL", "RL is better than SFT alone"
+REFLECT_RL = Paper(
+    title="Reflect-RL: a reflector and a policy",
+    source="[Zhou et al. 2024](https://arxiv.org/abs/2402.12621)",
+    reports="SFT and RL with a reflector surpass SFT alone and larger models without tuning (abstract; GPT-2 XL on"
+    " AutoExplore, DangerousTaxi and ALFWorld). Its tables were not at hand.",
+    commands=tuple(
+        f"python -m examples.experiments.reflect_rl --task {task}" for task in ("taxi", "explore", "household")
+    ),
+    page="algorithms/reflect_rl.md#the-experiment",
+    claims=(
+        reflect_claim("taxi", AFTER_SFT, RL, "SFT", 50, (0.269, 0.027, 0.510)),
+        reflect_claim("taxi", REFLECTOR, POSITIVE, RL, 50, (-0.278, -0.528, -0.028)),
+        reflect_claim("taxi", NEGATIVES, "Reflect-RL", POSITIVE, 50, (0.632, 0.325, 0.939)),
+        reflect_claim("explore", AFTER_SFT, RL, "SFT", 25, (0.017, -0.006, 0.040)),
+        reflect_claim("explore", REFLECTOR, POSITIVE, RL, 25, (-0.029, -0.061, 0.004)),
+        reflect_claim("explore", NEGATIVES, "Reflect-RL", POSITIVE, 25, (0.043, 0.023, 0.064)),
+        reflect_claim(
+            "household",
+            AFTER_SFT,
+            "SFT+RL, oracle's commands",
+            "SFT, oracle's commands",
+            40,
+            (0.105, 0.036, 0.174),
+        ),
+    ),
+    not_measurable=("success of GPT-2 XL with reflections written by GPT-4, on the published tasks of AutoExplore",),
+)
+
+
+def switch_claim(says: str, arm: str, name: str, gap: Gap, control: str = "default", less: bool = False) -> Claim:
+    measure = {"right": "right answers at the end", "speed": "right answers, mean of the run"}
+    measure["wrong_length"] = "words more in wrong answers than before"
+    return Claim(
+        says=says,
+        measure=f"sorting digits, {measure[name]}",
+        experiment="grpo_switches",
+        arm=arm,
+        control=control,
+        read=result(name),
+        less_is_better=less,
+        digits=2 if less else 3,
+        earlier=Earlier(5, gap),
+    )
+
+
+def critic_free(says: str, arm: str, control: str, gap: Gap) -> Claim:
+    return Claim(
+        says=says,
+        measure="café, gold score after 3,072 samples",
+        experiment="critic_free_cafe",
+        arm=arm,
+        control=control,
+        read=gold_at_end,
+        earlier=Earlier(5, gap),
+    )
+
+
+SEVERAL = "several updates"
+RELATIVES = Paper(
+    title="GRPO and its relatives",
+    source="[GRPO](https://arxiv.org/abs/2402.03300), [RLOO](https://arxiv.org/abs/2402.14740), [Dr."
+    " GRPO](https://arxiv.org/abs/2503.20783), [DAPO](https://arxiv.org/abs/2503.14476),"
+    " [GSPO](https://arxiv.org/abs/2507.18071), [CISPO](https://arxiv.org/abs/2506.13585),"
+    " [SAPO](https://arxiv.org/abs/2511.20347), [REINFORCE++](https://arxiv.org/abs/2501.03262),"
+    " [MaxRL](https://arxiv.org/abs/2602.02710)",
+    reports="Each is set against what it replaces, on other tasks and with models of billions of parameters. DAPO at 32B"
+    " as verl reproduced it: 52 with all its parts, 50 without dynamic sampling, 44 also without weights by token"
+    " (verl's docs/algo/dapo.md).",
+    commands=("python -m examples.experiments.critic_free_cafe", "python -m examples.experiments.grpo_switches"),
+    page="algorithms/grpo_results.md",
+    claims=(
+        critic_free("GRPO is better than PPO", "GRPO", "PPO", (-0.099, -0.231, 0.033)),
+        critic_free("RLOO is better than PPO", "RLOO", "PPO", (-0.037, -0.079, 0.005)),
+        switch_claim("Dr. GRPO: no division by the deviation", "mean", "right", (0.000, -0.041, 0.040)),
+        switch_claim(
+            "Dr. GRPO: constant weights keep wrong answers short",
+            "constant",
+            "wrong_length",
+            (0.03, -0.48, 0.53),
+            "sequence",
+            less=True,
+        ),
+        switch_claim("RLOO: the mean of the others as the baseline", "rloo", "right", (0.013, 0.001, 0.024)),
+        switch_claim("MaxRL", "maxrl", "right", (-0.023, -0.060, 0.013)),
+        switch_claim("REINFORCE++", "reinforce_pp", "right", (-0.011, -0.036, 0.013)),
+        switch_claim("DAPO: dynamic sampling (31% more samples)", "resample_rounds 4", "right", (0.036, 0.002, 0.070)),
+        switch_claim("DAPO: clip-higher", "clip_coeff_high .28", "right", (0.039, -0.018, 0.097), SEVERAL),
+        switch_claim("GSPO", "gspo", "right", (0.013, -0.022, 0.047), SEVERAL),
+        switch_claim("CISPO", "cispo", "right", (-0.387, -0.557, -0.217), SEVERAL),
+        switch_claim("SAPO", "sapo", "right", (-0.126, -0.205, -0.046), SEVERAL),
+    ),
+    not_measurable=("mathematics and code with models of billions of parameters and responses of thousands of tokens",),
+)
+REAL_MODEL = Paper(
+    title="RL with verified answers, a real model",
+    source="[Shao et al. 2024](https://arxiv.org/abs/2402.03300), [RAFT](https://arxiv.org/abs/2304.06767)",
+    reports="RL on a scorer of answers raises accuracy beyond fine-tuning on the model's own right answers.",
+    commands=("python -m examples.experiments.real_reasoning",),
+    page="real_model_results.md",
+    claims=tuple(
+        Claim(
+            says="GRPO is better than RAFT from the same samples",
+            measure=f"SmolLM2-135M, `{task}`, held-out items solved greedily",
+            experiment="real_reasoning",
+            where={"task": task},
+            arm="GRPO",
+            control="RAFT",
+            read=column("greedy"),
+        )
+        for task in ("letter_counting", "gcd")
+    ),
+)
+PAPERS = (MACRO_ACTIONS, REFUEL, ONLINE, REFLECT_RL, RELATIVES, REAL_MODEL)
