@@ -27,7 +27,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install browser quickstart demo real wheel check test test-oldest test-vllm test-llama test-harness attacks \
-	test-nightly newcomer lint site clean
+	test-nightly newcomer claims claims-smoke lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -133,6 +133,14 @@ test-nightly: test attacks
 # Every command of the README and three pages in a new home with the system's Python; NEWCOMER="--without 'make test'".
 newcomer: $(VENV)/.tested
 	PYTHONPATH=tests $(BIN)/python tests/newcomer.py $(NEWCOMER)
+
+# The page on claims, and the tables of other pages that are made from raw rows, from the rows in the repository.
+claims: $(VENV)/.installed
+	$(BIN)/python -m examples.experiments.claims
+
+# One seed of the cheapest arm again, beside the row that is kept: a minute.
+claims-smoke: $(VENV)/.installed
+	$(BIN)/python -m examples.experiments.claims --smoke True
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -1,0 +1,308 @@
+"""Write howto/claims.md, and the tables of other pages between their markers, from the raw rows in the repository.
+
+What is tested is listed in `claim_list`. A verdict is computed from the 95% interval of the paired difference over
+seeds and never typed: *held* above 0, *not held* else; where a control with the same horizon is part of the claim and
+the difference to it is not above 0, *only at the same lambda*. Fewer than three seeds give no verdict. A claim without
+rows shows what a page reported earlier, and says that its raw data were not kept.
+
+    python -m examples.experiments.claims
+    python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
+    python -m examples.experiments.claims --smoke True
+
+The second puts the rows of an experiment's folder into the repository first. The third runs one seed of the cheapest
+arm again and compares its row with the one that is kept: bit for bit on the same processor with the same packages, else
+the scores of the first rollouts, which differ by rounding alone, within a tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples.experiments.claim_list import PAPERS, Claim, Paper, rollouts
+from examples.experiments.page_tables import TABLES, markdown, short
+from examples.experiments.readings import Gap, compare
+from examples.experiments.records import Row, common_seeds, keep, kept_rows
+from examples.experiments.stats import log_rank, shown_gap
+from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import write_text
+
+HOWTO = Path(__file__).resolve().parents[2] / "howto"
+PAGES = [path for path in sorted(HOWTO.rglob("*.md")) if path.name != "claims.md"]
+ENOUGH = 3  # seeds of a verdict
+HOPELESS = "not measurable here"
+VERDICTS = ("held", "only at the same lambda", "not held", "fewer than three seeds", "no rows yet", HOPELESS)
+CHEAPEST = {"setting": "share", "arm": "n=8", "seed": 1}  # of macro_actions: 10 seconds of a processor
+FIRST, TOLERANCE = 5, 0.02  # rollouts, and of their scores, where another processor or release rounds differently
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsArgs:
+    """Write the page on claims from raw rows."""
+
+    keep: str | None = None
+    """Experiment whose rows in `output_dir` are put into the repository first: a name in `results`, or a new one."""
+    output_dir: str | None = None
+    """Folder of that experiment."""
+    smoke: bool = False
+    """Run one seed of the cheapest arm again instead, and compare it with the row that is kept."""
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) is not (self.output_dir is None):
+            raise ValueError("--keep and --output_dir go together: an experiment, and the folder of its rows")
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = parse(ClaimsArgs, argv)
+    if args.smoke:
+        run_again()
+        return
+    if args.keep and args.output_dir:
+        keep(args.keep, Path(args.output_dir))
+    for path, text in pages().items():
+        if path.read_text(encoding="utf-8") != text if path.is_file() else True:
+            write_text(path, text)
+            print(f"written: {path}")
+
+
+def pages() -> dict[Path, str]:
+    """The text of every page that is made from rows, whole or between markers."""
+    made = {HOWTO / "claims.md": claims_page()}
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for name, table in TABLES.items():
+            start, end = f"<!-- rows: {name} -->", f"<!-- end of rows: {name} -->"
+            before, marker, rest = text.partition(start)
+            if marker:
+                text = f"{before}{start}\n\n{table()}\n{end}{rest.partition(end)[2]}"
+                made[path] = text
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------- what is found
+class Finding(NamedTuple):
+    """What is known of a claim: from rows, or as a page reported it, then without rows."""
+
+    n: int
+    gap: Gap
+    matched: Gap | None
+    rows: Sequence[Row] = ()
+
+
+def find(claim: Claim, rows: Sequence[Row]) -> Finding | None:
+    """A claim's differences by an experiment's rows, else as they were reported; None where there are none.
+
+    Rows of seed 0 are those of trials and of bases, and left out.
+    """
+    arms = [claim.arm, claim.control, *([claim.matched] if claim.matched else [])]
+    own = [row for row in rows if row["seed"] and claim.where.items() <= row.items()]
+    seeds = common_seeds(own, arms)
+    own = [row for row in own if row["arm"] in arms and row["seed"] in seeds]
+    gaps = [compare(own, claim.arm, other, claim.read, claim.less_is_better) for other in arms[1:]]
+    found = [one.gap for one in gaps if one]
+    if found:
+        return Finding(len(seeds), found[0], found[1] if claim.matched else None, own)
+    if claim.earlier:
+        return Finding(claim.earlier.n, claim.earlier.gap, claim.earlier_matched and claim.earlier_matched.gap)
+    return None
+
+
+def verdict(finding: Finding | None) -> str:
+    """What the intervals say of a claim."""
+    if finding is None:
+        return "no rows yet"
+    if finding.n < ENOUGH:
+        return "fewer than three seeds"
+    if finding.gap[1] <= 0:
+        return "not held"
+    return "only at the same lambda" if finding.matched and finding.matched[1] <= 0 else "held"
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+INTRODUCTION = """\
+# Claims
+
+What papers on RLHF report, and what a replication at small size finds, with its raw results. For those who choose a
+method, or doubt a figure of these pages. Words: [interval](words.md#interval), [lambda
+matched](words.md#lambda-matched), [gold score](words.md#gold-score), [KL](words.md#kl).
+
+`make claims` writes this page from the rows in
+[`examples/experiments/results`](../examples/experiments/results/macro_actions.args.json), one JSON line a run, with its
+seed, curve, seconds, versions, processor, day and commit; a test compares. Which claims are tested, and how, is
+[written down](../examples/experiments/claim_list.py) before the runs.
+
+A difference is that of an arm and its control, paired by seed, turned so that more is better for the claim; intervals
+are 95%, Student's t over *n* seeds. *Held*: the interval lies above 0. *Only at the same lambda*: so, but not beside
+tokens whose lambda gives the same horizon. *Not held*: else, which also is what too few seeds give. A score that a run
+did not reach within its {limit} rollouts counts as {limit}, in both arms, so the difference is one of restricted means; p
+of the log-rank test stands beside it. *A run*: means of the arm, seconds of one core. The models have 0.1M to 0.9M
+parameters, or 135M in the section on a real model, so a claim that is not held here may hold for larger ones.
+
+**{comparisons} comparisons on this page, not adjusted for their number**: of claims that are false one in forty is called
+held by chance.
+
+{summary}
+
+*Earlier*: reported earlier, raw data not kept; such a figure has the *n* of its day, and counts what was not reached as
+one more than the limit.
+"""
+AGAIN = """\
+## Run them again
+
+Seeds are added to those that are there, without a limit; a new folder starts from the rows in the repository. The last
+command puts what was added there, and writes the pages.
+
+<!-- parse only -->
+```bash
+python -m examples.experiments.macro_actions --seeds 11 12 --output_dir macro_actions
+python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
+```
+
+`make claims-smoke` runs one seed of the cheapest arm again and compares its row with the one that is kept: bit for bit
+on the same processor with the same packages, else the scores of the first {first} rollouts within {tolerance}.
+"""
+
+
+def claims_page() -> str:
+    """The text of howto/claims.md."""
+    kept = {claim.experiment: kept_rows(claim.experiment) for paper in PAPERS for claim in paper.claims}
+    found = {paper.title: [find(claim, kept[claim.experiment]) for claim in paper.claims] for paper in PAPERS}
+    counts = Counter(verdict(one) for findings in found.values() for one in findings)
+    counts[HOPELESS] = sum(len(paper.not_measurable) for paper in PAPERS)
+    earlier = Counter(verdict(one) for findings in found.values() for one in findings if one and not one.rows)
+    lines = [(name, str(counts[name]), str(earlier[name])) for name in VERDICTS if counts[name]]
+    comparisons = sum(1 + bool(one.matched) for findings in found.values() for one in findings if one)
+    introduction = INTRODUCTION.format(
+        limit=60, comparisons=comparisons, summary=markdown(("verdict", "claims", "of these earlier"), lines).rstrip()
+    )
+    sections = [section(paper, found[paper.title]) for paper in PAPERS]
+    last = (
+        "## SheepRL's RLHF\n\nThe programs that this library continues; their pages report no figures, so there is no"
+        " claim to test ([migrating](migrating.md)).\n"
+    )
+    return "\n".join([introduction, *sections, last, AGAIN.format(first=FIRST, tolerance=TOLERANCE)])
+
+
+def section(paper: Paper, findings: Sequence[Finding | None]) -> str:
+    """What a paper reports, and a row for each of its claims."""
+    table = [cells(claim, finding) for claim, finding in zip(paper.claims, findings)]
+    table += [(said, *[""] * 5, HOPELESS, "") for said in paper.not_measurable]
+    headings = ("claim", "measured", "arm", "n", "difference", "a run", "verdict", "rows")
+    commands = "\n".join(paper.commands)
+    parts = [
+        f"## {paper.title}",
+        filled(f"{paper.source}. {paper.reports} [More of the experiment]({paper.page})."),
+        markdown(headings, table).rstrip(),
+        f"<!-- parse only -->\n```bash\n{commands}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def cells(claim: Claim, finding: Finding | None) -> tuple[str, ...]:
+    """The row of a claim."""
+    if finding is None:
+        return claim.says, claim.measure, f"`{claim.arm}`", "", f"to `{claim.control}`", "", verdict(None), ""
+    gaps = [difference(claim, claim.control, finding.gap, finding.rows)]
+    if claim.matched and finding.matched:
+        gaps.append(difference(claim, claim.matched, finding.matched, finding.rows))
+    arm, n = f"`{claim.arm}`", str(finding.n)
+    last = origin(finding.rows)
+    return claim.says, claim.measure, arm, n, "<br>".join(gaps), cost(claim, finding.rows), verdict(finding), last
+
+
+def difference(claim: Claim, control: str, gap: Gap, rows: Sequence[Row]) -> str:
+    """A difference to a control with its interval, and p of the log-rank test where times were compared."""
+    text = f"to `{control}`: {short(shown_gap(gap, claim.digits))}" if gap[1] > float("-inf") else f"to `{control}`"
+    if claim.read is rollouts and rows:
+        times = ([row["rollouts"] for row in rows if row["arm"] == arm] for arm in (claim.arm, control))
+        text += f", p {short(f'{log_rank(*times)[1]:.2g}')}"
+    return text
+
+
+def cost(claim: Claim, rows: Sequence[Row]) -> str:
+    """Mean samples, KL and processor seconds of a run of the arm, as far as its rows have them."""
+    own = [row for row in rows if row["arm"] == claim.arm]
+    if not own:
+        return ""
+
+    def mean(name: str) -> float | None:
+        values = [value_of(row, name) for row in own]
+        return None if None in values else sum(value for value in values if value is not None) / len(values)
+
+    samples, kl, seconds = mean("samples"), mean("kl"), mean("cpu_seconds")
+    parts = [f"{samples:,.0f} samples"] if samples is not None else []
+    parts += [f"KL {kl:.2g}"] if kl is not None else []
+    parts += [f"{seconds:.0f} s"] if seconds is not None else []
+    return ", ".join(parts)
+
+
+def value_of(row: Row, name: str) -> float | None:
+    """A figure of a row: in a column of its own, in `result`, or at the end of its curve."""
+    end = row["curve"][-1] if row.get("curve") and isinstance(row["curve"][-1], dict) else {}
+    return next((float(place[name]) for place in (row, row.get("result", {}), end) if name in place), None)
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """Days and commits of rows."""
+    if not rows:
+        return "earlier"
+    days = sorted({row["day"] for row in rows if "day" in row})
+    commits = sorted({row["commit"][:7] for row in rows if row.get("commit")})
+    return ", ".join([*([days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"] if days else []), *commits])
+
+
+# ---------------------------------------------------------------------------------------------------------- once again
+def run_again() -> None:
+    """Run one seed of the cheapest arm and compare its row with the one that is kept. Raises: RunFailure."""
+    before = next(row for row in kept_rows("macro_actions") if CHEAPEST.items() <= row.items())
+    flags = {"settings": CHEAPEST["setting"], "arms": CHEAPEST["arm"], "seeds": str(CHEAPEST["seed"])}
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "results.jsonl").touch()  # so that it does not start from the rows that are kept
+        command = [sys.executable, "-m", "examples.experiments.macro_actions", *words, "--output_dir", folder]
+        subprocess.run([*command, "--num_workers", "1"], check=True)
+        (row,) = map(json.loads, (Path(folder) / "results.jsonl").read_text(encoding="utf-8").splitlines())
+    print(f"claims-smoke: {compared(before, row)}")
+
+
+def compared(before: Row, row: Row) -> str:
+    """How two rows of the same run agree. Raises: RunFailure where they do not."""
+    if maker(before) == maker(row):
+        changed = [name for name in before if name not in UNSTABLE and before[name] != row.get(name)]
+        if changed:
+            raise RunFailure(
+                f"claims-smoke: {changed[0]} was {before[changed[0]]} and is {row.get(changed[0])}; {STALE}"
+            )
+        return f"the row of {CHEAPEST} is the same, bit for bit"
+    gap = max(abs(one - other) for one, other in zip(before["curve"][:FIRST], row["curve"][:FIRST], strict=True))
+    if gap > TOLERANCE:
+        raise RunFailure(f"claims-smoke: the first {FIRST} scores differ by {gap:.3f}, more than {TOLERANCE}; {STALE}")
+    return f"another processor or other packages: the first {FIRST} scores of {CHEAPEST} differ by {gap:.2g}"
+
+
+UNSTABLE = ("seconds", "cpu_seconds", "versions", "commit", "day")
+STALE = "a change of results needs new rows (howto/claims.md, Run them again)"
+
+
+def maker(row: Row) -> Any:
+    """What must be the same for the same bits: the processor, and the packages but for this library."""
+    return row["processor"], {name: one for name, one in row["versions"].items() if name != "lightrlhf"}
+
+
+if __name__ == "__main__":
+    main()
