@@ -329,9 +329,7 @@ RELATIVES = Paper(
         ),
         switch_claim("RLOO: the mean of the others as the baseline", "rloo", "right", (0.013, 0.001, 0.024)),
         switch_claim("MaxRL: division by the mean", "maxrl", "right", (-0.023, -0.060, 0.013)),
-        switch_claim(
-            "REINFORCE++: whitened over the batch, no baseline", "reinforce_pp", "right", (-0.011, -0.036, 0.013)
-        ),
+        switch_claim("REINFORCE++: whitened, without a baseline", "reinforce_pp", "right", (-0.011, -0.036, 0.013)),
         switch_claim("DAPO: dynamic sampling (31% more samples)", "resample_rounds 4", "right", (0.036, 0.002, 0.070)),
         switch_claim("DAPO: clip-higher", "clip_coeff_high .28", "right", (0.039, -0.018, 0.097), SEVERAL),
         switch_claim("GSPO: the ratio of whole responses", "gspo", "right", (0.013, -0.022, 0.047), SEVERAL),

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples.experiments.claim_list import PAPERS, Claim, Paper, rollouts
+from examples.experiments.claim_list import LIMIT, PAPERS, Claim, Paper, rollouts
 from examples.experiments.page_tables import TABLES, markdown, short
 from examples.experiments.readings import Gap, compare
 from examples.experiments.records import Row, common_seeds, keep, kept_rows
@@ -145,12 +145,12 @@ seed, curve, seconds, versions, processor, day and commit; a test compares. Whic
 A difference is that of an arm and its control, paired by seed, turned so that more is better for the claim; intervals
 are 95%, Student's t over *n* seeds. *Held*: the interval lies above 0. *Only at the same lambda*: so, but not beside
 tokens whose lambda gives the same horizon. *Not held*: else, which also is what too few seeds give. A score that a run
-did not reach within its {limit} rollouts counts as {limit}, in both arms, so the difference is one of restricted means; p
-of the log-rank test stands beside it. *A run*: means of the arm, seconds of one core. The models have 0.1M to 0.9M
+did not reach within its {limit} rollouts counts as {limit}, in both arms, so the difference is one of restricted means;
+p of the log-rank test stands beside it. *A run*: means of the arm, seconds of one core. The models have 0.1M to 0.9M
 parameters, or 135M in the section on a real model, so a claim that is not held here may hold for larger ones.
 
-**{comparisons} comparisons on this page, not adjusted for their number**: of claims that are false one in forty is called
-held by chance.
+**{comparisons} comparisons on this page, not adjusted for their number**: of claims that are false one in forty is
+called held by chance.
 
 {summary}
 
@@ -184,7 +184,9 @@ def claims_page() -> str:
     lines = [(name, str(counts[name]), str(earlier[name])) for name in VERDICTS if counts[name]]
     comparisons = sum(1 + bool(one.matched) for findings in found.values() for one in findings if one)
     introduction = INTRODUCTION.format(
-        limit=60, comparisons=comparisons, summary=markdown(("verdict", "claims", "of these earlier"), lines).rstrip()
+        limit=LIMIT,
+        comparisons=comparisons,
+        summary=markdown(("verdict", "claims", "of these earlier"), lines).rstrip(),
     )
     sections = [section(paper, found[paper.title]) for paper in PAPERS]
     last = (

@@ -5,73 +5,74 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from examples.experiments.readings import compare, each
-from examples.experiments.records import kept_rows
-from examples.experiments.stats import log_rank, paired, restricted, shown, shown_gap
+from examples.experiments.claim_list import LIMIT, MATCHED, TOKEN, column, rollouts
+from examples.experiments.readings import Read, compare
+from examples.experiments.records import Row, kept_rows
+from examples.experiments.stats import log_rank, restricted, shown, shown_gap
 
 LETTERS = {  # arm: what the page calls it
-    "token": "tokens",
+    TOKEN: "tokens",
     "n=4": "n = 4",
     "n=8": "n = 8",
     "randomized": "randomized",
     "ppl": "ppl",
     "n=inf": "the whole response",
-    "token at lambda^(1/8)": "tokens, λ^(1/8) = 0.9936",
+    MATCHED: "tokens, λ^(1/8) = 0.9936",
     "token at lambda=1": "tokens, λ = 1",
 }
-SAME, MATCHED = "token", "token at lambda^(1/8)"
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of a page."""
     lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
-    return (
-        "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]]).replace("|  |", "| |").replace("|  |", "| |")
-        + "\n"
-    )
+    text = "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]])
+    return re.sub(r"(?<=\|)  (?=\|)", " ", text) + "\n"
 
 
-def letters_until(limit: int = 60) -> str:
+def short(text: str) -> str:
+    """Numbers below one without their zero, as pages write them."""
+    return re.sub(r"(?<![\d.])0\.", ".", text)
+
+
+def of_letters(setting: str) -> dict[str, list[Row]]:
+    """The rows of each arm on letters, by seed, of the arms that have some."""
+    kept = sorted((row for row in kept_rows("macro_actions") if row["setting"] == setting), key=lambda row: row["seed"])
+    by_arm = {arm: [row for row in kept if row["arm"] == arm] for arm in LETTERS}
+    return {arm: rows for arm, rows in by_arm.items() if rows}
+
+
+def beside_tokens(by_arm: dict[str, list[Row]], arm: str, read: Read, digits: int, is_time: bool) -> list[str]:
+    """How much better an arm is than tokens at the same lambda, and at the matched one."""
+    cells = []
+    for other in (TOKEN, MATCHED):
+        rows = [*by_arm[arm], *by_arm.get(other, [])]
+        found = compare(rows, arm, other, read, is_time) if arm not in (TOKEN, other) else None
+        text = short(shown_gap(found.gap, digits)) if found else ""
+        if found and is_time:
+            times = ([row["rollouts"] for row in by_arm[name]] for name in (arm, other))
+            text += f", p {short(f'{log_rank(*times)[1]:.2g}')}"
+        cells.append(text)
+    return cells
+
+
+def letters_until() -> str:
     """Rollouts on letters until the score is reached, each arm beside tokens at both lambdas."""
-    rows = [row for row in kept_rows("macro_actions") if row["setting"] == "share"]
-    arms = [arm for arm in LETTERS if any(row["arm"] == arm for row in rows)]
-    times = {arm: {row["seed"]: row["rollouts"] for row in rows if row["arm"] == arm} for arm in arms}
-    table = []
-    for arm in arms:
-        own = [times[arm][seed] for seed in sorted(times[arm])]
-        cells = [LETTERS[arm], shown(restricted(own, limit), 1)]
-        cells.append(" ".join(f">{limit}" if time is None else f"{time}" for time in own))
-        for other in (SAME, MATCHED):
-            if arm in (SAME, other):
-                cells.append("")
-                continue
-            seeds = sorted(times[arm].keys() & times[other].keys())
-            ours, theirs = ([times[name][seed] for seed in seeds] for name in (arm, other))
-            gap = paired(restricted(theirs, limit), restricted(ours, limit))
-            cells.append(f"{shown_gap(gap, 1)}, p = {log_rank(ours, theirs)[1]:.2g}")
-        table.append(cells)
+    by_arm, table = of_letters("share"), []
+    for arm, rows in by_arm.items():
+        times = [row["rollouts"] for row in rows]
+        every = " ".join(f">{LIMIT}" if time is None else f"{time}" for time in times)
+        mean = shown(restricted(times, LIMIT), 1)
+        table.append((LETTERS[arm], mean, every, *beside_tokens(by_arm, arm, rollouts, 1, is_time=True)))
     return markdown(("arm", "rollouts, mean", "each seed", "fewer than tokens", "than tokens at λ^(1/8)"), table)
 
 
-def letters_scores() -> str:
-    """The last score on letters in the two other settings, each arm beside tokens at both lambdas."""
-    by_setting = {
-        name: [r for r in kept_rows("macro_actions") if r["setting"] == name] for name in ("position", "noise")
-    }
-    arms = [arm for arm in LETTERS if all(any(row["arm"] == arm for row in rows) for rows in by_setting.values())]
-    table = []
-    for arm in arms:
-        cells = [LETTERS[arm]]
-        for rows in by_setting.values():
-            cells.append(short(shown([row["score"] for row in rows if row["arm"] == arm])))
-            for other in (SAME, MATCHED):
-                found = (
-                    None if arm in (SAME, other) else compare(rows, arm, other, each(lambda row: float(row["score"])))
-                )
-                cells.append(short(shown_gap(found.gap)) if found else "")
-        table.append(cells)
-    gaps = ("more than tokens", "than tokens at λ^(1/8)")
-    return markdown(("arm", "one group early, the other late", *gaps, "noisy reward", *gaps), table)
+def letters_scores(setting: str) -> str:
+    """The last score on letters in another setting, each arm beside tokens at both lambdas."""
+    by_arm, table = of_letters(setting), []
+    for arm, rows in by_arm.items():
+        mean = short(shown([row["score"] for row in rows]))
+        table.append((LETTERS[arm], mean, *beside_tokens(by_arm, arm, column("score"), 3, is_time=False)))
+    return markdown(("arm", "score, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
 
 
 def real_reasoning() -> str:
@@ -80,34 +81,23 @@ def real_reasoning() -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         for arm in ("base", "RAFT", "GRPO"):
             own = sorted((row for row in rows if (row["task"], row["arm"]) == (task, arm)), key=lambda row: row["seed"])
-            for number, row in enumerate(own):
-                first = arm if number == 0 else ""
-                first = f"`{task}`: {arm}" if arm == "base" else first
-                shares = [short(f"{row[name]:.3f}") for name in ("greedy", "pass_1", "pass_8")]
-                numbers = [short(f"{abs(row['kl']):.2f}"), f"{row['length']:.1f}", short(f"{row['commonest']:.3f}")]
-                cost = [short(f"{row['cpu_seconds'] / 3600:.2f}"), f"{row['peak_gib']:.1f} GiB"]
-                seed = "" if arm == "base" else str(row["seed"])
-                table.append((first, seed, *shares, *numbers, *cost))
-    names = (
-        "greedy",
-        "pass@1",
-        "pass@8",
-        "KL to the base, nats",
-        "tokens",
-        "commonest response",
-        "hours",
-        "peak memory",
-    )
-    return markdown(("", "seed", *names), table)
-
-
-def short(text: str) -> str:
-    """Numbers below one without their zero, as pages write them."""
-    return re.sub(r"(?<![\d.])0\.", ".", text)
+            for row in own:
+                name = "" if row is not own[0] else arm if arm != "base" else f"`{task}`: base"
+                cells = [
+                    name,
+                    str(row["seed"] or ""),
+                    *(f"{row[share]:.3f}" for share in ("greedy", "pass_1", "pass_8")),
+                ]
+                cells += [f"{abs(row['kl']):.2f}", f"{row['length']:.1f}", f"{row['commonest']:.3f}"]
+                cells += [f"{row['cpu_seconds'] / 3600:.2f}", f"{row['peak_gib']:.1f} GiB"]
+                table.append([short(cell) for cell in cells])
+    measures = ("greedy", "pass@1", "pass@8", "KL to the base, nats", "tokens", "commonest response")
+    return markdown(("", "seed", *measures, "hours", "peak memory"), table)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
-    "letters, scores": letters_scores,
+    "letters, position": lambda: letters_scores("position"),
+    "letters, noise": lambda: letters_scores("noise"),
     "real model, two tasks": real_reasoning,
 }
