@@ -88,7 +88,7 @@ TOKEN, MATCHED, MACRO = "token", "token at lambda^(1/8)", "n=8"
 MACRO_ACTIONS = Paper(
     title="MA-RLHF: macro actions",
     source="[Chai et al. 2025](https://arxiv.org/abs/2410.02743)",
-    reports="The score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and"
+    reports="the score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and"
     " code, 18% in dialogue, 8% in question answering; 2B to 27B parameters (abstract).",
     commands=("python -m examples.experiments.macro_actions",),
     page="algorithms/ppo.md#macro-actions-against-tokens",
@@ -172,7 +172,7 @@ def refuel_claims(task: str, measure: str, gaps: tuple[Gap, Gap, Gap]) -> tuple[
 REFUEL = Paper(
     title="REFUEL: multi-turn RLHF",
     source="[Gao et al. 2024](https://arxiv.org/abs/2410.04612)",
-    reports="Ahead of its baselines, and in later turns of a far larger model: win rate over Llama-3-8B-it of 58.6% at"
+    reports="ahead of its baselines, and in later turns of a far larger model: win rate over Llama-3-8B-it of 58.6% at"
     " turn 5 against 55.4% of Llama-3.1-70B-it, over five turns 56.64% against 61.24% (table of its repository; the"
     " user is Llama-3.1-70B-it, the judge GPT-4). No figures of its baselines were at hand.",
     commands=("python -m examples.experiments.refuel",),
@@ -194,7 +194,7 @@ REFUEL = Paper(
 ONLINE = Paper(
     title="Online iterative DPO",
     source="[Dong et al. 2024](https://arxiv.org/abs/2405.07863)",
-    reports="Length-controlled AlpacaEval 2 of Llama-3-8B: SFT 10.2, offline DPO 22.5, iterative DPO 31.3 (corrected"
+    reports="length-controlled AlpacaEval 2 of Llama-3-8B: SFT 10.2, offline DPO 22.5, iterative DPO 31.3 (corrected"
     " from 37.2; the offline pairs were other data).",
     commands=("python -m examples.experiments.hidden_map", "python -m examples.experiments.online_cafe"),
     page="algorithms/online_dpo.md#results",
@@ -310,7 +310,7 @@ RELATIVES = Paper(
     " [GSPO](https://arxiv.org/abs/2507.18071), [CISPO](https://arxiv.org/abs/2506.13585),"
     " [SAPO](https://arxiv.org/abs/2511.20347), [REINFORCE++](https://arxiv.org/abs/2501.03262),"
     " [MaxRL](https://arxiv.org/abs/2602.02710)",
-    reports="Each is set against what it replaces, on other tasks and with models of billions of parameters. DAPO at"
+    reports="each is set against what it replaces, on other tasks and with models of billions of parameters. DAPO at"
     " 32B as verl reproduced it: 52 with all its parts, 50 without dynamic sampling, 44 also without weights by token"
     " (verl's docs/algo/dapo.md).",
     commands=("python -m examples.experiments.critic_free_cafe", "python -m examples.experiments.grpo_switches"),
@@ -341,7 +341,7 @@ RELATIVES = Paper(
 REAL_MODEL = Paper(
     title="RL with verified answers, a real model",
     source="[Shao et al. 2024](https://arxiv.org/abs/2402.03300), [RAFT](https://arxiv.org/abs/2304.06767)",
-    reports="The comparison at equal samples is this library's own: no figure of a paper is set beside it.",
+    reports="nothing at equal samples that was at hand; the comparison is this library's own.",
     commands=("python -m examples.experiments.real_reasoning",),
     page="real_model_results.md",
     claims=tuple(

@@ -204,7 +204,7 @@ def section(paper: Paper, findings: Sequence[Finding | None]) -> str:
     commands = "\n".join(paper.commands)
     parts = [
         f"## {paper.title}",
-        filled(f"{paper.source}. {paper.reports} [More of the experiment]({paper.page})."),
+        filled(f"{paper.source}. Reported: {paper.reports} [More of the experiment]({paper.page})."),
         markdown(headings, table).rstrip(),
         f"<!-- parse only -->\n```bash\n{commands}\n```",
     ]

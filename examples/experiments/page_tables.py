@@ -62,8 +62,10 @@ def letters_until() -> str:
         times = [row["rollouts"] for row in rows]
         every = " ".join(f">{LIMIT}" if time is None else f"{time}" for time in times)
         mean = shown(restricted(times, LIMIT), 1)
-        table.append((LETTERS[arm], mean, every, *beside_tokens(by_arm, arm, rollouts, 1, is_time=True)))
-    return markdown(("arm", "rollouts, mean", "each seed", "fewer than tokens", "than tokens at λ^(1/8)"), table)
+        table.append(
+            (LETTERS[arm], str(len(rows)), mean, every, *beside_tokens(by_arm, arm, rollouts, 1, is_time=True))
+        )
+    return markdown(("arm", "n", "rollouts, mean", "each seed", "fewer than tokens", "than tokens at λ^(1/8)"), table)
 
 
 def letters_scores(setting: str) -> str:
@@ -71,8 +73,10 @@ def letters_scores(setting: str) -> str:
     by_arm, table = of_letters(setting), []
     for arm, rows in by_arm.items():
         mean = short(shown([row["score"] for row in rows]))
-        table.append((LETTERS[arm], mean, *beside_tokens(by_arm, arm, column("score"), 3, is_time=False)))
-    return markdown(("arm", "score, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
+        table.append(
+            (LETTERS[arm], str(len(rows)), mean, *beside_tokens(by_arm, arm, column("score"), 3, is_time=False))
+        )
+    return markdown(("arm", "n", "score, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
 
 
 def real_reasoning() -> str:

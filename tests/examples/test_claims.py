@@ -1,0 +1,165 @@
+"""The page on claims and the tables of pages are those of the rows in the repository; verdicts follow from intervals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.experiments import (
+    claims,
+    critic_free_cafe,
+    grpo_switches,
+    hidden_map,
+    macro_actions,
+    online_cafe,
+    real_reasoning,
+    records,
+    reflect_rl,
+    refuel,
+)
+from examples.experiments.claim_list import PAPERS, Claim, Earlier, column, rollouts, success
+from examples.experiments.page_tables import TABLES, markdown, short
+from examples.experiments.readings import compare, each, equal_kl
+from examples.experiments.records import KEPT, kept_rows, settings_file
+from lightrlhf.cli.errors import RunFailure
+
+HIGHER = Claim(says="", measure="", experiment="task", arm="a", control="b", read=column("score"))
+
+
+def rows_of(scores: dict[str, list[float]], **columns: str) -> list[dict]:
+    """Rows of seeds from 1 on."""
+    return [
+        {"arm": arm, "seed": seed, "score": score} | columns
+        for arm, own in scores.items()
+        for seed, score in enumerate(own, start=1)
+    ]
+
+
+def test_the_pages_are_those_of_the_rows():
+    made = claims.pages()
+    assert {path.name for path in made} == {"claims.md", "ppo.md", "real_model_results.md"}
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
+    assert all(any(f"<!-- rows: {name} -->" in text for text in made.values()) for name in TABLES)
+
+
+def test_a_page_follows_its_rows(monkeypatch, tmp_path):
+    text = claims.claims_page()
+    for path in KEPT.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(records, "KEPT", tmp_path)
+    assert claims.claims_page() == text
+    (tmp_path / "macro_actions.jsonl.gz").unlink()
+    assert "+18.2 [+13.5, +22.9]" not in text and "+18.2 [+13.5, +22.9]" in claims.claims_page()
+
+
+@pytest.mark.parametrize(
+    "n, low, matched, said",
+    [
+        (5, 0.1, None, "held"),
+        (5, 0.0, None, "not held"),
+        (5, -0.1, 0.2, "not held"),
+        (5, 0.1, 0.1, "held"),
+        (5, 0.1, -0.1, "only at the same lambda"),
+        (2, 0.1, None, "fewer than three seeds"),
+    ],
+)
+def test_a_verdict_follows_from_the_intervals(n, low, matched, said):
+    matched = None if matched is None else (0.5, matched, 1.0)
+    assert claims.verdict(claims.Finding(n, (0.5, low, 1.0), matched)) == said
+    assert claims.verdict(None) == "no rows yet"
+
+
+def test_a_difference_is_read_on_the_seeds_that_all_arms_have():
+    rows = rows_of({"a": [3.0, 5.0, 8.0], "b": [1.0, 2.0], "c": [4.0, 4.0, 4.0]})
+    found = claims.find(HIGHER, rows)
+    assert found.n == 2 and found.gap[0] == 2.5 and found.matched is None
+    tried = [{"arm": arm, "seed": 0, "score": 99.0} for arm in "abc"]
+    matched = Claim(**(vars(HIGHER) | {"matched": "c"}))
+    assert claims.find(matched, [*rows, *tried]).matched[0] == 0.0
+    assert compare(rows, "a", "b", column("score"), less_is_better=True).gap[0] == -2.5
+    elsewhere = Claim(**(vars(HIGHER) | {"where": {"task": "x"}}))
+    assert (
+        claims.find(elsewhere, rows) is None and claims.find(elsewhere, rows_of({"a": [1], "b": [0]}, task="x")).n == 1
+    )
+    earlier = Claim(**(vars(elsewhere) | {"earlier": Earlier(5, (1.0, 0.5, 1.5))}))
+    assert claims.find(earlier, rows) == claims.Finding(5, (1.0, 0.5, 1.5), None)
+    assert claims.cells(earlier, claims.find(earlier, rows))[-2:] == ("held", "earlier")
+
+
+def test_what_was_not_reached_counts_as_the_limit():
+    rows = [{"arm": arm, "seed": 1, "rollouts": time} for arm, time in (("a", 40), ("b", None))]
+    assert compare(rows, "a", "b", rollouts, less_is_better=True).gap[0] == 20
+
+
+def test_curves_and_iterations_are_read():
+    curve = [{"kl": 0.0, "reward": 0.1}, {"kl": 2.0, "reward": 0.5}]
+    rows = [
+        {"arm": "a", "seed": 3, "curve": curve},
+        {"arm": "b", "seed": 3, "curve": [curve[0], {"kl": 1.0, "reward": 0.2}]},
+    ]
+    assert equal_kl(rows) == {"a": {3: pytest.approx(0.3)}, "b": {3: pytest.approx(0.2)}}
+    row = {"arm": "a", "seed": 1, "results": [{"iterations": 25, "success": 0.2}, {"iterations": 50, "success": 0.4}]}
+    assert success(25)([row]) == {"a": {1: 0.2}} and success(75)([row]) == {"a": {1: 0.4}}
+    assert each(lambda row: 7.0)([row]) == {"a": {1: 7.0}}
+
+
+ARMS = {
+    "macro_actions": macro_actions.ARMS,
+    "refuel_two_slots": refuel.ARMS,
+    "refuel_cafe": refuel.ARMS,
+    "hidden_map": hidden_map.ARMS,
+    "online_cafe": online_cafe.ARMS,
+    "grpo_switches": grpo_switches.ARMS,
+    "critic_free_cafe": critic_free_cafe.METHODS,
+    "real_reasoning": real_reasoning.ARMS,
+} | {f"reflect_rl_{task}": reflect_rl.ARMS | reflect_rl.CONTROLS for task in reflect_rl.TASKS}
+
+
+def test_every_claim_names_arms_of_its_experiment():
+    for claim in (claim for paper in PAPERS for claim in paper.claims):
+        assert {claim.arm, claim.control, claim.matched or claim.arm} <= set(ARMS[claim.experiment]), claim
+
+
+def test_every_row_that_is_kept_says_how_it_was_made():
+    names = sorted(path.name.partition(".")[0] for path in KEPT.glob("*.jsonl.gz"))
+    assert names == ["macro_actions", "real_dialogues", "real_reasoning"]
+    for name in names:
+        assert json.loads(settings_file(name).read_text(encoding="utf-8"))["smoke"] is False
+        rows = kept_rows(name)
+        assert all({"seed", "arm", "seconds", "versions", "commit", "processor"} <= row.keys() for row in rows)
+        keys = [json.dumps([row.get(key) for key in ("task", "setting", "arm", "seed")]) for row in rows]
+        assert len(set(keys)) == len(keys)
+
+
+def made(**columns) -> dict:
+    row = {
+        "seed": 1,
+        "curve": [0.5] * 6,
+        "processor": "one",
+        "versions": {"torch": "2", "lightrlhf": "1"},
+        "seconds": 9.0,
+    }
+    return row | columns
+
+
+def test_a_run_made_again_is_compared_bit_by_bit_where_it_can_be():
+    same = made(seconds=3.0, versions={"torch": "2", "lightrlhf": "3"})
+    assert "bit for bit" in claims.compared(made(), same)
+    with pytest.raises(RunFailure, match="curve was"):
+        claims.compared(made(), made(curve=[0.5] * 5 + [0.5000001]))
+    assert "other packages" in claims.compared(made(), made(processor="two", curve=[0.51] * 5 + [0.9]))
+    with pytest.raises(RunFailure, match="first 5 scores differ by 0.100"):
+        claims.compared(made(), made(processor="two", curve=[0.6] * 6))
+
+
+def test_a_table_of_a_page():
+    assert markdown(("a", "b"), [("1", ""), ("", "")]) == "| a | b |\n|---|---|\n| 1 | |\n| | |\n"
+    assert short("+0.125 [-0.500, 10.050]") == "+.125 [-.500, 10.050]"
+
+
+def test_keeping_rows_needs_their_folder(capsys):
+    with pytest.raises(SystemExit):
+        claims.main(["--keep", "macro_actions"])
+    assert "--keep and --output_dir go together" in capsys.readouterr().err
