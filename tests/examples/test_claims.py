@@ -1,4 +1,4 @@
-"""The page on claims and the tables of pages are those of the rows in the repository; verdicts follow from intervals."""
+"""The page on claims and the tables of pages are those of the rows that are kept; verdicts follow from intervals."""
 
 from __future__ import annotations
 
