@@ -129,6 +129,7 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
     tested = call(evaluate, experiment_dir=[start, *trained.values()], **flags)
     queries, rows = reward_queries(trained), []
     for arm, experiment, measures in zip(ARMS, (start, *trained.values()), tested):
+        del measures["model"]  # a path of this machine
         row = {"seed": seed, "arm": arm} | measures | {"reward_queries": queries.get(arm)}
         rows.append(row | {"curve": curve_of(experiment)} | seconds.get(experiment, {}) | made_by())
     return rows

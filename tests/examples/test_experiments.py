@@ -201,6 +201,22 @@ def test_the_rise_of_a_hack_and_the_delay_of_its_warning():
     assert reward_hack.hacked(*said) == [1.2, 1.0, 1.5, 0.2] and reward_hack.honest(*said) == [1.2, 1.0, 0.2, 0.2]
 
 
+def test_a_run_on_letters_ends_where_the_mean_of_five_scores_reaches_the_target():
+    assert macro_actions.rollouts_until([1.0] * 4 + [0.9] * 6) == {"rollouts": 5, "score": pytest.approx(0.9)}
+    assert macro_actions.rollouts_until([0.5] * 4 + [1.0] * 4)["rollouts"] == 8
+    assert macro_actions.rollouts_until([0.8] * 60) == {"rollouts": None, "score": pytest.approx(0.8)}
+    times = {"token": [None, 50], "n=8": [40, 44]}
+    assert macro_actions.gain(times, "n=8", "token", "rollouts")[0] == (20 + 6) / 2
+    assert macro_actions.gain({"a": [0.5], "b": [0.25]}, "a", "b", "score")[0] == 0.25
+
+
+@pytest.mark.parametrize("flags", [["--settings", "chess"], ["--arms", "n=3"], ["--seeds", "-1"]])
+def test_bad_flags_of_macro_actions_are_one_line(flags, capsys):
+    with pytest.raises(SystemExit):
+        macro_actions.main(flags)
+    assert " ".join(flags) in capsys.readouterr().err
+
+
 def test_curves_are_read_at_equal_samples_and_at_equal_time():
     slow, fast = ([{"seconds": t * pace, "gold": t / 4, "kl": t, "length": 9.0} for t in range(5)] for pace in (2, 1))
     read = critic_free_cafe.readings({"PPO": [slow], "GRPO": [fast]})
