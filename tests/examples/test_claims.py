@@ -77,7 +77,8 @@ def test_a_difference_is_read_on_the_seeds_that_all_arms_have():
     assert found.n == 2 and found.gap[0] == 2.5 and found.matched is None
     tried = [{"arm": arm, "seed": 0, "score": 99.0} for arm in "abc"]
     matched = Claim(**(vars(HIGHER) | {"matched": "c"}))
-    assert claims.find(matched, [*rows, *tried]).matched[0] == 0.0
+    of_three = claims.find(matched, [*rows, *tried])
+    assert of_three.n == 2 and of_three.matched[0] == 0.0
     assert compare(rows, "a", "b", column("score"), less_is_better=True).gap[0] == -2.5
     elsewhere = Claim(**(vars(HIGHER) | {"where": {"task": "x"}}))
     assert (
