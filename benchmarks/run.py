@@ -321,11 +321,22 @@ def machine(threads: int, cuda: bool) -> dict[str, Any]:
     if info.is_file() and (match := re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)):
         model = match[1]
     described = {"cpu": model, "cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
+    described["instructions"] = instructions()
     if cuda:
         import torch
 
         described["gpu"] = torch.cuda.get_device_name()
     return described
+
+
+def instructions() -> str:
+    """The instructions of this processor that decide how fast it multiplies: `avx2`, `avx512`, `avx512-bf16`, ..."""
+    import torch
+
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.is_file() else ""
+    more = [f"-{name}" for name, flag in (("bf16", "avx512_bf16"), ("amx", "amx_bf16")) if flag in flags]
+    return torch.backends.cpu.get_cpu_capability().lower() + "".join(more)
 
 
 def without_bf16(cuda: bool) -> str | None:
@@ -370,7 +381,9 @@ def main(argv: list[str] | None = None) -> None:
         if unknown := [name for name in args.only if name not in cases]:
             raise UsageError(f"--only {unknown[0]} must be one of: {', '.join(cases)}")
         folder.mkdir(parents=True, exist_ok=True)
-        kept = earlier(folder / f"{args.suite}.json", results) if args.only else {}
+        kind = "" if cuda else f"-{instructions()}"  # results of one kind of processor say little of another
+        file = folder / f"{args.suite}{kind}.json"
+        kept = earlier(file, results) if args.only else {}
         limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
         for name, build in cases.items():
             if args.only and name not in args.only:
@@ -383,10 +396,10 @@ def main(argv: list[str] | None = None) -> None:
             facts = ("what", "unit", "goal", "limit_goal", "memory_goal", "less_is_better")
             kept[name] = {fact: getattr(case, fact) for fact in facts} | {"date": today} | result
             results["cases"] = {each: kept[each] for each in cases if each in kept}
-            write_text(folder / f"{args.suite}.json", json.dumps(results, indent=1))
-            write_text(folder / f"{args.suite}.md", table(results))
+            write_text(file, json.dumps(results, indent=1))
+            write_text(file.with_suffix(".md"), table(results))
             print(f"[{time.perf_counter() - began:4.0f} s] {row(kept[name])} {verdict(kept[name])}", flush=True)
-    print(f"written to {folder / args.suite}.json and .md")
+    print(f"written to {file} and .md")
 
 
 def earlier(file: Path, results: dict[str, Any]) -> dict[str, Any]:

@@ -49,9 +49,10 @@ def table(results: dict[str, Any]) -> str:
     )
     versions = {**versions, **({"trl": " and ".join(trl)} if trl else {})}
     days = sorted(case["date"] for case in cases.values())
+    kind = f" with {where['instructions']}" if "instructions" in where and "gpu" not in where else ""
     when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     measured = (
-        f"{where.get('gpu', where['cpu'])}, {where['threads']} of {where['cores']} cores, "
+        f"{where.get('gpu', where['cpu'])}{kind}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
         + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest)."
     )
@@ -121,15 +122,24 @@ def short_table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def best_known(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results that have most of README's rows, the first of equals."""
+    return max(results, key=lambda result: sum(name in result["cases"] for name in SHORT))
+
+
 def insert(suite: str, folder: Path) -> None:
     """Write the tables between the markers of the pages. Raises: UsageError if there are no measured results."""
-    source = folder / f"{suite}.json"
-    if not source.is_file():
-        raise UsageError(f"--insert True: {source} does not exist; measure first")
-    results = json.loads(source.read_text(encoding="utf-8"))
-    if results["quick"]:
-        raise UsageError(f"--insert True: {source} is from a run with --quick, which measures nothing; measure first")
-    for name, text in ((suite, table(results)), (f"{suite}, short", short_table(results))):
+    sources = sorted(folder.glob(f"{suite}*.json"))
+    if not sources:
+        raise UsageError(f"--insert True: {folder} has no {suite}*.json; measure first")
+    results = [json.loads(source.read_text(encoding="utf-8")) for source in sources]
+    for source, result in zip(sources, results, strict=True):
+        if result["quick"]:
+            raise UsageError(
+                f"--insert True: {source} is from a run with --quick, which measures nothing; measure first"
+            )
+    tables = {suite: "\n".join(map(table, results)), f"{suite}, short": short_table(best_known(results))}
+    for name, text in tables.items():
         start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
         for page in PAGES:
             before, marker, rest = page.read_text(encoding="utf-8").partition(start)

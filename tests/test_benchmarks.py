@@ -174,7 +174,11 @@ def test_the_tables_have_ratios_and_no_goals_and_the_readme_four_rows(tmp_path, 
     cases = {"sft-4M": row(1.23), **{name: row(2.1, what=name) for name in reversed(tables.SHORT)}, "start": start}
     for number, case in enumerate(cases.values()):
         case["date"] = f"2026-01-0{3 - number % 3}"
-    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
+    (tmp_path / "cpu-avx2.json").write_text(json.dumps(results | {"cases": cases, "quick": False}))
+    faster = {"sft-4M": row(5.67, date="2026-02-01")}
+    newer = results["machine"] | {"instructions": "avx512-bf16"}
+    text = json.dumps(results | {"cases": faster, "quick": False, "machine": newer})
+    (tmp_path / "cpu-avx512-bf16.json").write_text(text)
     page = tmp_path / "page.md"
     places = [f"<!-- benchmark {name} -->\nold\n<!-- end of benchmark {name} -->\n" for name in ("cpu", "cpu, short")]
     page.write_text(f"above\n{places[0]}between\n{places[1]}below\n")
@@ -186,20 +190,24 @@ def test_the_tables_have_ratios_and_no_goals_and_the_readme_four_rows(tmp_path, 
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     assert "goal" not in text and "met" not in text and "≥" not in text
     whole, short = text.split("between")
+    assert "C with avx512-bf16, 2 of 2 cores" in whole and whole.index("**1.23**") < whole.index("**5.67**")
     assert whole.count("**2.10**") == 4 and "**1.23**" in whole and "**1.90** u (1.80 to 2.00)" in whole
     rows = [line for line in short.splitlines() if line.startswith("|")][2:]
     assert rows == [f"| {name} |  | **2.10** |" for name in tables.SHORT]
-    (tmp_path / "cpu.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
-    with pytest.raises(UsageError, match="cpu.json.*--quick"):
+    (tmp_path / "cpu-avx2.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
+    with pytest.raises(UsageError, match="cpu-avx2.json.*--quick"):
         tables.insert("cpu", tmp_path)
 
 
 def test_the_pages_have_the_tables_of_the_results():
-    results = json.loads((benchmark.RESULTS / "cpu.json").read_text())
-    for page, made in (("README.md", tables.short_table), ("howto/speed.md", tables.table)):
-        assert made(results) in (ROOT / page).read_text(encoding="utf-8")
-    assert (benchmark.RESULTS / "cpu.md").read_text(encoding="utf-8") == tables.table(results)
-    assert len(tables.short_table(results).splitlines()) == 2 + 4
+    files = sorted(benchmark.RESULTS.glob("cpu*.json"))
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    page = (ROOT / "howto/speed.md").read_text(encoding="utf-8")
+    for file, result in zip(files, results, strict=True):
+        assert tables.table(result) in page and file.stem == f"cpu-{result['machine']['instructions']}"
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == tables.table(result)
+    short = tables.short_table(tables.best_known(results))
+    assert short in (ROOT / "README.md").read_text(encoding="utf-8") and len(short.splitlines()) == 2 + 4
 
 
 def test_who_measures_is_told_which_goals_are_met():
@@ -248,7 +256,8 @@ def test_a_case_that_is_measured_anew_leaves_the_others(tmp_path, monkeypatch, c
     quick = ["--suite", "cpu", "--quick", "True", "--output_dir", str(tmp_path)]
 
     def held() -> dict[str, str]:
-        cases = json.loads((tmp_path / "cpu.json").read_text())["cases"]
+        (file,) = tmp_path.glob("cpu-*.json")
+        cases = json.loads(file.read_text())["cases"]
         return {name: found["not_measured"] for name, found in cases.items()}
 
     benchmark.main(quick)
