@@ -361,6 +361,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from benchmarks.roofline import Limits
+    from lightrlhf.models.products import use_onednn
 
     cuda = args.suite == "gpu"
     if cuda and not torch.cuda.is_available():
@@ -384,7 +385,8 @@ def main(argv: list[str] | None = None) -> None:
         kind = "" if cuda else f"-{instructions()}"  # results of one kind of processor say little of another
         file = folder / f"{args.suite}{kind}.json"
         kept = earlier(file, results) if args.only else {}
-        limits = Limits(bench.device, torch.bfloat16 if cuda else torch.float32)
+        use_onednn()  # as the programs do, so that the limit is that of the same products
+        limits = {dtype: Limits(bench.device, dtype) for dtype in (torch.float32, torch.bfloat16)}
         for name, build in cases.items():
             if args.only and name not in args.only:
                 continue
@@ -392,7 +394,9 @@ def main(argv: list[str] | None = None) -> None:
             began = time.perf_counter()
             result = measure(case, Path(work), threads, repetitions)
             if "ours" in result and case.floor:
-                result["limit_share"] = limits.floor(case.floor, result["ours"]) / result["ours"]["seconds"]["median"]
+                dtype = torch.bfloat16 if cuda or case.floor.get("bytes_per_number") == 2 else torch.float32
+                floor = limits[dtype].floor(case.floor, result["ours"])
+                result["limit_share"] = floor / result["ours"]["seconds"]["median"]
             facts = ("what", "unit", "goal", "limit_goal", "memory_goal", "less_is_better")
             kept[name] = {fact: getattr(case, fact) for fact in facts} | {"date": today} | result
             results["cases"] = {each: kept[each] for each in cases if each in kept}
