@@ -1,6 +1,6 @@
 """One decoding step of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
 
-A decoding step is_packed few rows with all weights. With packed weights such products take half to nine tenths of the
+A decoding step multiplies few rows with all weights. With packed weights such products take half to nine tenths of the
 time; queries, keys and values, and the two inputs of the gate, become one product each. The copy is made for each call
 of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast bfloat16.
 Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of their own.
