@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+import types
 import typing
 from contextlib import nullcontext
 from pathlib import Path
@@ -700,6 +701,20 @@ def test_a_policy_that_does_not_start_at_its_reference_is_refused(cafe_data, sft
         main([*flags, "--max_steps", "1"])
     assert stopped.value.code == RunFailure.exit_status
     assert "nats per token away from the reference" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gap", [0.04, 4.0])
+def test_rounding_in_a_response_of_two_tokens_is_no_other_reference(gap, monkeypatch):
+    """0.02 a token in bfloat16, beside a response of 60 tokens that is as far off; all of it in 62 tokens counts."""
+    text = {"chosen_input_ids": torch.zeros(6), "rejected_input_ids": torch.zeros(6), "prompt_len": 4}
+    rows = [
+        {**text, "ref_chosen_logps": -3.0},
+        {**text, "chosen_input_ids": torch.zeros(64), "ref_chosen_logps": -90.0},
+    ]
+    monkeypatch.setattr(reference, "score_rows", lambda *args: torch.tensor([-3.0 - gap, -90.0 + gap, 0.0, 0.0]))
+    run = types.SimpleNamespace(args=types.SimpleNamespace(micro_batch_size=4), world_size=1)
+    with nullcontext() if gap < 1 else pytest.raises(RunFailure, match="nats per token away"):
+        reference.check_start(run, None, rows, 0)
 
 
 def make_wrong(rows, logps):
