@@ -34,7 +34,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.engine import Slots, no_gradients
 from lightrlhf.generation.packed_decoder import packed_dtype
-from lightrlhf.maths.ops import head_logprobs
+from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.models import frozen
 from lightrlhf.models.loading import choose_trainable
 from lightrlhf.models.lora import linear_layers
@@ -369,14 +369,16 @@ def update(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
                 head = nn.Linear(states.shape[-1], 1, bias=False)
             loss = head(states).float().sum()
         else:
-            loss = logprobs(model, states, rows * (args.max_new_tokens if args.samples else length - 1)).sum()
+            count = rows * (args.max_new_tokens if args.samples else length - 1)
+            loss = logprobs(model, states, count, args.accelerator).sum()
     loss.backward()
 
 
-def logprobs(model: PreTrainedModel, states: Tensor, count: int) -> Tensor:
+def logprobs(model: PreTrainedModel, states: Tensor, count: int, device: str) -> Tensor:
     """Log-probabilities (N,) of the actions; states (B, T, H)."""
     chosen = states.flatten(0, 1)[torch.arange(count) % states[..., 0].numel()]  # (N, H)
-    return head_logprobs(chosen, model.get_output_embeddings(), torch.zeros(count, dtype=torch.int64))[0]
+    targets, rows = torch.zeros(count, dtype=torch.int64), logit_rows(embedding_rows(model), device)
+    return head_logprobs(chosen, model.get_output_embeddings(), targets, chunk_size=rows)[0]
 
 
 def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
@@ -409,7 +411,8 @@ def score(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     rows = inference_batch_size(length, args.rollout_mini_batch_size, torch.device(args.accelerator))
     inputs = pass_inputs(model, rows, length, fake)
     with inference(model), autocast(args):
-        logprobs(model, model.base_model(**inputs).last_hidden_state, rows * args.max_new_tokens)
+        states = model.base_model(**inputs).last_hidden_state
+        logprobs(model, states, rows * args.max_new_tokens, args.accelerator)
 
 
 # ----------------------------------------------------------------------------------------------------------- the answer

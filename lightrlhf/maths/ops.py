@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -44,42 +43,6 @@ def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False, sum_over_ranks
     variance = reduce(centred.pow(2).sum()) / count.clamp(min=1)
     scaled = centred * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, scaled + mean, scaled) if keep_mean else scaled
-
-
-def head_logprobs(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    with_mean: bool = False,
-    chunk_size: int = 4096,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of each target, and if requested entropy and (for label smoothing) mean log-probability.
-
-    hidden (N, H), targets (N,) -> (N,) float32 tensors, None for what was not requested: over a large vocabulary each
-    costs about as much again. Logits exist for `chunk_size` rows at a time, in the backward pass too, so that (N, V)
-    is never in memory.
-    """
-
-    def chunk(h: Tensor, target: Tensor) -> Tensor:
-        logits = head(h).float()  # (n, V)
-        if temperature != 1.0:
-            logits = logits / temperature
-        if not (with_entropy or with_mean):
-            return -F.cross_entropy(logits, target, reduction="none")[None]  # (1, n)
-        logprobs = logits.log_softmax(-1)  # (n, V)
-        rows = [logprobs.gather(-1, target[:, None])[:, 0]]
-        rows += [-(logprobs.exp() * logprobs).sum(-1)] if with_entropy else []
-        rows += [logprobs.mean(-1)] if with_mean else []
-        return torch.stack(rows)  # (2 or 3, n)
-
-    pieces = []
-    for h, target in zip(hidden.split(chunk_size), targets.split(chunk_size)):
-        save_memory = torch.is_grad_enabled() and len(targets) > chunk_size
-        pieces.append(checkpoint(chunk, h, target, use_reentrant=False) if save_memory else chunk(h, target))
-    out = torch.cat(pieces, -1)  # (1 to 3, N); of no targets there is one empty piece
-    return out[0], (out[1] if with_entropy else None), (out[-1] if with_mean else None)
 
 
 def gae(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import Batch
-from lightrlhf.maths.ops import head_logprobs, position_ids
+from lightrlhf.maths.head import head_logprobs, logit_rows
+from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
 from lightrlhf.models.frozen import HeldLinear, activation_dtype
 from lightrlhf.models.prefix_sharing import PackedGroups, pack_groups
@@ -160,7 +161,8 @@ class Policy(Role):
         if label_ids is None:
             with self.active():
                 states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, group=group)
-                stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean))
+                rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
+                stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean, rows))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
             logprobs = (logits / temperature).log_softmax(-1)  # (N, L)

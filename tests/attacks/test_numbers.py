@@ -20,6 +20,7 @@ from lightrlhf import judge, ppo, refuel, rm
 from lightrlhf.demo.votes import tally
 from lightrlhf.evaluation.answers import perplexity
 from lightrlhf.generation.rollout import response_kl, rollout_metrics
+from lightrlhf.maths import head as heads
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
 from lightrlhf.maths.preference import DIVERGENCES, LOSSES, RAPO, Pairs, chosen_nll
@@ -486,7 +487,7 @@ def test_log_probabilities_and_entropies(case):
     for seed, temperature, chunk in itertools.product(SEEDS, (1.0, 0.7), (2, 4096)):
         g = torch.Generator().manual_seed(seed)
         logits, targets = torch.randn(5, 7, generator=g), torch.randint(7, (5,), generator=g)
-        found = ops.head_logprobs(logits, lambda h: h, targets, temperature, True, True, chunk)
+        found = heads.head_logprobs(logits, lambda h: h, targets, temperature, True, True, chunk)
         held = True
         for i, row in enumerate(logits.tolist()):
             total = math.log(sum(math.exp(x / temperature) for x in row))

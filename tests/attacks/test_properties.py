@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrlhf.data.batch import Batch, epoch_order, inference_batches, pack, response_batch
+from lightrlhf.maths import head as heads
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
 from lightrlhf.maths.preference import DIVERGENCES, LOSSES, REFERENCE_FREE, Pairs
@@ -552,7 +553,7 @@ def responses_kept_together_were_all_compared(there, lengths):
 def log_probabilities_do_not_depend_on_chunks(seed, chunk, temperature):
     g = torch.Generator().manual_seed(seed)
     logits, targets = torch.randn(6, 5, generator=g), torch.randint(5, (6,), generator=g)
-    one, other = (ops.head_logprobs(logits, lambda h: h, targets, temperature, True, True, n) for n in (chunk, 4096))
+    one, other = (heads.head_logprobs(logits, lambda h: h, targets, temperature, True, True, n) for n in (chunk, 4096))
     assert all(close(a, b, 1e-6) for a, b in zip(one, other))
     assert (one[0] <= 1e-6).all() and (one[1] <= math.log(5) + 1e-5).all() and (one[1] >= -1e-6).all()
 

@@ -119,53 +119,6 @@ def test_positions_count_real_tokens_and_are_never_negative():
     assert ops.position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_logprobs_equal_a_log_softmax_by_hand(temperature):
-    hidden = torch.randn(7, 5, dtype=torch.float64)
-    weight = torch.randn(11, 5, dtype=torch.float64)
-    targets = torch.randint(11, (7,))
-    logprobs, entropy, mean = ops.head_logprobs(
-        hidden.float(), lambda h: h @ weight.float().T, targets, temperature, with_entropy=True, with_mean=True
-    )
-    for n in range(7):
-        logits = [sum(float(hidden[n, i] * weight[v, i]) for i in range(5)) / temperature for v in range(11)]
-        log_sum = math.log(sum(math.exp(x) for x in logits))
-        by_hand = [x - log_sum for x in logits]
-        assert float(logprobs[n]) == pytest.approx(by_hand[targets[n]], abs=1e-5)
-        assert float(entropy[n]) == pytest.approx(-sum(math.exp(x) * x for x in by_hand), abs=1e-5)
-        assert float(mean[n]) == pytest.approx(sum(by_hand) / 11, abs=1e-5)
-
-
-def test_head_logprobs_in_chunks_have_the_same_values_and_gradients():
-    targets = torch.randint(11, (9,))
-    weight = torch.randn(11, 5)
-    results = []
-    for chunk_size in (2, 4096):
-        hidden = torch.randn(9, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        head = weight.clone().requires_grad_()
-        rows = ops.head_logprobs(hidden, lambda h, head=head: h @ head.T, targets, 1.0, True, True, chunk_size)
-        sum(row.sum() for row in rows).backward()
-        results.append([*rows, hidden.grad, head.grad])
-    for one, other in zip(*results):
-        assert torch.allclose(one, other, atol=1e-6)
-
-
-def test_head_logprobs_are_the_same_whatever_else_is_asked():
-    hidden, weight, targets = torch.randn(9, 5), torch.randn(11, 5), torch.randint(11, (9,))
-    plain = ops.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7)
-    assert plain[1] is None and plain[2] is None
-    for asked in ({"with_entropy": True}, {"with_mean": True}):
-        assert torch.allclose(plain[0], ops.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7, **asked)[0])
-
-
-def test_head_logprobs_of_no_actions_are_empty():
-    none = torch.zeros(0).long()
-    logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_entropy=True)
-    assert logprobs.shape == entropy.shape == (0,) and mean is None
-    logprobs, entropy, mean = ops.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_mean=True)
-    assert logprobs.shape == mean.shape == (0,) and entropy is None
-
-
 def test_the_clipped_surrogate_by_hand():
     """Far from 1 the ratio counts where it makes the objective worse, else the nearest bound."""
     ratio = torch.tensor([3.0, 3.0, 0.1, 0.1, 1.1, 0.9])

@@ -19,9 +19,12 @@ from helpers import (
     tiny_scalar,
 )
 from helpers.zoo import capped, enlarged, zoo_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import pack
+from lightrlhf.maths import head as heads
 from lightrlhf.models.probes import check_packing
 from lightrlhf.models.roles import Policy, ScalarModel, inference, last_token, policy_inputs
 
@@ -29,6 +32,35 @@ ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
 PACKS = ["llama", "gpt2", "gpt_neo", "gpt_neox", "qwen2", "mistral", "gemma2", "phi", "opt", "falcon"]
 WIDE = {"mistral": {"sliding_window": 12}, "gemma2": {"sliding_window": 12}}  # as long as the longest row
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+def test_logits_of_all_tokens_are_never_in_memory_together(monkeypatch):
+    """Forwards and backwards the largest tensor is as large as `MOST_LOGITS` allows, or the head."""
+    policy = Policy(tiny_model("llama", vocab_size=512))
+    ids = torch.randint(2, 512, (4, 65))
+    actions = torch.ones(4, 64, dtype=torch.bool)
+    found = []
+    for most in (2**24, 2**13):
+        monkeypatch.setitem(heads.MOST_LOGITS, "cpu", most)
+        policy.zero_grad()
+        with LargestTensor() as largest:
+            policy(ids, torch.ones_like(ids), actions, with_entropy=True).logprobs.sum().backward()
+        found.append((largest.numel, policy.model.get_output_embeddings().weight.grad.clone()))
+    assert found[0][0] == 4 * 64 * 512
+    assert found[1][0] <= max(2**13, policy.model.get_output_embeddings().weight.numel())
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- padding

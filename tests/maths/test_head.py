@@ -1,0 +1,125 @@
+"""Log-probabilities of a head: by hand in float64, and in chunks of each kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightrlhf.maths import head as heads
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_logprobs_equal_a_log_softmax_by_hand(temperature):
+    hidden = torch.randn(7, 5, dtype=torch.float64)
+    weight = torch.randn(11, 5, dtype=torch.float64)
+    targets = torch.randint(11, (7,))
+    logprobs, entropy, mean = heads.head_logprobs(
+        hidden.float(), lambda h: h @ weight.float().T, targets, temperature, with_entropy=True, with_mean=True
+    )
+    for n in range(7):
+        logits = [sum(float(hidden[n, i] * weight[v, i]) for i in range(5)) / temperature for v in range(11)]
+        log_sum = math.log(sum(math.exp(x) for x in logits))
+        by_hand = [x - log_sum for x in logits]
+        assert float(logprobs[n]) == pytest.approx(by_hand[targets[n]], abs=1e-5)
+        assert float(entropy[n]) == pytest.approx(-sum(math.exp(x) * x for x in by_hand), abs=1e-5)
+        assert float(mean[n]) == pytest.approx(sum(by_hand) / 11, abs=1e-5)
+
+
+def test_head_logprobs_in_chunks_have_the_same_values_and_gradients():
+    targets = torch.randint(11, (9,))
+    weight = torch.randn(11, 5)
+    results = []
+    for chunk_size in (2, 4096):
+        hidden = torch.randn(9, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        head = weight.clone().requires_grad_()
+        rows = heads.head_logprobs(hidden, lambda h, head=head: h @ head.T, targets, 1.0, True, True, chunk_size)
+        sum(row.sum() for row in rows).backward()
+        results.append([*rows, hidden.grad, head.grad])
+    for one, other in zip(*results):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_head_logprobs_are_the_same_whatever_else_is_asked():
+    hidden, weight, targets = torch.randn(9, 5), torch.randn(11, 5), torch.randint(11, (9,))
+    plain = heads.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7)
+    assert plain[1] is None and plain[2] is None
+    for asked in ({"with_entropy": True}, {"with_mean": True}):
+        assert torch.allclose(plain[0], heads.head_logprobs(hidden, lambda h: h @ weight.T, targets, 0.7, **asked)[0])
+
+
+def test_head_logprobs_of_no_actions_are_empty():
+    none = torch.zeros(0).long()
+    logprobs, entropy, mean = heads.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,) and mean is None
+    logprobs, entropy, mean = heads.head_logprobs(torch.zeros(0, 5), lambda h: h, none, with_mean=True)
+    assert logprobs.shape == mean.shape == (0,) and entropy is None
+
+
+def trained(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Linear(6, 50, bias=bias, dtype=dtype)
+
+
+def frozen() -> nn.Module:
+    return trained(bias=True).requires_grad_(False)
+
+
+KINDS = {"trained": (trained, heads.LinearHead), "frozen": (frozen, heads.FrozenHead)}
+
+
+def gradients(head: nn.Module, chunk_size: int, temperature: float) -> list[torch.Tensor]:
+    """Log-probabilities of 23 rows, and the gradients of a weighted sum of them."""
+    torch.manual_seed(6)
+    hidden = torch.randn(23, 6, dtype=head.weight.dtype, requires_grad=True)
+    targets, weights = torch.randint(50, (23,)), torch.randn(23)
+    head.zero_grad()
+    logprobs, *others = heads.head_logprobs(hidden, head, targets, temperature, chunk_size=chunk_size)
+    assert others == [None, None]
+    (logprobs * weights).sum().backward()
+    return [logprobs.detach(), hidden.grad, *([] if head.weight.grad is None else [head.weight.grad])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_in_chunks_have_the_values_and_gradients_of_autograd(kind, temperature, monkeypatch):
+    make, function = KINDS[kind]
+    used, apply = [], function.apply
+    monkeypatch.setattr(function, "apply", lambda *args: used.append(args) or apply(*args))
+    whole, parts = (gradients(make(), rows, temperature) for rows in (23, 5))
+    assert len(used) == 1 and len(whole) == (3 if kind == "trained" else 2)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.allclose(one, other, atol=1e-6), kind
+
+
+def test_the_gradient_of_a_trained_head_is_that_of_float64():
+    exact = gradients(trained(dtype=torch.float64), 5, 0.7)
+    for one, other in zip(exact, gradients(trained(dtype=torch.float64), 23, 0.7), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)  # logits are float32 in both
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_are_multiplied_in_bfloat16_under_autocast(kind):
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, parts = (gradients(KINDS[kind][0](), rows, 0.7) for rows in (23, 5))
+    exact = gradients(KINDS[kind][0](), 23, 0.7)
+    assert not torch.equal(parts[0], exact[0])
+    for one, other, true in zip(whole, parts, exact, strict=True):
+        error, own_error = ((found - true).abs().max() for found in (one, other))
+        assert own_error <= 2 * error + 1e-3
+
+
+def test_heads_of_other_kinds_are_left_to_autograd():
+    """A bias that is trained, adapters, and logits that are no product of weights."""
+    assert not heads.is_plain(trained(bias=True)) and not heads.is_frozen(trained(bias=True))
+    assert not heads.is_plain(nn.Sequential(trained())) and not heads.is_frozen(nn.Identity())
+    head = trained(bias=True)
+    whole, parts = (gradients(head, rows, 1.0) for rows in (23, 5))
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(whole, parts, strict=True))
+
+
+def test_rows_at_a_time_follow_from_the_vocabulary():
+    assert [heads.logit_rows(size) for size in (50, 4096, 49152, 2**17, 2**30)] == [4096, 4096, 341, 128, 1]
+    assert [heads.logit_rows(size, "cuda") for size in (50, 49152, 2**17)] == [4096, 1365, 512]
