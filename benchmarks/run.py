@@ -97,11 +97,11 @@ class Worker:
             start_new_session=True,  # so that its own processes can be stopped with it
         )
 
-    def ready(self) -> dict[str, str]:
-        """Wait until everything is loaded; returns the versions of its packages."""
-        versions = self._answer(START_SECONDS)["versions"]
+    def ready(self) -> dict[str, Any]:
+        """Wait until everything is loaded; returns the `versions` of its packages, and `resident_bytes`."""
+        answer = self._answer(START_SECONDS)
         self._send(signal.SIGSTOP)
-        return versions
+        return answer
 
     def repetition(self) -> dict[str, float]:
         """Seconds, units and peak memory of one repetition. Raises: WorkerFailed.
@@ -197,7 +197,7 @@ def started(sides: list[Side], folder: Path, threads: int) -> Iterator[tuple[dic
     try:
         for number, worker in list(workers.items()):
             try:
-                worker.versions = worker.ready()
+                worker.versions = worker.ready()["versions"]
             except WorkerFailed as problem:
                 failures[worker.side.label] = str(problem)
                 workers.pop(number).stop()

@@ -39,11 +39,11 @@ class Gate:
             if self.left:
                 return
             seconds, busy = time.perf_counter() - self.started, time.process_time() - self.started_busy
-            memory = self.gpu_peak() if self.gpu_peak else peak_memory()
+            memory = self.gpu_peak() if self.gpu_peak else resident_memory("VmHWM")
             counts = {"units": self.units, "tokens": self.tokens}
             self._answer({"seconds": seconds, "busy": busy, "peak_bytes": memory, **counts})
         else:
-            self._answer(self._first_answer)
+            self._answer(self._first_answer | {"resident_bytes": resident_memory("VmRSS")})
         if not sys.stdin.readline():
             sys.stdout.flush()
             os._exit(0)  # within a training run, without saving
@@ -68,11 +68,11 @@ def count_tokens(gate: Gate) -> None:
     Embedding.forward = counted
 
 
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
+def resident_memory(name: str) -> int:
+    """Resident size of this process in bytes: its largest so far (VmHWM), or now (VmRSS)."""
     status = Path("/proc/self/status")
     if status.is_file():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        line = next(line for line in status.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import CPU, ROOT, tiny_model
 
+from benchmarks import growth, tables
 from benchmarks import run as benchmark
-from benchmarks import tables
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, write_data, write_models
 from benchmarks.worker import count_tokens
@@ -417,3 +417,27 @@ def test_profile_is_written(program, cafe_data, base_model, sft_dir, rm_dir, tmp
     shown = (experiment / "profile.md").read_text()
     assert shown == table(written["phases"], Ceilings(written["flops"], written["bandwidth"]))
     assert "| update |" in shown and ("| all |" in shown) == (program == "ppo")
+
+
+def test_growth_is_beside_what_the_work_grows_by():
+    """Twice the time for a quarter more work is 1.6; memory may grow with the length in rollouts, not in training."""
+    one = {"seconds": 1.0, "floor": 0.5, "bytes": 100.0}
+    rows = [one, {"seconds": 2.0, "floor": 0.625, "bytes": 200.0}, one, one]
+    assert growth.growth("text", "sft", rows)[1] == pytest.approx((1.6, 2.0))
+    assert growth.growth("text", "rollout", rows)[1] == pytest.approx((1.6, 0.5))
+    assert growth.growth("samples", "rollout", rows)[1] == pytest.approx((1.6, 0.5))
+
+
+def test_a_cell_has_texts_of_its_length_and_as_much_work_as_is_counted(tmp_path):
+    cell = growth.Cell("dpo", text=64, vocabulary=512, tokens=256)
+    growth.write_rows(tmp_path / "data", cell)
+    pairs = torch.load(tmp_path / "data" / "preference_train.pt")
+    assert [len(row["chosen_input_ids"]) for row in pairs] == [64, 64] and len(pairs) == cell.rows
+    assert shared_lengths(pairs) == [32, 32]
+    shape = Shape(layers=1, matrices=100, head=10, query_width=4, key_value_width=4, trainable=110)
+    ceilings = Ceilings(1.0, float("inf"))
+    texts = forward(shape, [64] * 4, 4 * 32).flops - forward(shape, [32] * 2, 0).flops
+    assert growth.floor(cell, shape, ceilings) == pytest.approx(3 * texts)
+    rollout = growth.Cell("rollout", text=100, samples=3, prompts=2)
+    sampled = generate(shape, [36] * 6, [64] * 6, 6, 4).flops - forward(shape, [36] * 4, 0).flops
+    assert growth.floor(rollout, shape, ceilings) == pytest.approx(sampled)
