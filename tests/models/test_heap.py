@@ -34,6 +34,15 @@ def test_freed_memory_is_used_again():
     assert 3 * faults["kept"] < faults["returned"]  # a system under pressure takes some of it back
 
 
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_thresholds_of_the_environment_are_kept(name, monkeypatch):
+    from lightrlhf.models import heap
+
+    monkeypatch.setenv(name, "65536")
+    monkeypatch.setattr(heap.ctypes, "CDLL", None)
+    heap.keep_freed_memory()
+
+
 def test_another_system_is_left_alone(monkeypatch):
     from lightrlhf.models import heap
 
