@@ -99,9 +99,48 @@ def real_reasoning() -> str:
     return markdown(("", "seed", *measures, "hours", "peak memory"), table)
 
 
+DIALOGUES = {  # arm: what the page calls it
+    "rm": "reward model, all pairs",
+    "judge": "judge, the other half",
+    "sft": "SFT",
+    "policy_rm": "reward model of the policies",
+    "dpo": "DPO",
+    "grpo": "GRPO",
+    "ppo": "PPO",
+}
+
+
+def real_dialogues() -> str:
+    """What was read of each run of the real model on dialogues; beside each win rate the accuracy of its judge."""
+    rows, table = kept_rows("real_dialogues"), []
+    judges = {row["seed"]: row["accuracy"] for row in rows if row["arm"] == "judge"}
+    for arm, name in DIALOGUES.items():
+        own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["seed"])
+        for row in own:
+            cells = [name if row is own[0] else "", str(row["seed"]), "", "", "", "", ""]
+            if "accuracy" in row:
+                cells[2] = f"{row['accuracy']:.3f} {interval_of(row['accuracy_interval'])}"
+            elif "perplexity" in row:
+                cells[2] = f"perplexity {row['perplexity_before']:.1f} -> {row['perplexity']:.1f}"
+            else:
+                won = f"{row['length_controlled_win_rate']:.3f}"
+                cells[3] = f"{won} {interval_of(row['length_controlled_win_rate_interval'])}"
+                cells[4:7] = f"{judges[row['seed']]:.3f}", f"{row['kl']:.2f}", f"{row['length']:.1f}"
+            cells += [f"{row['cpu_seconds'] / 3600:.2f}", f"{row['peak_gib']:.1f} GiB"]
+            table.append([short(cell) for cell in cells])
+    measures = ("accuracy, 240 pairs", "won against SFT, equal length", "its judge", "KL to SFT, nats", "tokens")
+    return markdown(("", "seed", *measures, "hours", "peak memory"), table)
+
+
+def interval_of(bounds: Sequence[float]) -> str:
+    """An interval in brackets."""
+    return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
     "letters, position": lambda: letters_scores("position"),
     "letters, noise": lambda: letters_scores("noise"),
     "real model, two tasks": real_reasoning,
+    "real model, dialogues": real_dialogues,
 }
