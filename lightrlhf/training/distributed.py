@@ -3,7 +3,7 @@
 `ddp` keeps a whole model on each rank and sums gradients; `fsdp` shards weights, gradients and optimiser state (see
 `models/sharding.py`); `deepspeed` is handed to Fabric by its name.
 
-Left out: tensor, pipeline and sequence parallelism, elastic restarts.
+Left out: tensor, pipeline and sequence parallelism; for restarts see `restarts.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightrlhf.models.products import use_onednn
 from lightrlhf.models.sharding import shard_layers
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.training.loss_scale import check_scalable, scaled_precision
+from lightrlhf.training.restarts import check_restarts
 from lightrlhf.training.watchdog import COLLECTIVE_GRACE
 
 OWN_TO_RANK = {"data_dir", "log_dir", "output_dir", "resume_from", "config"}  # paths may differ between machines
@@ -42,6 +43,7 @@ def make_fabric(args: TrainArgs) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)  # six lines at each start
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
     check_scalable(args)
+    check_restarts()
     keep_freed_memory()
     use_onednn()
     devices, num_nodes = processes(args)

@@ -70,6 +70,7 @@ from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
+from lightrlhf.training.restarts import as_restarted, note_run
 from lightrlhf.training.resume import (
     forget_rows_after,
     load_trained,
@@ -128,7 +129,7 @@ class Run(Generic[AnyArgs]):
 
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
-        self.args, self.program, self.on_step, self.given = args, program, on_step, given or {}
+        self.program, self.on_step, self.given = program, on_step, given or {}
         folders = data or getattr(args, "data_dir", program)
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
         self.data = " + ".join(self.data_dirs)  # as the model card names it
@@ -143,6 +144,7 @@ class Run(Generic[AnyArgs]):
         )  # names of a step's rows, kind, this rank's
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
+        self.args = args = as_restarted(self.fabric, args)
         self.dry = DryRun() if args.dry_run else None  # then nothing is written
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
         self.watchdog: RankWatchdog | None = None
@@ -835,6 +837,7 @@ class Run(Generic[AnyArgs]):
             self._lock = self._locked()
             if self.args.output_dir:
                 check_vacant(self.directory)  # another run may have come first
+            note_run(self.directory)
             write_text(self.directory / "args.json", json.dumps(self._described(), indent=1))
             seal(self.directory, ["args.json"])
         if self.is_first and not is_stage(self.directory):

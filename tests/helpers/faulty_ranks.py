@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from lightrlhf import sft
 from lightrlhf.training.run import Run
@@ -25,13 +26,17 @@ def sharded(flags: list[str]) -> None:
 
 
 def killed(flags: list[str]) -> None:
-    """SFT whose rank 1 is killed after its second step."""
+    """SFT whose rank 1 is killed after its second step, if torchrun has not restarted it."""
     speed = Run.speed
 
     def then_killed(run, *arguments):
-        if run.rank == 1 and run.step == 2:
+        if run.rank == 1 and run.step == 2 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return speed(run, *arguments)
 
     Run.speed = then_killed
     sft.main(flags)
+
+
+if __name__ == "__main__":
+    killed(sys.argv[1:])

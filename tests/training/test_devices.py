@@ -26,6 +26,7 @@ from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.distributed import processes
 from lightrlhf.training.memory_advice import allocation, memory_flags
+from lightrlhf.training.restarts import check_restarts
 
 LATE = 20  # seconds after which ranks stop waiting for one that hangs; any that works comes earlier
 
@@ -239,6 +240,52 @@ def test_torchrun_starts_the_ranks_without_a_flag(odd_data, base_model, alone, t
     stored = torch.load(last_checkpoint(found) / "resume.pt", weights_only=True)
     assert stored["world_size"] == 2
     assert gap(alone["sft"], found) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_rank_killed_under_torchrun_is_restarted_and_the_run_ends_bitwise_the_same(
+    odd_data, base_model, tmp_path, monkeypatch
+):
+    """From the checkpoint of the first step, and anew in the same folder where there is none yet."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    flags = [*flags_of("sft", odd_data, base_model, 14, 1), "--epochs", "2"]
+    del flags[flags.index("--devices") : flags.index("--devices") + 2]
+    runs = {}
+    for name, module, interval in (
+        ("undisturbed", "lightrlhf.sft", 1),
+        ("restarted", "helpers.faulty_ranks", 1),
+        ("anew", "helpers.faulty_ranks", 500),
+    ):
+        command = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "1", "-m", module, *flags]
+        command += ["--mini_batch_size", "7", "--save_interval", str(interval), "--output_dir", str(tmp_path / name)]
+        said = run_program("torch.distributed.run", *command).stdout
+        assert ("restarted by torchrun" in said) == (name != "undisturbed")
+        assert ("starts anew" in said) == (name == "anew")
+        runs[name] = tmp_path / name
+    for name in ("restarted", "anew"):
+        assert gap(runs["undisturbed"], runs[name]) == 0
+        rows = [metrics(runs[one]) for one in ("undisturbed", name)]
+        assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
+        assert [row.get("train/loss") for row in rows[0]] == [row.get("train/loss") for row in rows[1]]
+
+
+@pytest.mark.parametrize(
+    "variables, error",
+    [
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and",
+        ),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}, "leave out --log-dir /dev/null"),
+    ],
+)
+def test_a_torchrun_whose_restarts_would_hang_is_refused_at_once(variables, error, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_restarts()  # it restarts nothing
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UsageError, match=f"torchrun --max-restarts 3: .*{error}"):
+        check_restarts()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Restarts: the run that a command goes on with when `torchrun --max-restarts` starts its ranks again.
+
+An agent of torchrun keeps one folder of logs for all of its attempts, and names it in the environment of its ranks. The
+first rank notes there which run it began, so a restarted command finds its own run, never one of another torchrun.
+
+Left out: machines that come or go (`--nnodes 1:4`), and restarts of torchrun itself by a batch system, after which the
+run is resumed by `--resume_from`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import checkpoints, write_text
+
+AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
+NOTE = "lightrlhf_run"  # file in torchrun's folder that names the run
+
+
+def check_restarts() -> None:
+    """Raises: UsageError when ranks that torchrun restarts would not find each other, or their run.
+
+    They read the addresses of those before them where torchrun shares its own store with its ranks: always with the
+    static rendezvous, else unless the variable below is set (torch 2.13).
+    """
+    flag = f"torchrun --max-restarts {_max_restarts()}"
+    if _max_restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UsageError(
+            f"{flag}: ranks that it restarts would wait for the ones before them; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give torchrun --standalone or --rdzv_backend c10d"
+        )
+    if _max_restarts() and not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        raise UsageError(f"{flag}: a restart finds its run by torchrun's folder of logs; leave out --log-dir /dev/null")
+
+
+def _max_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def _note() -> Path:
+    """The file with the name of the run that this torchrun began."""
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2] / NOTE  # FOLDER/attempt_N/RANK/error.json
+
+
+def note_run(directory: Path) -> None:
+    """Note on the first rank which run begins, if torchrun restarts ranks."""
+    if _max_restarts():
+        write_text(_note(), str(directory))
+
+
+def as_restarted(fabric: Any, args: AnyArgs) -> AnyArgs:
+    """The arguments; after a restart, those that resume the run which an earlier attempt began.
+
+    One without a checkpoint is removed, and starts anew.
+    """
+    if not _max_restarts() or args.resume_from:
+        return args
+    begun: str | None = None
+    if fabric.is_global_zero and _note().is_file():
+        begun = _note().read_text(encoding="utf-8")
+        if checkpoints(Path(begun)):
+            print(f"restarted by torchrun: this run goes on in {begun}", flush=True)
+        else:
+            print(f"restarted by torchrun: {begun} had no checkpoint yet, so this run starts anew", flush=True)
+            shutil.rmtree(begun, ignore_errors=True)
+            begun = None
+    begun = fabric.broadcast(begun)
+    return replace(args, resume_from=begun) if begun else args
