@@ -36,6 +36,7 @@ EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in p
 EXTRAS["browser"] = ["playwright>=1.50", "axe-playwright-python>=0.1.4", "pillow>=10.0"]  # tests that drive Chromium
 EXTRAS |= {"benepar": ["benepar>=0.2"], "stanza": ["stanza>=1.8"]}  # want models of their own, from a local folder
 EXTRAS |= {"alfworld": [*EXTRAS["envs"], "textworld>=1.7", "alfworld>=0.4.2"]}  # partly compiled on the spot, minutes
+EXTRAS |= {"flash": ["flash-attn>=2.7"]}  # needs CUDA, and is compiled where there is no wheel for torch's version
 
 setup(
     name="lightrlhf",

@@ -142,6 +142,7 @@ PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
 
 OPTIONAL = {"gymnasium", "gradio", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
 OPTIONAL |= {"alfworld", "textworld", "starlette", "uvicorn", "math-verify", "reasoning-gym", "gguf", "wandb"}
+OPTIONAL |= {"flash-attn"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 

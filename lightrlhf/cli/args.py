@@ -323,6 +323,8 @@ class ModelArgs:
     """Dtype in which frozen weights are held with `finetune_mode` lora; products follow `precision` all the same."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = field(default="sdpa", metadata=RARE)
+    """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
     merge: bool = field(default=False, metadata=RARE)
     """Save merged weights instead of a peft folder that names its base."""
 
@@ -344,6 +346,8 @@ class ModelArgs:
         if self.base_dtype != "float32":
             self._check_base_dtype()
         self._check_variants()
+        if self.attn_implementation == "flash_attention_2":
+            self._check_flash_attention()
         if self.merge and self.finetune_mode != "lora":
             raise ValueError(f"--merge True has no adapters to merge with --finetune_mode {self.finetune_mode}")
 
@@ -361,6 +365,16 @@ class ModelArgs:
             raise ValueError(f"{flag} contradicts --load_in_{4 if self.load_in_4bit else 8}bit True; give one of them")
         if (strategy := getattr(self, "strategy", "auto")) in ("fsdp", "deepspeed"):
             raise ValueError(f"{flag} cannot be sharded by --strategy {strategy}; use --strategy ddp")
+
+    def _check_flash_attention(self) -> None:
+        flag = f"--attn_implementation {self.attn_implementation}"
+        if (accelerator := getattr(self, "accelerator", "auto")) in ("cpu", "mps"):
+            raise ValueError(f"{flag} runs on CUDA alone, not with --accelerator {accelerator}; leave it out")
+        if getattr(self, "precision", None) == "32-true":
+            raise ValueError(f"{flag} computes in 16 bits, not with --precision 32-true; give --precision bf16-mixed")
+        if getattr(self, "packing", False):
+            raise ValueError(f"{flag} cannot be given the mask of --packing True; leave one of them out")
+        check_package(flag, "flash_attn")
 
     def _check_variants(self) -> None:
         init = f"--init_lora_weights {self.init_lora_weights}"

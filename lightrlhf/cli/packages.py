@@ -20,6 +20,7 @@ EXTRAS = {  # import name -> extra
     "gradio": "demo",
     "textblob": "parse",
     "bitsandbytes": "quantisation",
+    "flash_attn": "flash",
     "math_verify": "verify",
     "reasoning_gym": "verify",
     "gguf": "gguf",
@@ -34,6 +35,7 @@ EXTRAS = {  # import name -> extra
 }
 OURS = ("lightrlhf", "datasets_prep", "examples")
 DISTRIBUTIONS = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym", "yaml": "pyyaml"}
+DISTRIBUTIONS |= {"flash_attn": "flash-attn"}
 
 
 def needs_package(what: str, package: str) -> str:

@@ -12,6 +12,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import (
     check_weights,
+    choose_attention,
     choose_trainable,
     grow_vocabulary,
     load_policy,
@@ -68,7 +69,9 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
         switch_off_dropout(model)
     store_ends(model, tokenizer)
     adapters = choose_trainable(model, args, {}, "policy")
-    return Policy(model, adapters, None, shares=shares and bool(adapters))
+    policy = Policy(model, adapters, None, shares=shares and bool(adapters))
+    choose_attention(model, args, "policy")
+    return policy
 
 
 def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
@@ -79,6 +82,7 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
         return scalar_on_backbone(policy, None, args, seed)
     config: Any = copy.deepcopy(policy.model.config)
     config.num_labels = 1
+    config._attn_implementation = None  # chosen below
     with torch.random.fork_rng(devices=[]):  # the head is drawn from `seed`
         try:
             model = AutoModelForSequenceClassification.from_config(config).float()
@@ -94,4 +98,6 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
     head.weight.data.copy_(new_head(head.in_features, seed))
     if args.disable_dropout:
         switch_off_dropout(model)
-    return ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)
+    critic = ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)
+    choose_attention(model, args, "policy")
+    return critic

@@ -64,6 +64,7 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     adapters = choose_trainable(model, args, loaded, "policy")
     policy = Policy(model, adapters, base, shares=shares and bool(adapters))
     policy.loaded = loaded
+    choose_attention(model, args, f"{flag} {name}")
     return policy
 
 
@@ -107,7 +108,9 @@ def load_scalar(
         head = scalar_head(model)
         head.weight.data.copy_(new_head(head.in_features, seed))
     is_encoder = may_be_encoder and not hasattr(model, "score")
-    return ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base, is_encoder=is_encoder)
+    module = ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base, is_encoder=is_encoder)
+    choose_attention(model, args, f"{flag} {name}")
+    return module
 
 
 def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, seed: int, flag: str = "") -> ScalarModel:
@@ -336,6 +339,29 @@ def choose_trainable(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
             options["context_fn"] = partial(lora.recompute_contexts, model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     return adapters
+
+
+def choose_attention(model: PreTrainedModel, args: ModelArgs, named: str) -> None:
+    """Let a model compute attention by `args.attn_implementation`; sdpa is what transformers has chosen itself.
+
+    Call it after the trial passes of its role, which flash attention cannot run on a CPU.
+    Raises: UsageError when there is no GPU for it, or the architecture has no such attention.
+    """
+    name = args.attn_implementation
+    if name == "sdpa":
+        return
+    if name == "flash_attention_2" and not torch.cuda.is_available():
+        raise UsageError(f"--attn_implementation {name} runs on CUDA alone, which this machine has not; leave it out")
+    quiet_libraries()
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as problem:
+        raise UsageError(f"--attn_implementation {name}: {named}: {first_line(problem)}; leave it out") from None
+    if model.config._attn_implementation != name:
+        raise UsageError(
+            f"--attn_implementation {name}: {named} ({model.config.model_type}) has only an attention of its own; "
+            "leave it out"
+        )
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ Left out: a list of supported architectures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -27,8 +28,13 @@ def share_prefixes(role: Policy | ScalarModel, longest: int, group_size: int = 2
     """Enables prefix sharing in groups if trial forward passes show that the architecture supports it.
 
     longest: tokens of the longest text. The mask of packed groups ignores sliding windows, so no text may exceed one;
-    GPT-Neo's window counts columns, of which a packed group has up to `group_size` times as many.
+    GPT-Neo's window counts columns, of which a packed group has up to `group_size` times as many. Flash attention
+    cannot be given the mask.
     """
+    if role.model.config._attn_implementation == "flash_attention_2":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("--attn_implementation flash_attention_2: common prefixes are not shared, for it takes no such mask")
+        return
     config, columns = role.model.config, group_size * longest
     windows = [(getattr(config, "sliding_window", None), longest), (getattr(config, "window_size", None), columns)]
     if any(window and needed > window for window, needed in windows):

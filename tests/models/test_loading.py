@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import response_batch
-from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
+from lightrlhf.models.loading import choose_attention, load_policy, load_scalar, separate_pad_token
+from lightrlhf.models.probes import share_prefixes
 from lightrlhf.models.roles import count_parameters, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import export as write_checkpoint
 from lightrlhf.models.saving import hash_weights, merged_model
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.sft import SFTArgs
 
 TRAINABLE = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "qwen2", "qwen3", "gemma", "gemma2", "phi"]
 
@@ -250,3 +253,56 @@ def test_a_model_with_weights_that_are_not_finite_is_refused(part, bad, base_mod
     for load in (load_policy, lambda *given: load_scalar(*given[:3], 0, given[3])):
         with pytest.raises(UsageError, match=f"--ref_model {folder} has weights that are not finite: {part}; give an"):
             load(str(folder), ModelArgs(), tokenizer, "--ref_model")
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+def test_eager_attention_computes_what_sdpa_does(tmp_path, tokenizer):
+    folder, batch = save_model("llama", tmp_path / "model", tokenizer), mixed_batch()
+    for load in (load_policy, partial(load_scalar, seed=0)):
+        found = {}
+        for name in ("sdpa", "eager"):
+            module = load(str(folder), ModelArgs(attn_implementation=name), tokenizer)
+            assert module.model.config._attn_implementation == name
+            found[name] = module(**policy_inputs(batch)).logprobs if load is load_policy else module(*batch_of(batch))
+        torch.testing.assert_close(found["eager"], found["sdpa"], atol=1e-5, rtol=1e-5)
+        assert not torch.equal(found["eager"], found["sdpa"])
+
+
+def batch_of(batch) -> tuple:
+    return batch.input_ids, batch.attention_mask
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ({"accelerator": "cpu"}, "runs on CUDA alone, not with --accelerator cpu"),
+        ({"precision": "32-true"}, "computes in 16 bits, not with --precision 32-true"),
+        ({"packing": True, "precision": "bf16-mixed"}, "cannot be given the mask of --packing True"),
+    ],
+)
+def test_flash_attention_is_refused_where_it_cannot_run(flags, error):
+    with pytest.raises(ValueError, match=f"--attn_implementation flash_attention_2 {error}"):
+        SFTArgs(model_name="tiny", attn_implementation="flash_attention_2", **flags)
+
+
+def test_flash_attention_is_refused_without_a_gpu_and_for_an_architecture_that_has_none(
+    tmp_path, tokenizer, monkeypatch
+):
+    folder = str(save_model("llama", tmp_path / "model", tokenizer))
+    args = ModelArgs(attn_implementation="flash_attention_2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="runs on CUDA alone, which this machine has not; leave it out"):
+        load_policy(folder, args, tokenizer)
+    model = load_policy(folder, ModelArgs(), tokenizer).model
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
+    with pytest.raises(UsageError, match="flash_attention_2: m .llama. has only an attention of its own"):
+        choose_attention(model, args, "m")
+
+
+def test_flash_attention_shares_no_prefixes_and_says_so(capsys):
+    policy = tiny_policy("llama")
+    policy.model.config._attn_implementation = "flash_attention_2"
+    share_prefixes(policy, 20)
+    assert not policy.shares_prefixes
+    assert "flash_attention_2: common prefixes are not shared" in capsys.readouterr().out
