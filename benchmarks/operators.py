@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inputs import SIZES
 from lightrlhf.cli.args import SamplingArgs
-from lightrlhf.generation.engine import Slots
+from lightrlhf.generation.slots import Slots
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.roles import Policy

@@ -32,8 +32,9 @@ from lightrlhf.cli.args import ModelArgs, SamplingArgs, check_args, check_at_lea
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
-from lightrlhf.generation.engine import Slots, no_gradients
+from lightrlhf.generation.engine import no_gradients
 from lightrlhf.generation.packed_decoder import packed_dtype
+from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.models import frozen
 from lightrlhf.models.loading import choose_trainable

@@ -1,19 +1,15 @@
-"""The generation engine: continuous batching over a fixed number of slots and one preallocated KV cache.
+"""The generation engine: continuous batching over a fixed number of slots (`slots`) and one preallocated KV cache.
 
-All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
-from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
-Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
-their keys and values wait until slots become idle. When no row waits, the remaining slots are compacted. Sampling is
+A row that has ended leaves its slot to a waiting one; when no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
 On CPUs a step of a common architecture runs over packed weights (`packed_decoder`), else it calls the model.
 
-Left out: beam search, speculative decoding, paged caches, servers (see `rollout_servers`), architectures without a KV
-cache, and on CUDA captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
+Left out: beam search, speculative decoding, servers (see `rollout_servers`), architectures without a KV cache, and on
+CUDA captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,17 +19,14 @@ from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.data.batch import inference_batch_size
-from lightrlhf.generation.packed_decoder import pack_decoder
-from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes, unsupported
-from lightrlhf.generation.sampling import check_sampled, first_stop, sample
-from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, position_inputs, trial_ids
+from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
+from lightrlhf.generation.sampling import check_sampled, first_stop
+from lightrlhf.generation.slots import Slots
+from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, trial_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often
 STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 8, since a check synchronises; less than SPARE_COLUMNS
 
 
@@ -44,261 +37,6 @@ class Completions(NamedTuple):
     logprobs: list[list[float]]  # log-probability of each id at the temperature, over the whole vocabulary
     truncated: list[bool]  # stopped by length
     removed_mass: float  # mean probability removed from the sampling distribution by top-k, top-p and min-p
-
-
-class SlabLayer:
-    """The KV cache of one layer for all slots, updated in place; has the interface of a transformers cache layer."""
-
-    is_compileable = False
-    is_sliding = False
-    is_croppable = False
-    is_initialized = True
-
-    def __init__(self, prefilled: Any, num_slots: int, num_columns: int, dtype: torch.dtype | None = None) -> None:
-        from transformers.cache_utils import CacheLayerMixin
-
-        CacheLayerMixin.register(SlabLayer)  # for isinstance; a base class would import transformers with this module
-        self.slabs = [  # keys and values, each (slots, heads, columns, head size)
-            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3], dtype=dtype)
-            for states in (prefilled.keys, prefilled.values)
-        ]
-        self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append one column, (slots, heads, 1, head size) each; returns the columns to attend to."""
-        for slab, states in zip(self.slabs, (keys, values)):
-            slab[:, :, self.end] = states[:, :, 0]
-        self.end += 1
-        return self.slabs[0][:, :, self.start : self.end], self.slabs[1][:, :, self.start : self.end]
-
-    def get_seq_length(self) -> int:
-        return self.end - self.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def insert(self, slots: Tensor, prefilled: Any, source: Tensor) -> None:
-        """Copy rows `source` of a prefilled layer into slots, right-aligned at the current column."""
-        start = self.end - prefilled.get_seq_length()
-        self.start = min(self.start, start)
-        for slab, states in zip(self.slabs, (prefilled.keys, prefilled.values)):
-            slab[slots, :, start : self.end] = states[source]
-
-    def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
-        """Move rows into the holes among the first `num_slots` slots and drop the other slots."""
-        for i, slab in enumerate(self.slabs):
-            slab[holes, :, self.start : self.end] = slab[movers, :, self.start : self.end]
-            self.slabs[i] = slab[:num_slots]
-
-    def drop_columns(self, count: int) -> None:
-        """Drop the first columns, which no row attends to any more."""
-        for slab in self.slabs:
-            slab[:, :, : self.end - count] = slab[:, :, count : self.end].clone()
-        self.start, self.end = self.start - count, self.end - count
-
-
-class Prefilled(NamedTuple):
-    """Prefilled prompts whose rows wait for idle slots."""
-
-    layers: list[Any]
-    mask: Tensor  # (P, width), prompts right-aligned
-    logits: Tensor  # (P, V) of the first token of the response
-    seen: Tensor | None  # (P, V), tokens that occur in the prompt, for the repetition penalty
-    waiting: deque[tuple[int, int]]  # (row, index of its prompt among the P)
-
-
-class Slots:
-    """Decoding state of the busy rows. It stays on the device, so a step does not synchronise."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        args: SamplingArgs,
-        eos_ids: Sequence[int],
-        uniforms: Tensor,
-        num_slots: int,
-        prefixes: list[CachedPrefix | None] | None = None,
-        allowed: Sequence[int] | None = None,
-    ) -> None:
-        self.model, self.args, self.device, self.prefixes = model, args, model.device, prefixes
-        num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
-        self.idle_row = num_rows  # an idle slot writes to this extra row
-        self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
-        self.uniforms = torch.cat([uniforms, uniforms[:1]]).to(self.device)  # (N+1, max_new_tokens)
-        self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
-        self.logprobs = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
-        self.removed = torch.zeros_like(self.logprobs)
-        self.allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=self.device)
-        self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
-        groups: dict[tuple[int, ...], list[int]] = {}  # rows of each distinct prompt
-        for row, prompt in enumerate(prompts):
-            groups.setdefault(tuple(prompt), []).append(row)
-        self.groups = deque(
-            sorted(groups.items(), key=lambda group: -len(group[0]))
-        )  # longest first, so later prompts fit
-        self.longest = len(self.groups[0][0])
-        self.num_columns = self.longest + args.max_new_tokens + SPARE_COLUMNS
-
-        self.prefilled = self._prefill(num_slots)
-        self.decoder = pack_decoder(model, args.max_new_tokens)
-        dtype = None if self.decoder is None else torch.float32
-        self.layers = [SlabLayer(layer, num_slots, self.num_columns, dtype) for layer in self.prefilled.layers]
-        self.cache = make_cache(model, self.layers)
-        self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
-        self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
-        self.position = torch.zeros_like(self.row)  # (S,) position of the next token
-        self.first = torch.zeros_like(self.row)  # (S,) column of the prompt's first token
-        self.next = torch.zeros_like(self.row)  # (S,) input of the next step
-        self.seen = (
-            None
-            if self.prefilled.seen is None
-            else self.prefilled.seen.new_zeros(num_slots, self.prefilled.seen.shape[1])
-        )
-
-    def waiting(self) -> bool:
-        """Whether rows wait for a slot."""
-        return bool(self.prefilled.waiting or self.groups)
-
-    def admit(self, slots: Tensor) -> None:
-        """Fill idle slots with waiting rows until either runs out."""
-        while len(slots) and self.waiting():
-            if not self.prefilled.waiting:
-                self.prefilled = self._prefill(len(self.row))
-            count = min(len(slots), len(self.prefilled.waiting))
-            rows, source = torch.tensor([self.prefilled.waiting.popleft() for _ in range(count)], device=self.device).T
-            self._insert(slots[:count], rows, source)
-            slots = slots[count:]
-
-    def step(self) -> None:
-        """Decode one token in every slot."""
-        layer = self.layers[0]
-        if layer.end == self.num_columns:
-            self._drop_columns(min(layer.start, layer.end - self.longest))
-        self.mask[:, layer.end] = True
-        window = self.mask[:, layer.start : layer.end + 1]
-        if self.decoder is not None:
-            logits = self.decoder(self.next, self.position, window, self.layers)
-        else:
-            logits = self.model(
-                input_ids=self.next[:, None],
-                attention_mask=window.long(),
-                **position_inputs(self.model, self.position[:, None]),
-                past_key_values=self.cache,
-                use_cache=True,
-            ).logits[:, -1]
-        self.position = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
-        self._sample(slice(None), logits)
-
-    def stop_at_strings(self, tokenizer: Any) -> None:
-        """Idle the slots whose text contains a stop string; `completions_of` cuts the text after it."""
-        strings = self.args.stop_strings
-        window = 4 * max(map(len, strings)) + 8  # tokens that may spell one: a token has at least one byte of text
-        for slot, (row, length) in enumerate(zip(self.row.tolist(), self.lengths[self.row].tolist())):
-            latest = self.tokens[row, max(length - window, 0) : length].tolist()
-            if row != self.idle_row and first_stop(tokenizer, latest, strings):
-                self.row[slot] = self.idle_row
-
-    def set_window(self, idle: Tensor) -> None:
-        """Restrict attention to the columns that busy rows occupy."""
-        start = int(self.first[~idle].min())
-        for layer in self.layers:
-            layer.start = start
-
-    def compact(self, idle: Tensor) -> None:
-        """Remove idle slots, moving busy rows into their places."""
-        count = len(idle) - int(idle.sum())
-        holes, movers = idle[:count].nonzero()[:, 0], (~idle[count:]).nonzero()[:, 0] + count
-        for layer in self.layers:
-            layer.compact(holes, movers, count)
-        for name in ("row", "next", "position", "first", "mask", "seen"):
-            state = getattr(self, name)
-            if state is not None:
-                state[holes] = state[movers]
-                setattr(self, name, state[:count])
-
-    def _prefill(self, num_rows: int) -> Prefilled:
-        """Prefill the next distinct prompts: enough for `num_rows` rows, but at most what one pass takes."""
-        prompts: list[tuple[int, ...]] = []
-        rows_of: list[list[int]] = []
-        max_prompts = num_rows  # with cached prefixes the uncached parts are short
-        if not self.prefixes:
-            max_prompts = inference_batch_size(len(self.groups[0][0]), num_rows, self.device)
-        while self.groups and len(prompts) < max_prompts and sum(map(len, rows_of)) < num_rows:
-            prompt, rows = self.groups.popleft()
-            prompts.append(prompt)
-            rows_of.append(rows)
-        cached = load_prefixes(
-            self.model, prompts, [self.prefixes[rows[0]] if self.prefixes else None for rows in rows_of]
-        )
-        width = max(map(len, cached.rest))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (P, width), left-padded
-        mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-        for i, rest in enumerate(cached.rest):
-            ids[i, width - len(rest) :] = torch.tensor(rest)
-            mask[i, width - len(rest) :] = True
-        mask = torch.cat([cached.mask, mask.to(self.device)], 1)
-        logits = self.model(
-            input_ids=ids.to(self.device),
-            attention_mask=mask.long(),
-            **position_inputs(self.model, position_ids(mask)[:, -width:]),
-            past_key_values=cached.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        if self.prefixes is not None:
-            for rows, prefix in zip(rows_of, store_prefixes(cached, prompts, padded_left=True)):
-                for row in rows:
-                    self.prefixes[row] = prefix
-        seen = None
-        if self.args.repetition_penalty != 1:
-            seen = torch.zeros_like(logits, dtype=torch.bool)
-            for i, prompt in enumerate(prompts):
-                seen[i, list(prompt)] = True
-        waiting = deque((row, i) for i, rows in enumerate(rows_of) for row in rows)
-        return Prefilled(list(cached.cache.layers), mask, logits, seen, waiting)
-
-    def _insert(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
-        """Put rows into slots with the keys and values of their prompts, and sample their first tokens."""
-        for layer, prefilled in zip(self.layers, self.prefilled.layers):
-            layer.insert(slots, prefilled, source)
-        mask, end = self.prefilled.mask[source], self.layers[0].end
-        self.mask[slots] = False
-        self.mask[slots, end - mask.shape[1] : end] = mask
-        self.row[slots] = rows
-        self.position[slots] = mask.sum(1)
-        self.first[slots] = end - mask.sum(1)
-        if self.seen is not None and self.prefilled.seen is not None:
-            self.seen[slots] = self.prefilled.seen[source]
-        self._sample(slots, self.prefilled.logits[source])
-
-    def _sample(self, slots: Tensor | slice, logits: Tensor) -> None:
-        """Sample the next token of these slots; a slot becomes idle when its row ends or reaches `max_new_tokens`."""
-        row = self.row[slots]
-        place = self.lengths[row].clamp(max=self.args.max_new_tokens - 1)
-        seen = None if self.seen is None else self.seen[slots]
-        if self.allowed is not None:  # all others get probability 0
-            logits = torch.full_like(logits, -torch.inf).index_copy(-1, self.allowed, logits[:, self.allowed])
-        token, logprob, removed = sample(logits, self.uniforms[row, place], self.args, seen)
-        self.tokens[row, place] = token
-        self.logprobs[row, place] = logprob
-        self.removed[row, place] = removed
-        self.lengths[row] = place + 1
-        self.next[slots] = token
-        if self.seen is not None and seen is not None:
-            self.seen[slots] = seen.scatter(1, token[:, None], True)
-        ended = torch.isin(token, self.eos_ids) | (place + 1 == self.args.max_new_tokens)
-        self.row[slots] = torch.where(ended, self.idle_row, row)
-
-    def _drop_columns(self, count: int) -> None:
-        """Drop the first columns, to make room after the last one."""
-        for layer in self.layers:
-            layer.drop_columns(count)
-        self.first -= count
-        self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
 
 
 def generate(

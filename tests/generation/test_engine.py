@@ -16,7 +16,7 @@ from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
 from lightrlhf.data.tokens import decode
-from lightrlhf.generation import engine
+from lightrlhf.generation import engine, slots
 from lightrlhf.generation.engine import Completions, generate, generate_steps
 from lightrlhf.generation.rollout import generate_rollout, score_logprobs
 from lightrlhf.generation.sampling import sample
@@ -122,7 +122,7 @@ def test_the_engine_equals_a_plain_loop(architecture, monkeypatch):
     order = torch.randperm(len(prompts)).tolist()
     for num_slots, rows, steps in ((1, range(len(prompts)), 1), (3, order, 1), (64, order, 1), (7, order, 8)):
         monkeypatch.setitem(engine.STEPS_BETWEEN_CHECKS, "cpu", steps)
-        monkeypatch.setattr(engine, "SPARE_COLUMNS", steps + 2)
+        monkeypatch.setattr(slots, "SPARE_COLUMNS", steps + 2)
         mine = [prompts[i] for i in rows]
         sampled = generate(policy, mine, args, [2, 9, 17], uniforms[list(rows)], num_slots, Letters())
         assert sampled.responses == [plain.responses[i] for i in rows]
@@ -216,10 +216,10 @@ def test_samples_belong_to_their_prompt_and_noise_not_to_their_place():
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "bloom"])
 def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
     """Two slots answer thirty prompts one after the other, so the shared column advances far beyond the slab."""
-    monkeypatch.setattr(engine, "SPARE_COLUMNS", 5)
+    monkeypatch.setattr(slots, "SPARE_COLUMNS", 5)
     moves = []
-    drop = engine.Slots._drop_columns
-    monkeypatch.setattr(engine.Slots, "_drop_columns", lambda slots, count: (moves.append(count), drop(slots, count)))
+    drop = slots.Slots._drop_columns
+    monkeypatch.setattr(slots.Slots, "_drop_columns", lambda own, count: (moves.append(count), drop(own, count)))
     policy, args = tiny_policy(architecture), GenerationArgs(max_new_tokens=10)
     prompts = rows_of(*[1 + i % 6 for i in range(30)])
     uniforms = noise(30, 10)
@@ -235,12 +235,12 @@ def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
 def test_for_any_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
     policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=longest)
     prompts, uniforms = rows_of(*lengths), noise(len(lengths), longest, seed=len(lengths))
-    before = engine.SPARE_COLUMNS
-    engine.SPARE_COLUMNS = spare
+    before = slots.SPARE_COLUMNS
+    slots.SPARE_COLUMNS = spare
     try:
         together = generate(policy, prompts, args, ENDS, uniforms, num_slots)
     finally:
-        engine.SPARE_COLUMNS = before
+        slots.SPARE_COLUMNS = before
     for prompt, row, answer in zip(prompts, uniforms, together.responses):
         assert generate(policy, [prompt], args, ENDS, row[None], 1).responses == [answer]
 
@@ -250,7 +250,7 @@ def test_a_run_longer_than_the_real_spare_columns_stays_correct():
     prompts = rows_of(*[1 + i % 9 for i in range(24)])
     uniforms = noise(24, 20)
     alone = [generate(policy, [p], args, [1], u[None], 1).responses[0] for p, u in zip(prompts, uniforms)]
-    assert sum(map(len, alone)) > 2 * (9 + 20 + engine.SPARE_COLUMNS)
+    assert sum(map(len, alone)) > 2 * (9 + 20 + slots.SPARE_COLUMNS)
     assert generate(policy, prompts, args, [1], uniforms, 2).responses == alone
 
 

@@ -8,8 +8,9 @@ from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
 from lightrlhf.generation import packed_decoder
-from lightrlhf.generation.engine import Slots, generate
+from lightrlhf.generation.engine import generate
 from lightrlhf.generation.packed_decoder import pack_decoder
+from lightrlhf.generation.slots import Slots
 from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy
 

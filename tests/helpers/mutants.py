@@ -38,6 +38,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/data/batch.py": "data/test_batch.py models/test_roles.py programs/test_refuel.py",
     "lightrlhf/data/rows.py": "data/test_rows.py data/test_batch.py programs/test_bad_input.py",
     "lightrlhf/generation/engine.py": "generation/test_engine.py generation/test_prefix_cache.py",
+    "lightrlhf/generation/slots.py": "generation/test_engine.py generation/test_prefix_cache.py",
     "lightrlhf/generation/sampling.py": "generation/test_engine.py",
     "lightrlhf/generation/prefix_cache.py": "generation/test_prefix_cache.py generation/test_engine.py",
     "lightrlhf/models/prefix_sharing.py": "models/test_prefix_sharing.py",

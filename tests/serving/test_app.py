@@ -18,7 +18,8 @@ from starlette.testclient import TestClient
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.data.tokens import decode, encode_prompt
-from lightrlhf.generation.engine import Slots, generate
+from lightrlhf.generation.engine import generate
+from lightrlhf.generation.slots import Slots
 from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
