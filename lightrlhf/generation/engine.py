@@ -2,10 +2,11 @@
 
 A row that has ended leaves its slot to a waiting one; when no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
-On CPUs a step of a common architecture runs over packed weights (`packed_decoder`), else it calls the model.
+On CPUs a step of a common architecture runs over packed weights (`packed_decoder`), else it calls the model; on CUDA
+steps are captured (`graphs`), and the host looks only at times which rows have ended.
 
-Left out: beam search, speculative decoding, servers (see `rollout_servers`), architectures without a KV cache, and on
-CUDA captured graphs or a compiled step (steps run eagerly there without synchronising with the device).
+Left out: beam search, speculative decoding, servers (see `rollout_servers`), architectures without a KV cache, compiled
+steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.generation.graphs import slots_type
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import Slots
@@ -27,7 +29,7 @@ from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 8, since a check synchronises; less than SPARE_COLUMNS
+STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 16, since a check synchronises; less than SPARE_COLUMNS
 
 
 class Completions(NamedTuple):
@@ -67,7 +69,7 @@ def generate(
     check_room(model, prompts, args)
     with inference(policy), policy.active(), no_gradients(model):
         check_architecture(policy)
-        slots = Slots(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
+        slots = slots_type(model)(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
         decode_all(slots, tokenizer, before_step)
     return completions_of(slots, eos_ids, tokenizer)
 
@@ -121,7 +123,7 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Comp
 def decode_all(slots: Slots, tokenizer: Any, before_step: Callable[[], None] | None = None) -> Slots:
     """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
-    check_every = STEPS_BETWEEN_CHECKS.get(slots.device.type, 8)
+    check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, 16), slots.args.max_new_tokens)
     step = 0
     while True:
         step += 1
@@ -177,7 +179,8 @@ def check_architecture(policy: Policy) -> None:
     prompts = [tokens, tokens[2:4]]
     with torch.autocast(model.device.type, enabled=False):
         try:
-            slots = decode_all(Slots(model, prompts, args, [], torch.full((2, 3), 0.5), num_slots=2), None)
+            uniforms = torch.full((2, 3), 0.5)
+            slots = decode_all(slots_type(model)(model, prompts, args, [], uniforms, num_slots=2), None)
             found, expected = slots.logprobs[:-1], torch.empty_like(slots.logprobs[:-1])
             for row, (prompt, response) in enumerate(zip(prompts, slots.tokens.tolist())):
                 ids = torch.tensor([prompt + response], device=model.device)

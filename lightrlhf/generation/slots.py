@@ -96,7 +96,12 @@ class Prefilled(NamedTuple):
 
 
 class Slots:
-    """Decoding state of the busy rows. It stays on the device, so a step does not synchronise."""
+    """Decoding state of the busy rows. It stays on the device, so a step does not synchronise.
+
+    Its tensors change in place, and fewer slots are the first part of them: the address of each is that of its start.
+    """
+
+    layer_type: type[SlabLayer] = SlabLayer
 
     def __init__(
         self,
@@ -126,12 +131,14 @@ class Slots:
             sorted(groups.items(), key=lambda group: -len(group[0]))
         )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
-        self.num_columns = self.longest + args.max_new_tokens + SPARE_COLUMNS
+        self.num_columns = self.columns_for(self.longest + args.max_new_tokens + SPARE_COLUMNS)
 
         self.prefilled = self._prefill(num_slots)
         self.decoder = pack_decoder(model, args.max_new_tokens)
         dtype = None if self.decoder is None else torch.float32
-        self.layers = [SlabLayer(layer, num_slots, self.num_columns, dtype) for layer in self.prefilled.layers]
+        self.layers: Sequence[SlabLayer] = [
+            self.layer_type(layer, num_slots, self.num_columns, dtype) for layer in self.prefilled.layers
+        ]
         self.cache = make_cache(model, self.layers)
         self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
         self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
@@ -143,6 +150,16 @@ class Slots:
             if self.prefilled.seen is None
             else self.prefilled.seen.new_zeros(num_slots, self.prefilled.seen.shape[1])
         )
+
+    @staticmethod
+    def columns_for(count: int) -> int:
+        """Columns of the slab that has to hold so many."""
+        return count
+
+    @staticmethod
+    def slots_for(busy: int) -> int:
+        """Slots that are kept for so many busy ones."""
+        return busy
 
     def waiting(self) -> bool:
         """Whether rows wait for a slot."""
@@ -164,7 +181,10 @@ class Slots:
         if layer.end == self.num_columns:
             self._drop_columns(min(layer.start, layer.end - self.longest))
         self.mask[:, layer.end] = True
-        window = self.mask[:, layer.start : layer.end + 1]
+        self._decode(self.mask[:, layer.start : layer.end + 1])
+
+    def _decode(self, window: Tensor) -> None:
+        """Compute and sample the next token of every slot, which attends to the columns of `window` (S, C)."""
         if self.decoder is not None:
             logits = self.decoder(self.next, self.position, window, self.layers)
         else:
@@ -175,7 +195,7 @@ class Slots:
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, -1]
-        self.position = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
+        self.position[:] = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
 
     def stop_at_strings(self, tokenizer: Any) -> None:
@@ -195,8 +215,11 @@ class Slots:
 
     def compact(self, idle: Tensor) -> None:
         """Remove idle slots, moving busy rows into their places."""
-        count = len(idle) - int(idle.sum())
-        holes, movers = idle[:count].nonzero()[:, 0], (~idle[count:]).nonzero()[:, 0] + count
+        count = self.slots_for(len(idle) - int(idle.sum()))
+        if count >= len(idle):
+            return
+        movers = (~idle[count:]).nonzero()[:, 0] + count
+        holes = idle[:count].nonzero()[: len(movers), 0]
         for layer in self.layers:
             layer.compact(holes, movers, count)
         for name in ("row", "next", "position", "first", "mask", "seen"):
@@ -275,7 +298,7 @@ class Slots:
         self.next[slots] = token
         if self.seen is not None and seen is not None:
             self.seen[slots] = seen.scatter(1, token[:, None], True)
-        ended = torch.isin(token, self.eos_ids) | (place + 1 == self.args.max_new_tokens)
+        ended = (token[:, None] == self.eos_ids).any(1) | (place + 1 == self.args.max_new_tokens)
         self.row[slots] = torch.where(ended, self.idle_row, row)
 
     def _drop_columns(self, count: int) -> None:
@@ -283,4 +306,6 @@ class Slots:
         for layer in self.layers:
             layer.drop_columns(count)
         self.first -= count
-        self.mask = torch.cat([self.mask[:, count:], torch.zeros_like(self.mask[:, :count])], 1)
+        kept = self.mask[:, count:].clone()
+        self.mask[:, : kept.shape[1]] = kept
+        self.mask[:, kept.shape[1] :] = False

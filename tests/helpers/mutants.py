@@ -39,6 +39,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/data/rows.py": "data/test_rows.py data/test_batch.py programs/test_bad_input.py",
     "lightrlhf/generation/engine.py": "generation/test_engine.py generation/test_prefix_cache.py",
     "lightrlhf/generation/slots.py": "generation/test_engine.py generation/test_prefix_cache.py",
+    "lightrlhf/generation/graphs.py": "generation/test_graphs.py",
     "lightrlhf/generation/sampling.py": "generation/test_engine.py",
     "lightrlhf/generation/prefix_cache.py": "generation/test_prefix_cache.py generation/test_engine.py",
     "lightrlhf/models/prefix_sharing.py": "models/test_prefix_sharing.py",
