@@ -232,15 +232,16 @@ def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]
         for lengths, goal in (("full", 2), ("skewed", 3)):
             for ratio in scale.grpo_ratios:
                 cases[f"grpo-{lengths}-{ratio}-{size}"] = partial(grpo, bench, scale, lengths, ratio, bf16, goal)
+    first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
     if not bench.cuda:
-        first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
         cases[f"rollout-samples-{first.size}-bf16"] = partial(rollout, bench, first, "samples", True, 3.5, no_bf16)
         cases[f"ppo-skewed-{first.size}-bf16"] = partial(ppo, bench, first, "skewed", True, 3, no_bf16)
-        for scale in (bench.scales[0],) if bench.quick else (*bench.scales, REAL):
-            for bf16 in (False, True):
-                for lengths in ("equal", "skewed", "samples"):
-                    name = f"vllm-{lengths}-{scale.size}{'-bf16' * bf16}"
-                    cases[name] = partial(beside_vllm, bench, scale, lengths, bf16, no_bf16 if bf16 else None)
+    for scale in bench.scales if bench.quick or bench.cuda else (*bench.scales, REAL):
+        for bf16 in (True,) if bench.cuda else (False, True):
+            for lengths in ("equal", "skewed", "samples"):
+                name = f"vllm-{lengths}-{scale.size}{'-bf16' * bf16}"
+                cases[name] = partial(beside_vllm, bench, scale, lengths, bf16, no_bf16 if bf16 else None)
+    if not bench.cuda:
         cases[f"memory-{largest.size}"] = partial(memory, bench, largest)
         cases["start"] = start
     return cases
@@ -363,7 +364,7 @@ def beside_vllm(bench: Bench, scale: Scale, lengths: str, bf16: bool, unavailabl
     few = replace(scale, prompts=2 * 64 if lengths == "equal" else 64, slots=64)
     case = rollout(bench, few, lengths, bf16, 1.3, unavailable)
     ours = case.ours[-1]
-    return replace(case, ours=[ours], peers=bench.vllm(ours), limit_goal=0.4, turns=15)
+    return replace(case, ours=[ours], peers=bench.vllm(ours), limit_goal=case.limit_goal or 0.4, turns=15)
 
 
 def ppo(bench: Bench, scale: Scale, lengths: str, bf16: bool, goal: float, unavailable: str | None = None) -> Case:
@@ -454,6 +455,7 @@ def grpo(bench: Bench, scale: Scale, lengths: str, ratio: int, bf16: bool, goal:
         unit="samples",
         units=rows,
         goal=goal,
+        limit_goal=0.5 if bench.cuda else None,
         memory_goal=0.7,
         ours=[
             bench.program("lightrlhf.grpo", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
@@ -465,6 +467,8 @@ def grpo(bench: Bench, scale: Scale, lengths: str, ratio: int, bf16: bool, goal:
             peer(k // 4, "continuous batching", **continuous),
             peer(k, "continuous batching", **continuous),
         ],
+        floor={"kind": "grpo", "model": str(models / "policy"), "data": str(data), "samples": k}
+        | {"mean_length": mean, "bytes_per_number": 2 if bf16 else 4},
     )
 
 

@@ -19,7 +19,16 @@ import torch
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.training.roofline import Ceilings, Shape, measure_ceilings, ppo_floors, shared_lengths, supervised_floors
+from lightrlhf.training.roofline import (
+    Ceilings,
+    Shape,
+    Work,
+    forward,
+    measure_ceilings,
+    ppo_floors,
+    shared_lengths,
+    supervised_floors,
+)
 from lightrlhf.training.roofline import generate as generate_work
 
 
@@ -55,6 +64,8 @@ class Limits:
                 optimizer_steps=facts["optimizer_steps"],
             )
             return sum(floors.values())
+        if facts["kind"] == "grpo":
+            return grpo_floor(shape_of(facts["model"]), prompt_lengths(data), facts, self.ceilings)
         scalar = facts["kind"] == "rm"
         lengths, responses, shared = text_lengths(data, "finetune" if facts["kind"] == "sft" else "preference")
         num_logits = sum(responses) if facts["kind"] == "dpo" else sum(lengths)
@@ -62,6 +73,16 @@ class Limits:
         floor = supervised_floors(shape, lengths, num_logits, self.ceilings, shared)["update"]
         more_steps = supervised_floors(shape, [], 0, self.ceilings)["update"] * (facts["steps"] - 1)
         return floor + more_steps
+
+
+def grpo_floor(shape: Shape, prompts: list[int], facts: dict[str, Any], ceilings: Ceilings) -> float:
+    """Least seconds of sampling K responses to each prompt and of one update on them; a prompt is computed once."""
+    samples, mean = facts["samples"], facts["mean_length"]
+    rows, shared = prompts * samples, prompts * (samples - 1)
+    sampling = generate_work(shape, rows, [mean] * len(rows), len(rows), facts["bytes_per_number"])
+    sampling = Work(sampling.flops - forward(shape, shared, 0).flops, sampling.bytes)
+    texts = [prompt + mean for prompt in rows]
+    return ceilings.seconds(sampling) + supervised_floors(shape, texts, mean * len(rows), ceilings, shared)["update"]
 
 
 def shape_of(folder: str | Path, scalar: bool = False) -> Shape:

