@@ -11,6 +11,7 @@ steps.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.generation.graphs import slots_type
+from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, packed_dtype
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import Slots
@@ -166,33 +168,47 @@ def no_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_architecture(policy: Policy) -> None:
-    """Check once that the engine gives this architecture's own log-probabilities, on two prompts of three tokens each.
+    """Check once that the engine gives this architecture's own log-probabilities, with packed weights, too.
 
-    The prompts have different lengths, so one is padded on the left: some architectures ignore the positions, or keep
-    more in their cache than keys and values. Raises: UsageError.
+    Raises: UsageError. Where packed weights alone give others, the model itself is called from now on.
     """
     if policy.sampled:
         return
-    model, args = policy.model, SamplingArgs(max_new_tokens=3)
+    model = policy.model
     make_cache(model)
-    tokens = trial_ids(model, 6)[0].tolist()
-    prompts = [tokens, tokens[2:4]]
     with torch.autocast(model.device.type, enabled=False):
-        try:
-            uniforms = torch.full((2, 3), 0.5)
-            slots = decode_all(slots_type(model)(model, prompts, args, [], uniforms, num_slots=2), None)
-            found, expected = slots.logprobs[:-1], torch.empty_like(slots.logprobs[:-1])
-            for row, (prompt, response) in enumerate(zip(prompts, slots.tokens.tolist())):
-                ids = torch.tensor([prompt + response], device=model.device)
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # (3, V)
-                expected[row] = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:
-            raise unsupported(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
+        check_decoding(model, 3)
+        if packed_dtype(model, LEAST_STEPS) is not None:
+            try:
+                check_decoding(model, LEAST_STEPS)
+            except UsageError as problem:
+                ARCHITECTURES.discard(type(model).__name__.removesuffix("ForCausalLM"))
+                print(f"note: rollouts decode without packed weights, and slower for it: {problem}", file=sys.stderr)
+    policy.sampled = True
+
+
+def check_decoding(model: PreTrainedModel, steps: int) -> None:
+    """Compare so many sampled tokens of two prompts with a pass of the model over each text. Raises: UsageError.
+
+    The prompts have different lengths, so one is padded on the left: some architectures ignore the positions, or keep
+    more in their cache than keys and values.
+    """
+    tokens = trial_ids(model, 6)[0].tolist()
+    prompts, args = [tokens, tokens[2:4]], SamplingArgs(max_new_tokens=steps)
+    try:
+        uniforms = torch.full((2, steps), 0.5)
+        slots = decode_all(slots_type(model)(model, prompts, args, [], uniforms, num_slots=2), None)
+        found, expected = slots.logprobs[:-1], torch.empty_like(slots.logprobs[:-1])
+        for row, (prompt, response) in enumerate(zip(prompts, slots.tokens.tolist())):
+            ids = torch.tensor([prompt + response], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # (steps, V)
+            expected[row] = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:
+        raise unsupported(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
     if not is_close(found, expected, model):
         raise unsupported(model, f"log-probabilities differ by {float((found - expected).abs().max()):.2g}")
-    policy.sampled = True
 
 
 def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:

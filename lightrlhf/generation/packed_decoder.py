@@ -25,7 +25,7 @@ from lightrlhf.models.frozen import HeldEmbedding, HeldLinear, activation_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+ARCHITECTURES = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # until the engine's trial finds other log-probabilities
 EMBEDDINGS = (nn.Embedding, HeldEmbedding)
 LEAST_STEPS = 16  # of a call: packing costs what a few of them gain
 MOST_BYTES = 2**31  # of a copy: beyond, its memory matters more

@@ -7,7 +7,7 @@ import torch
 from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
-from lightrlhf.generation import packed_decoder
+from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.slots import Slots
@@ -142,3 +142,23 @@ def test_without_onednn_the_copy_is_multiplied_by_torch(monkeypatch):
     monkeypatch.setattr(packed_decoder, "packs", lambda dtype: False)
     plain = generate(policy, PROMPTS, args, [], noise(), 4)
     assert packed.responses == plain.responses
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_trial_of_an_architecture_finds_a_decoder_that_differs(is_right, monkeypatch, capsys):
+    """As after a release of transformers that changed a layer: the model itself is called then, and a note says so."""
+    known = set(packed_decoder.ARCHITECTURES)
+    monkeypatch.setattr(packed_decoder, "ARCHITECTURES", known)
+    monkeypatch.setattr(engine, "ARCHITECTURES", known)
+    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=STEPS)
+    with monkeypatch.context() as other:
+        other.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+        expected = generate(policy, PROMPTS, args, [], noise(), 4)
+    policy.sampled = False
+    if not is_right:
+        monkeypatch.setattr(packed_decoder.PackedDecoder, "_attend", lambda self, queries, *rest: queries.flatten(1))
+    found = generate(policy, PROMPTS, args, [], noise(), 4)
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert ("Llama" in known) is is_right
+    assert ("note: rollouts decode without packed weights" in capsys.readouterr().err) is not is_right
