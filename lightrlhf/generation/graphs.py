@@ -10,12 +10,15 @@ A step attends to the first columns of the slab, a bucket of them; the mask hide
 the first busy row are dropped where a smaller bucket then suffices. Noise comes from outside, as for all slots.
 
 The first step of a shape runs eagerly and so allocates what a capture may not, the second is captured, the others are
-replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it.
+replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it. The engine's trial
+of an architecture compares a replayed step with the model's own log-probabilities, too.
 
 The steps are tested on the CPU, where they run as they are. Their capture has never been run: it needs a GPU.
 
 Left out: graphs of prefilling, of sharded models and of architectures that transformers does not compile with a static
-cache (their steps have no buckets), and of streaming (`generate_steps`).
+cache (their steps have no buckets), and of streaming (`generate_steps`). Adapters merged into the weights for a call:
+in bfloat16 small changes would be lost, float32 takes a second copy of the weights, and a graph starts the small
+products of adapters at no cost to the host.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from lightrlhf.models.sharding import is_sharded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEVICES = {"cuda"}  # where slots have buckets
+DEVICES = {"cuda"}  # where slots have buckets, until a capture fails
 LEAST_COLUMNS = 64  # of a bucket
 
 
@@ -127,12 +130,13 @@ class BucketedSlots(Slots):
         self.column += 1
 
     def _capture(self, shape: tuple[int, int]) -> None:
-        """Capture the step of a shape; where that fails, this and all later shapes run eagerly."""
+        """Capture the step of a shape; where that fails, this call goes on eagerly, and later ones have no buckets."""
         pool = next((graph.pool() for graph in self.graphs.values()), None)  # one for all: they never run together
         try:
             self.graphs[shape] = capture(self._compute, pool)
         except RuntimeError as problem:
             self.captures = False
+            DEVICES.discard(self.device.type)
             print(f"note: decoding steps are not captured, and slower for it: {first_line(problem)}", file=sys.stderr)
 
 

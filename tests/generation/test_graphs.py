@@ -12,15 +12,18 @@ import torch.nn.functional as F
 from helpers import rows_of, tiny_model, tiny_policy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightrlhf.cli.args import GenerationArgs, SamplingArgs
+from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation import engine, graphs, slots
-from lightrlhf.generation.engine import decode_all, generate
+from lightrlhf.generation.engine import decode_all, generate, no_gradients
 from lightrlhf.generation.graphs import BucketedSlots, slots_type
 from lightrlhf.generation.slots import Slots
+from lightrlhf.models.loading import load_policy
 from lightrlhf.training.roofline import Shape
 
 ENDS = [2, 9, 17, 23, 31, 44, 58]
@@ -44,11 +47,12 @@ def noise(rows: int, length: int) -> torch.Tensor:
     return torch.rand(rows, length, generator=torch.Generator().manual_seed(0))
 
 
-@torch.inference_mode()
 def decoded(kind: Callable[..., Slots], model, args: SamplingArgs, num_slots: int = 6, lengths=LENGTHS, ends=ENDS):
     """The slots of one kind after all prompts are answered."""
     prompts = rows_of(*lengths)
-    return decode_all(kind(model, prompts, args, ends, noise(len(prompts), args.max_new_tokens), num_slots), None)
+    uniforms = noise(len(prompts), args.max_new_tokens)
+    with no_gradients(model):
+        return decode_all(kind(model, prompts, args, ends, uniforms, num_slots), None)
 
 
 def bucketed_as_on_cuda(model, *args: Any, **options: Any) -> BucketedSlots:
@@ -127,6 +131,9 @@ def test_generate_uses_them_where_steps_can_be_captured(monkeypatch):
     monkeypatch.setattr(BucketedSlots, "_compute", lambda own, step=BucketedSlots._compute: (made.append(1), step(own)))
     assert generate(*given).responses == plain.responses and len(made) > 10
     assert slots_type(tiny_model("gpt_neo")) is Slots
+    layer = policy.model.model.layers[0]
+    layer.__class__ = type("Sharded", (FSDPModule, type(layer)), {})
+    assert slots_type(policy.model) is Slots
 
 
 # ------------------------------------------------------------------------------------------------------------ shapes
@@ -298,6 +305,48 @@ def test_replayed_operators_give_the_same_samples(architecture, monkeypatch):
         assert torch.equal(getattr(replayed, name)[:-1], getattr(plain, name)[:-1]), name
 
 
+@torch.inference_mode()
+def test_the_trial_of_an_architecture_replays_a_step(monkeypatch):
+    class Wrong(Tape):
+        def replay(self):
+            super().replay()
+            states.logprobs.sub_(1)
+
+    def wrong(step, pool):
+        nonlocal states
+        states = step.__self__
+        tape = taped(step, pool)
+        tape.__class__ = Wrong
+        return tape
+
+    states: Any = None
+    monkeypatch.setattr(graphs, "capture", taped)
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
+    monkeypatch.setattr(graphs, "BucketedSlots", bucketed_as_on_cuda)
+    engine.check_architecture(tiny_policy("llama"))
+    monkeypatch.setattr(graphs, "capture", wrong)
+    with pytest.raises(UsageError, match="log-probabilities differ"):
+        engine.check_architecture(tiny_policy("llama"))
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_replayed_operators_do_not_cast_weights_again(mode, base_model, tokenizer, monkeypatch):
+    """Under autocast each weight is cast once a call, before any capture; active adapters count."""
+    monkeypatch.setattr(graphs, "capture", taped)
+    policy = load_policy(str(base_model), ModelArgs(finetune_mode=mode), tokenizer).eval()
+    for parameter in policy.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape) * parameter.requires_grad
+    matrices = {parameter.data_ptr() for parameter in policy.parameters() if parameter.dim() == 2}
+    args = GenerationArgs(max_new_tokens=14)
+    with policy.active(), torch.autocast("cpu", torch.bfloat16):
+        plain, replayed = (decoded(kind, policy.model, args) for kind in (BucketedSlots, bucketed_as_on_cuda))
+    assert torch.equal(replayed.tokens[:-1], plain.tokens[:-1])
+    assert torch.equal(replayed.logprobs[:-1], plain.logprobs[:-1])
+    calls = [call for tape in replayed.graphs.values() for call in tape.calls]
+    read = {leaf.data_ptr() for _, args, _, _ in calls for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+    assert calls and not read & matrices - {policy.model.get_input_embeddings().weight.data_ptr()}
+
+
 def test_where_a_capture_fails_steps_run_eagerly_with_one_line(monkeypatch, capsys):
     def fails(step, pool):
         tried.append(1)
@@ -305,9 +354,11 @@ def test_where_a_capture_fails_steps_run_eagerly_with_one_line(monkeypatch, caps
 
     tried: list[int] = []
     monkeypatch.setattr(graphs, "capture", fails)
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
     model, args = tiny_model("llama"), GenerationArgs(max_new_tokens=14)
     plain, eager = (decoded(kind, model, args) for kind in (BucketedSlots, bucketed_as_on_cuda))
     assert torch.equal(eager.tokens, plain.tokens) and len(tried) == 1 and not eager.graphs
+    assert slots_type(model) is Slots  # in later calls
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: decoding steps are not captured") and line.endswith("stream is capturing")
 
