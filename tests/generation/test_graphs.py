@@ -177,13 +177,21 @@ class HostRead(AssertionError):
     pass
 
 
+def refuse(name: str) -> None:
+    raise HostRead(name)
+
+
 class NoReads(TorchDispatchMode):
-    """Refuses operators for which the host waits for the device."""
+    """Finds operators for which the host waits for the device."""
+
+    def __init__(self, found: Callable[[str], None] = refuse) -> None:
+        super().__init__()
+        self.found = found
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in READS or name in INDEXING and has_mask(args[1]):
-            raise HostRead(name)
+            self.found(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -193,11 +201,15 @@ def has_mask(indices) -> bool:
 
 
 class NoCopies(TorchFunctionMode):
-    """Refuses functions that copy between the host and the device."""
+    """Finds functions that copy between the host and the device."""
+
+    def __init__(self, found: Callable[[str], None] = refuse) -> None:
+        super().__init__()
+        self.found = found
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") in HOST:
-            raise HostRead(function.__name__)
+            self.found(function.__name__)
         return function(*args, **(kwargs or {}))
 
 
@@ -216,6 +228,19 @@ def test_no_step_reads_anything_on_the_host(architecture, options):
     args = GenerationArgs(max_new_tokens=14, eos_ids=list(range(30, 50)), **options)
     done = decoded(Watched, tiny_model(architecture), args)
     assert len({*done.lengths[:-1].tolist()}) > 1
+
+
+@torch.inference_mode()
+def test_between_looks_the_host_reads_nothing():
+    steps, reads_after = [], set()
+    found = lambda name: reads_after.add(len(steps))
+    prompts = rows_of(*LENGTHS)
+    with NoReads(found), NoCopies(found):
+        args = GenerationArgs(max_new_tokens=14)
+        own = BucketedSlots(tiny_model("llama"), prompts, args, ENDS, noise(len(prompts), 14), 6)
+        decode_all(own, None, before_step=lambda: steps.append(1))
+    looks = {count for count in range(len(steps) + 1) if (count + 1) % LOOK == 0}
+    assert reads_after == {0} | looks and len(looks) > 5
 
 
 @pytest.mark.parametrize(
