@@ -37,6 +37,7 @@ from lightrlhf.cli.args import (
     EvalArgs,
     RolloutLogArgs,
     StartArgs,
+    TensorParallelArgs,
     TrainArgs,
     check_args,
     check_at_least,
@@ -210,7 +211,7 @@ class DPOLossArgs(TrainArgs, StartArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOArgs(DPOLossArgs, DataSetsArgs, EvalArgs, RolloutLogArgs):
+class DPOArgs(DPOLossArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs):
     """Direct preference optimisation on preference pairs, or on labelled responses."""
 
     def __post_init__(self) -> None:
@@ -218,6 +219,7 @@ class DPOArgs(DPOLossArgs, DataSetsArgs, EvalArgs, RolloutLogArgs):
         self.check_eval()
         self.check_rollout_log()
         self.check_data()
+        self.check_tensor_parallel()
 
 
 # --------------------------------------------------------------------------------------------------------- program

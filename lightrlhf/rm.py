@@ -33,6 +33,7 @@ from lightrlhf.cli.args import (
     EvalArgs,
     ModelArgs,
     StartArgs,
+    TensorParallelArgs,
     TrainArgs,
     check_args,
     check_data_dir,
@@ -61,7 +62,7 @@ MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, wh
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs):
+class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, TensorParallelArgs):
     """Reward modelling on preference pairs."""
 
     experiment_name: str = "rlhf-reward-modelling"
@@ -76,6 +77,7 @@ class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model()
+        self.check_tensor_parallel()
         self.check_eval()
         self.check_data()
         check_positive(self, "learning_rate")

@@ -24,6 +24,7 @@ from lightrlhf.cli.args import (
     EvalArgs,
     ModelArgs,
     RolloutLogArgs,
+    TensorParallelArgs,
     TrainArgs,
     check_args,
     check_at_least,
@@ -46,7 +47,7 @@ from lightrlhf.training.run import OnStep, Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs):
+class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, TensorParallelArgs):
     """Supervised fine-tuning on demonstrations."""
 
     experiment_name: str = "rlhf-supervised-finetuning"
@@ -67,6 +68,7 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_model()
+        self.check_tensor_parallel()
         self.check_eval()
         self.check_rollout_log()
         self.check_data()

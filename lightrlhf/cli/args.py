@@ -229,6 +229,25 @@ class DeviceArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorParallelArgs:
+    """Devices (Lightning Fabric)."""
+
+    tensor_parallel: int = field(default=1, metadata=RARE)
+    """Ranks that share the matrices of each layer and read the same rows, within `strategy` fsdp."""
+
+    def check_tensor_parallel(self) -> None:
+        """Raises: ValueError, one line, when layers cannot be split with these flags."""
+        check_at_least(self, "tensor_parallel", 1)
+        if self.tensor_parallel == 1:
+            return
+        flag, mode = f"--tensor_parallel {self.tensor_parallel}", getattr(self, "finetune_mode", "all")
+        if (strategy := getattr(self, "strategy", "auto")) != "fsdp":
+            raise ValueError(f"{flag} needs --strategy fsdp, not {strategy}")
+        if mode != "all":
+            raise ValueError(f"{flag} cannot split the frozen weights of --finetune_mode {mode}; leave one of them out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
     """Flags that every training program has."""
 

@@ -1,25 +1,32 @@
 """Sharded models (FSDP2, `torch.distributed.fsdp.fully_shard`): sharding, gathering and full copies.
 
-Weights, gradients and optimiser state are sharded over the ranks, layer by layer.
+Weights, gradients and optimiser state are sharded over the ranks, layer by layer; with tensor parallelism, over the
+groups of ranks that share a layer's matrices (see `tensor_parallel.py`).
 
-Left out: FSDP1, tensor parallelism, CPU offloading.
+Left out: FSDP1, CPU offloading.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightrlhf.models.roles import transformer_layers
+from lightrlhf.models.tensor_parallel import split_layers
 
 
 def shard_layers(module: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a model over the ranks of a mesh: one unit per transformer layer, and one for all other parameters.
+    """Shard a model over the ranks of a mesh (data parallel, tensor parallel), its layers split over the second first.
+
+    One unit is each transformer layer, and one all other parameters.
 
     A layer is gathered for its forward and backward pass and resharded after each. The other parameters (embeddings,
     last norm, head) stay gathered from the outermost module's forward pass to its backward pass, so that its forward
@@ -28,7 +35,10 @@ def shard_layers(module: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # outputs are never modified in place
-    mesh = mesh["data_parallel"]  # Fabric's mesh has a second dimension for tensor parallelism, here of one rank
+    if mesh["tensor_parallel"].size() > 1:
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on each gathering
+        split_layers(cast(Any, module).model, mesh["tensor_parallel"])
+    mesh = mesh["data_parallel"]
     for layer in transformer_layers(module):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -84,6 +94,24 @@ def full_tensors(value: Any, keep: bool = True) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().cpu() if keep else None
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
+    """Scale the gradients to a global norm of at most `largest`; returns the norm before, whole on each rank.
+
+    Split matrices lie on a mesh of two dimensions and other parameters on one, between which torch computes nothing.
+    """
+    by_mesh: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+    if len(by_mesh) < 2:
+        whole: Tensor = full_tensors(nn.utils.clip_grad_norm_(parameters, largest))
+        return whole
+    norms = [full_tensors(nn.utils.get_total_norm([p.grad for p in own])) for own in by_mesh.values()]  # type: ignore[misc]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for own in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(own, largest, norm)
+    return norm
 
 
 def shard_like(state: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:

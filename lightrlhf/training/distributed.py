@@ -3,7 +3,7 @@
 `ddp` keeps a whole model on each rank and sums gradients; `fsdp` shards weights, gradients and optimiser state (see
 `models/sharding.py`); `deepspeed` is handed to Fabric by its name.
 
-Left out: tensor, pipeline and sequence parallelism; for restarts see `restarts.py`.
+Left out: pipeline and sequence parallelism; for restarts see `restarts.py`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def make_fabric(args: TrainArgs) -> Any:
     keep_freed_memory()
     use_onednn()
     devices, num_nodes = processes(args)
+    if devices * num_nodes % (size := getattr(args, "tensor_parallel", 1)):
+        raise UsageError(f"--tensor_parallel {size} does not divide {devices * num_nodes} ranks; change one of them")
     chosen: dict[str, Any] = {"accelerator": args.accelerator, "devices": devices, "num_nodes": num_nodes}
     precision: dict[str, Any] = {"precision": args.precision}
     if args.precision == "16-mixed":
@@ -86,7 +88,8 @@ def _strategy(args: TrainArgs, world_size: int) -> Any:
 
     timeout = timedelta(seconds=args.ddp_timeout + COLLECTIVE_GRACE)
     if args.strategy == "fsdp":
-        return ModelParallelStrategy(shard_layers, world_size, tensor_parallel_size=1, timeout=timeout)
+        size = getattr(args, "tensor_parallel", 1)
+        return ModelParallelStrategy(shard_layers, world_size // size, tensor_parallel_size=size, timeout=timeout)
     if args.strategy == "deepspeed":
         strategy = DeepSpeedStrategy(stage=2, timeout=timeout)
         strategy.config = {**(strategy.config or {}), "gradient_clipping": args.gradient_clip_val}

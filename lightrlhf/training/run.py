@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ from lightrlhf.data.splits import Row
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models.roles import Policy, ScalarModel, count_parameters
 from lightrlhf.models.saving import export, upload
-from lightrlhf.models.sharding import full_tensors, is_sharded, materialize, meta_copy, shard_like
+from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, materialize, meta_copy, shard_like
+from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.storage.checkpoint import (
     BEST,
     checkpoints,
@@ -142,13 +143,14 @@ class Run(Generic[AnyArgs]):
             "",
             (),
         )  # names of a step's rows, kind, this rank's
+        self.tensor_parallel: int = getattr(args, "tensor_parallel", 1)  # ranks of a group
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.args = args = as_restarted(self.fabric, args)
         self.dry = DryRun() if args.dry_run else None  # then nothing is written
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
         self.watchdog: RankWatchdog | None = None
-        if self.world_size > 1:
+        if self.fabric.world_size > 1:
             self.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
@@ -190,22 +192,24 @@ class Run(Generic[AnyArgs]):
 
     @property
     def rank(self) -> int:
-        return self.fabric.global_rank
+        """Rank among those with rows of their own, which the ranks of a tensor-parallel group share."""
+        return self.fabric.global_rank // self.tensor_parallel
 
     @property
     def world_size(self) -> int:
-        return self.fabric.world_size
+        """Number of such ranks, or groups of them."""
+        return self.fabric.world_size // self.tensor_parallel
 
     @property
     def is_first(self) -> bool:
         return self.fabric.is_global_zero
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum of a tensor over all ranks; the tensor itself on one."""
+        """Sum of a tensor over all ranks, one of each tensor-parallel group; the tensor itself on one."""
         if self.world_size == 1:
             return value
         with self._collective():
-            return self.fabric.all_reduce(value, reduce_op="sum")
+            return self.fabric.all_reduce(value, group=self._data_group(), reduce_op="sum")
 
     def total(self, value: float) -> float:
         """Sum of a number over all ranks."""
@@ -217,12 +221,18 @@ class Run(Generic[AnyArgs]):
             return [value]
         values: list[Any] = [None] * self.world_size
         with self._collective():
-            torch.distributed.all_gather_object(values, value)
+            torch.distributed.all_gather_object(values, value, group=self._data_group())
         return values
+
+    def _data_group(self) -> Any:
+        """The process group of this rank's place in each tensor-parallel group; None for all ranks."""
+        if self.tensor_parallel == 1:
+            return None
+        return self.fabric.strategy.device_mesh["data_parallel"].get_group()
 
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all ranks; any object that can be pickled."""
-        if self.world_size == 1:
+        if self.fabric.world_size == 1:
             return value
         with self._collective():
             return self.fabric.broadcast(value)
@@ -296,6 +306,8 @@ class Run(Generic[AnyArgs]):
         if self.resumed:
             load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
+            if self.tensor_parallel > 1:
+                check_splittable(cast(Any, module).model, self.tensor_parallel)
             if args.strategy == "fsdp":
                 self._meta_copies[name] = meta_copy(module)
             if args.strategy == "deepspeed":
@@ -376,7 +388,7 @@ class Run(Generic[AnyArgs]):
         with self._collective():
             if self.loss_scale and is_scaled:
                 self.loss_scale.unscale(optimizer.optimizer)
-            norm = full_tensors(nn.utils.clip_grad_norm_(parameters, self.args.gradient_clip_val or math.inf))
+            norm = clip_gradients(parameters, self.args.gradient_clip_val or math.inf)
         is_finite, step = bool(torch.isfinite(norm)), f"step {self.step + 1}"
         if is_finite:
             optimizer.step()
@@ -422,12 +434,12 @@ class Run(Generic[AnyArgs]):
         optimizers = {name: learner.optimizer for name, learner in self.learners.items()}
         found = first_not_finite({**self._roles(), "model": module}, optimizers, extra, self._never_finite)
         problems = [found]
-        if self.world_size > 1:
-            problems = [""] * self.world_size
+        if self.fabric.world_size > 1:
+            problems = [""] * self.fabric.world_size
             torch.distributed.all_gather_object(problems, found)
         for rank, problem in enumerate(problems):
             if problem:
-                on = f" on rank {rank}" if self.world_size > 1 else ""
+                on = f" on rank {rank}" if len(problems) > 1 else ""
                 raise RunFailure(
                     f"{problem} is not finite{on} after step {self.step}{self._of_rows()}, so no checkpoint is written"
                     f"{self._last_good()}"
@@ -520,7 +532,7 @@ class Run(Generic[AnyArgs]):
         self._open_directory()
         self.print0(self._banner(num_steps))
         if self.resumed:
-            restore_rng(self.resumed, self.device, self.rank)  # after loading, which may draw numbers
+            restore_rng(self.resumed, self.device, self.fabric.global_rank)  # after loading, which may draw numbers
         first = self.step
         if self.resumed and first >= num_steps:
             self.print0(f"this run has done its {first} steps; raise --max_steps or --epochs to go on")
@@ -550,7 +562,7 @@ class Run(Generic[AnyArgs]):
         fields = {
             "model": describe_model(args, self.given, self._parameters),
             "data": self.data if self._ends else f"{self.data}, {num_rows:,} rows",  # several sets have theirs
-            "device": describe_device(self.device, args, self.world_size),
+            "device": describe_device(self.device, args, self.fabric.world_size),
             "steps": describe_steps(num_steps, batch_size, self.world_size, samples, resumed_at),
             "results": planned_results(args, self.directory) if self.dry else str(self.directory),
         }
@@ -620,7 +632,7 @@ class Run(Generic[AnyArgs]):
         self._logged.update(dict.fromkeys(metrics))
         if self.best.metric not in metrics:
             return
-        value = self.total(float(metrics[self.best.metric]) if self.is_first else 0.0)
+        value = self.broadcast(float(metrics[self.best.metric]))
         self._improved |= self.best.update(value, self.step)
         if self.best.out_of_patience:
             self._stopping = True
@@ -634,7 +646,7 @@ class Run(Generic[AnyArgs]):
             except StopTraining:
                 stop = True
                 self.print0(f"stopped by on_step at step {self.step}")
-        return self.total(float(stop)) > 0
+        return bool(self.broadcast(stop))
 
     def _write_metrics(self, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
@@ -706,10 +718,10 @@ class Run(Generic[AnyArgs]):
         learned = {name: trained_weights(one.module.module, self.is_first) for name, one in self.learners.items()}
         state = {
             "step": self.step,
-            **rng_states(self.device, self.world_size),
+            **rng_states(self.device, self.fabric.world_size),
             "python_rng": random.getstate(),
             "threads": torch.get_num_threads(),
-            "world_size": self.world_size,
+            "world_size": self.fabric.world_size,
             "optimizers": {
                 name: full_tensors(learner.optimizer.state_dict(), self.is_first)
                 for name, learner in self.learners.items()
@@ -799,7 +811,7 @@ class Run(Generic[AnyArgs]):
         began = stored(self.args.resume_from, "data_dir")
         if began is not None and began != getattr(self.args, "data_dir", began):
             self.fabric.print(f"note: this run began on {began} and goes on with {self.data}")
-        for what, now in (("threads", torch.get_num_threads()), ("world_size", self.world_size)):
+        for what, now in (("threads", torch.get_num_threads()), ("world_size", self.fabric.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
         return state

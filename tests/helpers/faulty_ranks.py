@@ -25,6 +25,21 @@ def sharded(flags: list[str]) -> None:
     Run.setup = setup
 
 
+def split(flags: list[str]) -> None:
+    """SFT that fails unless each rank holds a quarter of each of its layers' matrices."""
+    setup = Run.setup
+
+    def checked(run, *arguments):
+        model = setup(run, *arguments)
+        for name, p in model.named_parameters():
+            assert "_proj" not in name or 4 * p.to_local().numel() == p.numel(), (name, p.to_local().shape, p.shape)
+        return model
+
+    Run.setup = checked
+    sft.main(flags)
+    Run.setup = setup
+
+
 def killed(flags: list[str]) -> None:
     """SFT whose rank 1 is killed after its second step, if torchrun has not restarted it."""
     speed = Run.speed

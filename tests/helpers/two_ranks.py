@@ -1,9 +1,9 @@
-"""Two ranks of our programs as forked processes, many times over: the libraries are imported once.
+"""Two or more ranks of our programs as forked processes, many times over: the libraries are imported once.
 
 Reads jobs (JSON) from standard input and writes the exit statuses and outputs of each, by name, to standard output.
-A job has `calls`, a list of [module or module:function, flags] that both ranks make in turn in one process each, and
-may have: `folders`, a working directory per rank; `kill`, the rank to kill as soon as there is a checkpoint below
-`log_dir`; `variables`, of the environment, per rank.
+A job has `calls`, a list of [module or module:function, flags] that all ranks make in turn in one process each, and
+may have: `ranks`, their number, else two; `folders`, a working directory per rank; `kill`, the rank to kill as soon as
+there is a checkpoint below `log_dir`; `variables`, of the environment, per rank.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def start(job: dict) -> tuple[list[int], list[Path]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pids, outputs = [], []
-    for rank in range(2):
+    number = job.get("ranks", 2)
+    for rank in range(number):
         output = Path(tempfile.mkstemp()[1])
         pid = os.fork()
         if pid == 0:
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "WORLD_SIZE": 2}
-            own = {"LOCAL_RANK": rank, **job.get("variables", [{}, {}])[rank]}
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "WORLD_SIZE": number}
+            own = {"LOCAL_RANK": rank, **job.get("variables", [{}] * number)[rank]}
             os.environ.update({key: str(value) for key, value in (shared | own).items()})
             if "folders" in job:
                 os.chdir(job["folders"][rank])

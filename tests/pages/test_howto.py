@@ -320,7 +320,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 def test_every_flag_of_its_own_is_explained(algorithm):
     mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, GenerationArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
-    shared |= SERVERS - {"rollout_server"}  # explained by scale_out.md
+    shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by scale_out.md
     if algorithm == "online_dpo":
         shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
     own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
@@ -329,9 +329,9 @@ def test_every_flag_of_its_own_is_explained(algorithm):
     assert not {name for name in own if f"`--{name}`" not in page}
 
 
-def test_every_flag_of_servers_is_explained():
+def test_every_flag_of_servers_and_groups_of_ranks_is_explained():
     page = (ROOT / "howto" / "scale_out.md").read_text(encoding="utf-8")
-    assert not {name for name in SERVERS if f"`--{name}" not in page}
+    assert not {name for name in (*SERVERS, "tensor_parallel") if f"`--{name}" not in page}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)

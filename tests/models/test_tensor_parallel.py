@@ -1,0 +1,65 @@
+"""Which models and flags layers are split for; training on 2 x 2 ranks is in tests/training/test_devices.py."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import tiny_model
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.tensor_parallel import check_splittable
+from lightrlhf.ppo import PPOArgs
+from lightrlhf.sft import SFTArgs
+from lightrlhf.training.distributed import make_fabric
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "phi"])
+def test_an_architecture_with_a_plan_can_be_split(architecture):
+    check_splittable(tiny_model(architecture), 2)
+    check_splittable(tiny_model(architecture, scalar=True), 2)
+
+
+@pytest.mark.parametrize(
+    "architecture, size, changes, error",
+    [
+        ("gpt2", 2, {}, "--tensor_parallel 2: transformers has no plan by which to split gpt2; leave it out"),
+        ("llama", 3, {}, "num_attention_heads of this llama is 4, not a multiple of 3"),
+        ("qwen2", 4, {}, "num_key_value_heads of this qwen2 is 2, not a multiple of 4"),
+        ("llama", 2, {"intermediate_size": 47}, "layers.0.mlp.gate_proj of this llama is 47, not a multiple of 2"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(architecture, size, changes, error):
+    with pytest.raises(UsageError, match=error):
+        check_splittable(tiny_model(architecture, **changes), size)
+
+
+def test_a_plan_with_a_style_that_is_not_supported_is_refused():
+    model = tiny_model("llama")
+    model.config.base_model_tp_plan = {"layers.*.self_attn.qkv_proj": "packed_colwise"}
+    with pytest.raises(UsageError, match="the plan of llama asks for packed_colwise, unsupported; leave it out"):
+        check_splittable(model, 2)
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ({}, "needs --strategy fsdp, not auto"),
+        (
+            {"strategy": "fsdp", "finetune_mode": "lora"},
+            "the frozen weights of --finetune_mode lora; leave one",
+        ),
+    ],
+)
+def test_flags_that_contradict_it_are_refused(flags, error):
+    with pytest.raises(ValueError, match=f"--tensor_parallel 2 .*{error}"):
+        SFTArgs(model_name="tiny", tensor_parallel=2, **flags)
+
+
+def test_groups_of_unequal_size_are_refused():
+    args = SFTArgs(model_name="tiny", tensor_parallel=2, strategy="fsdp", accelerator="cpu", devices=3)
+    with pytest.raises(UsageError, match="--tensor_parallel 2 does not divide 3 ranks; change one of them"):
+        make_fabric(args)
+
+
+def test_programs_that_sample_do_not_have_it():
+    assert not hasattr(TrainArgs(), "tensor_parallel") and "tensor_parallel" not in PPOArgs.__dataclass_fields__
