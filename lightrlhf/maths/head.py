@@ -15,7 +15,7 @@ Left out: fused kernels, and gradients in a lower precision than that of the pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def is_frozen(head: Any) -> bool:
     return bool(needed) and not any(needed)
 
 
-def is_plain(head: Any) -> bool:
+def is_plain(head: Any) -> TypeGuard[nn.Linear]:
     """Whether a head is the product with a matrix that this process holds whole."""
     return type(head) is nn.Linear and head.bias is None and type(head.weight.data) is Tensor
 
