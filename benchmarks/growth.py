@@ -53,7 +53,7 @@ class Cell:
     text: int = 256  # tokens of a text
     vocabulary: int = 4096
     samples: int = 1  # of each prompt, in rollouts
-    tokens: int = 8192  # of a training pass
+    tokens: int = 0  # of a training pass
     prompts: int = 16  # of a rollout
 
     @property
@@ -110,6 +110,7 @@ def side(cell: Cell, model: Path, data: Path, logs: Path) -> Side:
     if cell.work == "rollout":
         job = {"kind": "generate", "model": str(model), "data": str(data), "samples": cell.samples}
         job |= {"slots": rows, "max_new_tokens": SAMPLED, "bf16": False, "device": "cpu", "cuda": False, "steps": 1}
+        job["forgets_loading"] = True
         return Side(str(cell), command, job)
     flags = {"data_dir": data, "log_dir": logs, "epochs": 100_000, "log_interval": 10**9, "save_interval": 10**9}
     flags |= {"eval_interval": 0, "logger": "csv", "accelerator": "cpu", "learning_rate": LEARNING_RATE}
@@ -122,6 +123,7 @@ def side(cell: Cell, model: Path, data: Path, logs: Path) -> Side:
         flags["use_targets"] = False  # every token counts
     words = {name: str(value) for name, value in flags.items()}
     job = {"kind": "train", "program": f"lightrlhf.{cell.work}", "flags": words, "steps": 1, "cuda": False}
+    job["forgets_loading"] = True
     return Side(str(cell), command, job)
 
 
@@ -209,8 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     use_onednn()
     file = Path(args.output_dir) / f"growth-{instructions()}.json"
     found = {"processor": instructions(), "threads": args.threads, "turns": args.turns, "series": {}}
-    if file.is_file():
-        found["series"] = json.loads(file.read_text(encoding="utf-8"))["series"]
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else found
+    if (earlier["threads"], earlier["turns"]) == (args.threads, args.turns):
+        found["series"] = earlier["series"]
     ceilings = measure_ceilings(torch.device("cpu"), torch.float32)
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         for series in args.series:

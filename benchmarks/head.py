@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.maths.head import head_logprobs, logit_rows
+from lightrlhf.maths.head import CHECKPOINTED, head_logprobs, logit_rows
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 
@@ -30,10 +30,12 @@ def ways(head: nn.Module, vocabulary: int) -> dict[str, Callable[[Tensor, Tensor
     def plain(states: Tensor) -> Tensor:
         return head(states)
 
-    rows = 2**26 // vocabulary
+    rows = 2**26 // vocabulary // CHECKPOINTED * CHECKPOINTED
     return {
         "at once": lambda hidden, targets: head_logprobs(hidden, plain, targets, chunk_size=TOKENS)[0],
-        f"{rows} rows, checkpointed": lambda hidden, targets: head_logprobs(hidden, plain, targets, chunk_size=rows)[0],
+        f"{rows} rows, checkpointed": lambda hidden, targets: head_logprobs(
+            hidden, plain, targets, chunk_size=rows // CHECKPOINTED
+        )[0],
         f"{logit_rows(vocabulary)} rows, as it is": lambda hidden, targets: head_logprobs(
             hidden, head, targets, chunk_size=logit_rows(vocabulary)
         )[0],

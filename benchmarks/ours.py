@@ -15,7 +15,8 @@ PACKAGES = ("torch", "transformers", "lightning")
 
 def main() -> None:
     work = job()
-    gate = Gate(work["steps"], versions(*PACKAGES), torch.cuda.max_memory_allocated if work["cuda"] else None)
+    peak = torch.cuda.max_memory_allocated if work["cuda"] else None
+    gate = Gate(work["steps"], versions(*PACKAGES), peak, work.get("forgets_loading", False))
     count_tokens(gate)
     if work["kind"] == "generate":
         generate(work, gate)

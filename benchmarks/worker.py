@@ -23,8 +23,15 @@ from typing import Any
 class Gate:
     """Called between two steps; blocks until the next repetition is requested."""
 
-    def __init__(self, steps: int, versions: dict[str, str], gpu_peak: Callable[[], int] | None = None) -> None:
-        self.steps, self.gpu_peak = steps, gpu_peak
+    def __init__(
+        self,
+        steps: int,
+        versions: dict[str, str],
+        gpu_peak: Callable[[], int] | None = None,
+        forgets_loading: bool = False,
+    ) -> None:
+        """forgets_loading: peak memory is that of the repetitions, without what loading took (Linux)."""
+        self.steps, self.gpu_peak, self.forgets_loading = steps, gpu_peak, forgets_loading
         self.left = self.units = self.tokens = 0
         self.started = self.started_busy = 0.0
         self._answers = os.fdopen(os.dup(1), "w")
@@ -43,6 +50,8 @@ class Gate:
             counts = {"units": self.units, "tokens": self.tokens}
             self._answer({"seconds": seconds, "busy": busy, "peak_bytes": memory, **counts})
         else:
+            if self.forgets_loading:
+                Path("/proc/self/clear_refs").write_text("5")  # the largest resident size is that of now again
             self._answer(self._first_answer | {"resident_bytes": resident_memory("VmRSS")})
         if not sys.stdin.readline():
             sys.stdout.flush()

@@ -33,6 +33,7 @@ from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.engine import no_gradients
+from lightrlhf.generation.graphs import BucketedSlots
 from lightrlhf.generation.packed_decoder import packed_dtype
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
@@ -382,6 +383,12 @@ def logprobs(model: PreTrainedModel, states: Tensor, count: int, device: str) ->
     return head_logprobs(chosen, model.get_output_embeddings(), targets, chunk_size=rows)[0]
 
 
+class RoundedSlots(Slots):
+    """Slots with as many columns as captured steps have, which run on CUDA alone."""
+
+    columns_for = staticmethod(BucketedSlots.columns_for)
+
+
 def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     """Prefill a rollout's slots, decode the last token, and prefill the prompts that come next."""
     slots = args.rollout_mini_batch_size
@@ -392,7 +399,8 @@ def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
         prefixes = [None] * len(prompts)  # with a list of them the engine prefills as many prompts as a GPU does
     settings = SamplingArgs(max_new_tokens=args.max_new_tokens)
     with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
-        engine = Slots(model, prompts, settings, [], torch.zeros(len(prompts), args.max_new_tokens), slots, prefixes)
+        kind, uniforms = RoundedSlots if prefixes else Slots, torch.zeros(len(prompts), args.max_new_tokens)
+        engine = kind(model, prompts, settings, [], uniforms, slots, prefixes)
         engine.admit(torch.arange(slots))
         dtype = packed_dtype(model, args.max_new_tokens)
         copy = [

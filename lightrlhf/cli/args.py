@@ -388,7 +388,7 @@ class ModelArgs:
     def _check_flash_attention(self) -> None:
         flag = f"--attn_implementation {self.attn_implementation}"
         if (accelerator := getattr(self, "accelerator", "auto")) in ("cpu", "mps"):
-            raise ValueError(f"{flag} runs on CUDA alone, not with --accelerator {accelerator}; leave it out")
+            raise ValueError(f"{flag} runs on CUDA alone, not with --accelerator {accelerator}; leave {flag} out")
         if getattr(self, "precision", None) == "32-true":
             raise ValueError(f"{flag} computes in 16 bits, not with --precision 32-true; give --precision bf16-mixed")
         if getattr(self, "packing", False):

@@ -11,7 +11,6 @@ steps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.generation.graphs import slots_type
+from lightrlhf.generation.graphs import DEVICES, note, slots_type
 from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, packed_dtype
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
@@ -31,6 +30,7 @@ from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FLASH = "flash_attention_2"
 STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 16, since a check synchronises; less than SPARE_COLUMNS
 
 
@@ -69,7 +69,7 @@ def generate(
         return Completions([], [], [], 0.0)
     model = policy.model
     check_room(model, prompts, args)
-    with inference(policy), policy.active(), no_gradients(model):
+    with inference(policy), decoding(policy):
         check_architecture(policy)
         slots = slots_type(model)(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
         decode_all(slots, tokenizer, before_step)
@@ -93,7 +93,7 @@ def generate_steps(
     check_room(policy.model, [prompt], args)
     slots: Slots | None = None
     while slots is None or slots.row[0] != slots.idle_row:
-        with policy.active(), no_gradients(policy.model):
+        with decoding(policy):
             if slots is None:
                 check_architecture(policy)
                 slots = Slots(policy.model, [prompt], args, eos_ids, uniforms, num_slots=1, allowed=allowed)
@@ -147,6 +147,22 @@ def decode_all(slots: Slots, tokenizer: Any, before_step: Callable[[], None] | N
 
 
 @contextmanager
+def decoding(policy: Policy) -> Iterator[None]:
+    """Context manager: the policy's adapters, no gradients, and sdpa for flash attention, which takes no such cache."""
+    model = policy.model
+    name = model.config._attn_implementation
+    with policy.active(), no_gradients(model):
+        if name != FLASH:
+            yield
+            return
+        model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(name)
+
+
+@contextmanager
 def no_gradients(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: torch's inference mode; under autocast no_grad, so that each weight is cast once.
 
@@ -168,22 +184,29 @@ def no_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_architecture(policy: Policy) -> None:
-    """Check once that the engine gives this architecture's own log-probabilities, with packed weights, too.
+    """Check once, in float32, that the engine gives this architecture's own log-probabilities.
 
-    Raises: UsageError. Where packed weights alone give others, the model itself is called from now on.
+    Raises: UsageError. Where steps that are captured give others, or packed weights do, they are not used from now on.
     """
     if policy.sampled:
         return
     model = policy.model
     make_cache(model)
     with torch.autocast(model.device.type, enabled=False):
-        check_decoding(model, 3)
+        try:
+            check_decoding(model, 3)
+        except UsageError as problem:
+            if slots_type(model) is Slots:
+                raise
+            DEVICES.discard(model.device.type)
+            note(f"decoding steps are not captured, and slower for it: {problem}")
+            check_decoding(model, 3)
         if packed_dtype(model, LEAST_STEPS) is not None:
             try:
                 check_decoding(model, LEAST_STEPS)
             except UsageError as problem:
                 ARCHITECTURES.discard(type(model).__name__.removesuffix("ForCausalLM"))
-                print(f"note: rollouts decode without packed weights, and slower for it: {problem}", file=sys.stderr)
+                note(f"rollouts decode without packed weights, and slower for it: {problem}")
     policy.sampled = True
 
 

@@ -23,6 +23,7 @@ products of adapters at no cost to the host.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -137,7 +138,13 @@ class BucketedSlots(Slots):
         except RuntimeError as problem:
             self.captures = False
             DEVICES.discard(self.device.type)
-            print(f"note: decoding steps are not captured, and slower for it: {first_line(problem)}", file=sys.stderr)
+            note(f"decoding steps are not captured, and slower for it: {first_line(problem)}")
+
+
+def note(text: str) -> None:
+    """Print a line about the speed of decoding, once for each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr)
 
 
 def capture(step: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:

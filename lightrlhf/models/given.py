@@ -99,5 +99,5 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
     if args.disable_dropout:
         switch_off_dropout(model)
     critic = ScalarModel(model, choose_trainable(model, args, {}, "scalar"), None)
-    choose_attention(model, args, "policy")
+    choose_attention(model, args, "critic")
     return critic

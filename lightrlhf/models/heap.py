@@ -3,7 +3,7 @@
 A training step or a decoding step frees its tensors and asks for the same sizes again. glibc returns large blocks to
 the system, which then has to map and clear every page anew, slowly on virtual machines. Here it keeps blocks of up to
 32 MiB, the most that it can, and up to 1 GiB at the end of its heap (howto/speed.md says what that gains). Thresholds
-that the environment sets (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`) are left as they are.
+that the environment sets (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`) are left as they are.
 
 Left out: other C libraries and systems, where nothing is changed, and other allocators (jemalloc, tcmalloc), which
 would have to be loaded before Python starts.
@@ -22,7 +22,8 @@ LARGEST_BLOCK, KEPT = 32 << 20, 1 << 30  # bytes
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory in this process from now on; does nothing with another C library."""
-    if sys.platform != "linux" or any(name in os.environ for name in THRESHOLDS):
+    tuned = any(name in os.environ for name in THRESHOLDS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform != "linux" or tuned:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

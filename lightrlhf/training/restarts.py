@@ -1,7 +1,8 @@
 """Restarts: the run that a command goes on with when `torchrun --max-restarts` starts its ranks again.
 
 An agent of torchrun keeps one folder of logs for all of its attempts, and names it in the environment of its ranks. The
-first rank notes there which run it began, so a restarted command finds its own run, never one of another torchrun.
+first rank notes there which run it began, so a restarted command finds its own run, never one of another torchrun; a
+script that trains several times finds each by its number.
 
 Left out: machines that come or go (`--nnodes 1:4`), and restarts of torchrun itself by a batch system, after which the
 run is resumed by `--resume_from`.
@@ -9,6 +10,7 @@ run is resumed by `--resume_from`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from dataclasses import replace
@@ -20,7 +22,9 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
-NOTE = "lightrlhf_run"  # file in torchrun's folder that names the run
+NOTE = "lightrlhf_run"  # file in torchrun's folder that names a run, and its number in the process
+_runs = itertools.count()
+_number = 0  # of the latest run of this process
 
 
 def check_restarts() -> None:
@@ -44,8 +48,9 @@ def _max_restarts() -> int:
 
 
 def _note() -> Path:
-    """The file with the name of the run that this torchrun began."""
-    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2] / NOTE  # FOLDER/attempt_N/RANK/error.json
+    """The file with the name of the run that this torchrun began as the one of this number."""
+    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2]  # FOLDER/attempt_N/RANK/error.json
+    return folder / f"{NOTE}_{_number}"
 
 
 def note_run(directory: Path) -> None:
@@ -59,6 +64,8 @@ def as_restarted(fabric: Any, args: AnyArgs) -> AnyArgs:
 
     One without a checkpoint is removed, and starts anew.
     """
+    global _number
+    _number = next(_runs)
     if not _max_restarts() or args.resume_from:
         return args
     begun: str | None = None

@@ -524,3 +524,15 @@ def test_logits_that_are_not_finite_are_one_line_with_the_model_and_the_prompts(
     assert raised.value.rows == [1, 3]
     with pytest.raises(NotFinite, match="some/model gives logits"):
         list(generate_steps(policy, prompts[1], args, [], noise(1, 3)))
+
+
+def test_flash_attention_is_left_to_passes_that_train(monkeypatch):
+    """The engine samples by sdpa, and gives the model its attention back; eager stands in for flash attention here."""
+    policy = tiny_policy("llama")
+    policy.model.set_attn_implementation("eager")
+    monkeypatch.setattr(engine, "FLASH", "eager")
+    used: list[str] = []
+    ask = lambda: used.append(policy.model.config._attn_implementation)
+    generate(policy, rows_of(3, 5), GenerationArgs(max_new_tokens=3), [], torch.rand(2, 3), before_step=ask)
+    list(generate_steps(policy, [5, 6], GenerationArgs(max_new_tokens=3), [], torch.rand(1, 3)))
+    assert used and set(used) == {"sdpa"} and policy.model.config._attn_implementation == "eager"

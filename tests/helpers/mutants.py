@@ -30,6 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/maths/ops.py": "maths/test_ops.py models/test_roles.py",
+    "lightrlhf/maths/head.py": "maths/test_head.py models/test_roles.py",
     "lightrlhf/maths/groups.py": "maths/test_groups.py programs/test_reflect_rl.py",
     "lightrlhf/maths/policy_losses.py": "maths/test_policy_losses.py",
     "lightrlhf/maths/macro_actions.py": "maths/test_macro_actions.py",

@@ -34,11 +34,18 @@ def test_freed_memory_is_used_again():
     assert 3 * faults["kept"] < faults["returned"]  # a system under pressure takes some of it back
 
 
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
-def test_thresholds_of_the_environment_are_kept(name, monkeypatch):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "MALLOC_TRIM_THRESHOLD_=65536",
+        "MALLOC_MMAP_THRESHOLD_=65536",
+        "GLIBC_TUNABLES=glibc.malloc.trim_threshold=65536",
+    ],
+)
+def test_thresholds_of_the_environment_are_kept(setting, monkeypatch):
     from lightrlhf.models import heap
 
-    monkeypatch.setenv(name, "65536")
+    monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr(heap.ctypes, "CDLL", None)
     heap.keep_freed_memory()
 

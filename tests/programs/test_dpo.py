@@ -705,7 +705,7 @@ def test_a_policy_that_does_not_start_at_its_reference_is_refused(cafe_data, sft
 
 @pytest.mark.parametrize("gap", [0.04, 4.0])
 def test_rounding_in_a_response_of_two_tokens_is_no_other_reference(gap, monkeypatch):
-    """0.02 a token in bfloat16, beside a response of 60 tokens that is as far off; all of it in 62 tokens counts."""
+    """0.02 a token by rounding, beside a response of 60 tokens that is as far off; all of it in 62 tokens counts."""
     text = {"chosen_input_ids": torch.zeros(6), "rejected_input_ids": torch.zeros(6), "prompt_len": 4}
     rows = [
         {**text, "ref_chosen_logps": -3.0},

@@ -6,12 +6,14 @@ Two ranks on gloo and the CPU. What needs many pairs of processes is forked off 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training import restarts
 from lightrlhf.training.distributed import processes
 from lightrlhf.training.memory_advice import allocation, memory_flags
 from lightrlhf.training.restarts import check_restarts
@@ -321,6 +324,27 @@ def test_a_rank_killed_under_torchrun_is_restarted_and_the_run_ends_bitwise_the_
         rows = [metrics(runs[one]) for one in ("undisturbed", name)]
         assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
         assert [row.get("train/loss") for row in rows[0]] == [row.get("train/loss") for row in rows[1]]
+
+
+def test_each_run_of_a_script_that_is_restarted_finds_its_own(tmp_path, monkeypatch, capsys):
+    """The first had a checkpoint, the second none; the third had not begun."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    fabric = types.SimpleNamespace(is_global_zero=True, broadcast=lambda value: value)
+    args, runs = TrainArgs(), [tmp_path / "one", tmp_path / "two"]
+    for attempt in (runs, [*runs, None]):
+        monkeypatch.setattr(restarts, "_runs", itertools.count())
+        found = []
+        for run in attempt:
+            found.append(restarts.as_restarted(fabric, args).resume_from)
+            if attempt is runs:
+                (run / "checkpoint-000001").mkdir(parents=True)
+                (run / "checkpoint-000001" / "resume.pt").touch()
+                restarts.note_run(run)
+        if attempt is runs:
+            assert found == [None, None]
+            shutil.rmtree(runs[1] / "checkpoint-000001")
+    assert found == [str(runs[0]), None, None] and not runs[1].exists()
 
 
 @pytest.mark.parametrize(
