@@ -33,7 +33,7 @@ from helpers import (
 )
 
 from lightrlhf import dpo, evaluate
-from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import load_split
@@ -912,5 +912,6 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
     table = page.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
-    shared = {field.name for base in (TrainArgs, DataSetsArgs, EvalArgs, ModelArgs) for field in fields(base)}
+    bases = TrainArgs, TensorParallelArgs, DataSetsArgs, EvalArgs, ModelArgs
+    shared = {field.name for base in bases for field in fields(base)}
     assert not {f.name for f in fields(DPOArgs) if f.name not in shared and f"`--{f.name}" not in page}
