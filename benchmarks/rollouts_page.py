@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -168,7 +169,9 @@ def measure(address: str, program: str, repetitions: int) -> list[tuple[str, str
         timed("search, a text of few", lambda number: search(few if number % 2 else few[:-1]))
         timed("search, a text of none", lambda number: search(f"zebra {number}"))
         page.get_by_label("Search prompts and responses").fill("")
+        page.locator(".where", has_not_text="zebra").first.wait_for()
         page.get_by_label("All steps").uncheck()
+        page.locator(".where", has_text=re.compile(r"Step \d+,")).wait_for()
 
         def step(number: int) -> None:
             page.get_by_role("spinbutton", name="Step").first.fill(str(number + 1))

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -16,6 +17,8 @@ from helpers.processes import PATIENCE
 from helpers.rollout_files import TOKENIZER, experiment, hacked_run, logged_row, write_rows
 
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
+
+from lightrlhf.demo.rollouts_tab import Rollouts
 
 HOSTILE = "${alert(1)} {{value}} <script>alert(1)</script>"
 SEEN = {  # what each program's page says besides its prompt
@@ -147,6 +150,22 @@ def test_a_prompt_is_followed_through_training_by_the_slider(page, address):
     wait_for(lambda: slider.input_value() == "10")
     page.get_by_label("Compare with step").fill("2")
     page.locator(".sides h3", has_text="step 2").wait_for()
+
+
+def test_a_slow_view_does_not_overwrite_a_later_one(page, address, monkeypatch):
+    visit(page, address, "run=hacked&step=all")
+    show = Rollouts.show
+
+    def slow_for_all_steps(self, view):
+        time.sleep(1.5 * view.all_steps)
+        return show(self, view)
+
+    monkeypatch.setattr(Rollouts, "show", slow_for_all_steps)
+    page.get_by_label("Search prompts and responses").fill("um")  # a view of all steps
+    page.get_by_label("All steps").uncheck()
+    page.locator(".where", has_text=re.compile(r"Step \d+,")).wait_for()
+    page.wait_for_timeout(3000)  # in which the slow view would come
+    assert page.locator(".where", has_text=re.compile(r"Step \d+,")).count() == 1
 
 
 @pytest.mark.slow
