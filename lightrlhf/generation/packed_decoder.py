@@ -5,10 +5,11 @@ time; queries, keys and values, and the two inputs of the gate, become one produ
 of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast bfloat16.
 Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of their own.
 
-Attention is in float32 for both, as one batched product in which the queries of a group are rows: on CPUs torch's own
-repeats keys and values for each query of a group, and is slow in bfloat16 where a text has a single query.
+Attention is in float32 for both, over the columns of each slot alone (`ragged_cache`): on CPUs torch's own repeats keys
+and values for each query of a group, and is slow in bfloat16 where a text has a single query.
 
-Left out: other architectures, sliding windows, quantised weights, DoRA and GPUs, for which the engine calls the model.
+Left out: other architectures, sliding windows, quantised weights, DoRA, GPUs and processors other than x86, for which
+the engine calls the model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrlhf.generation.ragged_cache import Attention, RaggedLayer, has_fast_sums
 from lightrlhf.models.frozen import HeldEmbedding, HeldLinear, activation_dtype
 
 if TYPE_CHECKING:
@@ -76,51 +78,43 @@ class PackedDecoder:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         inner: Any = model.base_model
         attention = inner.layers[0].self_attn
-        self.head_size, self.scaling = attention.head_dim, attention.scaling
+        self.head_size = attention.head_dim
         products = attention.q_proj, attention.k_proj
         self.heads, self.groups = (product.out_features // self.head_size for product in products)
+        self.scale = torch.ones(self.heads + self.groups, 1)  # of queries that of attention
+        self.scale[: self.heads] = attention.scaling
+        self.sign = torch.ones(self.head_size)
+        self.sign[: self.head_size // 2] = -1
         self.embed, self.rotary, self.norm = inner.embed_tokens, inner.rotary_emb, inner.norm
         self.layers = [self._packed(layer, dtype) for layer in inner.layers]
         self.head = PackedLinear([model.get_output_embeddings()], dtype)
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, caches: Sequence[Any]) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attention: Attention, caches: Sequence[RaggedLayer]) -> Tensor:
         """Logits (S, V) after the tokens ids (S,) at positions (S,).
 
-        mask: (S, C) columns that each row attends to, the last one that of its new token; caches: the
-        `SlabLayer` of each layer, with float32 keys and values, to which those of the tokens are added.
+        caches: those of the layers, to which the tokens' keys and values are added.
         """
         with torch.autocast("cpu", enabled=False):
             hidden = self.embed(ids)  # (S, H)
             cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (S, 1, D)
-            bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None, :, None]  # (S, 1, C, 1)
+            cos, sin = cos * self.scale, sin * self.scale * self.sign  # (S, heads + groups, D)
+            attention.begin_step()
             for layer, cache in zip(self.layers, caches, strict=True):
-                queries, keys, values = self._rotated(layer, layer.project(layer.norm(hidden)), cos, sin)
-                keys, values = cache.update(keys[:, :, None], values[:, :, None])  # (S, groups, C, D)
-                hidden = hidden + layer.output(self._attend(queries, keys, values, bias))
+                states = layer.project(layer.norm(hidden)).view(len(ids), -1, self.head_size).float()
+                turned, values = states.split((self.heads + self.groups, self.groups), 1)
+                turned = self._rotated(layer, turned, cos, sin)
+                cache.update(turned[:, self.heads :], values)
+                hidden = hidden + layer.output(attention(turned, cache))
                 gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
                 hidden = hidden + layer.down(layer.activation(gate) * up)
             return self.head(self.norm(hidden))
 
-    def _rotated(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Queries (S, heads, D), rotated by their positions, keys (S, groups, D), too, and values."""
-        states = states.view(len(states), -1, self.head_size).float()
-        turned, values = states.split((self.heads + self.groups, self.groups), 1)
+    def _rotated(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries and keys (S, heads + groups, D), rotated by their positions."""
         if layer.head_norms:
-            parts = turned.split((self.heads, self.groups), 1)
-            turned = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts)], 1)
-        one, other = turned.chunk(2, -1)
-        turned = turned * cos + torch.cat([-other, one], -1) * sin
-        return *turned.split((self.heads, self.groups), 1), values
-
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Attention of queries (S, heads, D) to keys and values (S, groups, C, D) -> (S, heads * D).
-
-        Keys times queries, not queries times keys, which reads them more slowly.
-        """
-        grouped = (queries * self.scaling).view(len(queries), self.groups, -1, self.head_size).transpose(2, 3)
-        scores = torch.matmul(keys, grouped).add_(bias)  # (S, groups, C, heads of a group)
-        weights = scores.transpose(2, 3).softmax(-1)
-        return torch.matmul(weights, values).view(len(queries), -1)
+            parts = states.split((self.heads, self.groups), 1)
+            states = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts)], 1)
+        return torch.addcmul(states * cos, states.roll(self.head_size // 2, -1), sin)
 
     @staticmethod
     def _packed(layer: Any, dtype: torch.dtype) -> Layer:
@@ -146,7 +140,7 @@ def pack_decoder(model: PreTrainedModel, steps: int) -> PackedDecoder | None:
 
 def packed_dtype(model: PreTrainedModel, steps: int) -> torch.dtype | None:
     """The dtype of the copy for a call of so many steps; None where the model itself is called."""
-    if model.device.type != "cpu" or steps < LEAST_STEPS or not is_known(model):
+    if model.device.type != "cpu" or steps < LEAST_STEPS or not has_fast_sums() or not is_known(model):
         return None
     is_cast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_cast else activation_dtype(model)

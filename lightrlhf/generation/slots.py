@@ -3,7 +3,7 @@
 All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
 from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
 Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
-their keys and values wait until slots become idle.
+their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`ragged_cache`).
 
 Left out: paged caches.
 """
@@ -21,6 +21,7 @@ from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
+from lightrlhf.generation.ragged_cache import Attention, RaggedLayer
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.roles import position_inputs
@@ -34,17 +35,18 @@ SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; th
 class SlabLayer:
     """The KV cache of one layer for all slots, updated in place; has the interface of a transformers cache layer."""
 
+    block = 1
     is_compileable = False
     is_sliding = False
     is_croppable = False
     is_initialized = True
 
-    def __init__(self, prefilled: Any, num_slots: int, num_columns: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         from transformers.cache_utils import CacheLayerMixin
 
         CacheLayerMixin.register(SlabLayer)  # for isinstance; a base class would import transformers with this module
         self.slabs = [  # keys and values, each (slots, heads, columns, head size)
-            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3], dtype=dtype)
+            states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
             for states in (prefilled.keys, prefilled.values)
         ]
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
@@ -131,14 +133,13 @@ class Slots:
             sorted(groups.items(), key=lambda group: -len(group[0]))
         )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
-        self.num_columns = self.columns_for(self.longest + args.max_new_tokens + SPARE_COLUMNS)
-
         self.prefilled = self._prefill(num_slots)
-        self.decoder = pack_decoder(model, args.max_new_tokens)
-        dtype = None if self.decoder is None else torch.float32
-        self.layers: Sequence[SlabLayer] = [
-            self.layer_type(layer, num_slots, self.num_columns, dtype) for layer in self.prefilled.layers
-        ]
+        self.decoder = pack_decoder(model, args.max_new_tokens) if self.layer_type is SlabLayer else None
+        kind = self.layer_type if self.decoder is None else RaggedLayer
+        num_columns = self.columns_for(self.longest + args.max_new_tokens + SPARE_COLUMNS)
+        self.num_columns = -(-num_columns // kind.block) * kind.block
+        self.layers: Sequence[Any] = [kind(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
+        self.attention: Attention | None = None  # of the decoder, until slots change
         self.cache = make_cache(model, self.layers)
         self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
         self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
@@ -179,14 +180,17 @@ class Slots:
         """Decode one token in every slot."""
         layer = self.layers[0]
         if layer.end == self.num_columns:
-            self._drop_columns(min(layer.start, layer.end - self.longest))
+            count = min(layer.start, layer.end - self.longest)
+            self._drop_columns(count - count % layer.block)
         self.mask[:, layer.end] = True
         self._decode(self.mask[:, layer.start : layer.end + 1])
 
     def _decode(self, window: Tensor) -> None:
         """Compute and sample the next token of every slot, which attends to the columns of `window` (S, C)."""
         if self.decoder is not None:
-            logits = self.decoder(self.next, self.position, window, self.layers)
+            if self.attention is None or not self.attention.holds(self.layers[0]):
+                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads)
+            logits = self.decoder(self.next, self.position, self.attention, self.layers)
         else:
             logits = self.model(
                 input_ids=self.next[:, None],
@@ -220,6 +224,7 @@ class Slots:
             return
         movers = (~idle[count:]).nonzero()[:, 0] + count
         holes = idle[:count].nonzero()[: len(movers), 0]
+        self.attention = None
         for layer in self.layers:
             layer.compact(holes, movers, count)
         for name in ("row", "next", "position", "first", "mask", "seen"):
@@ -271,6 +276,7 @@ class Slots:
 
     def _insert(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
         """Put rows into slots with the keys and values of their prompts, and sample their first tokens."""
+        self.attention = None
         for layer, prefilled in zip(self.layers, self.prefilled.layers):
             layer.insert(slots, prefilled, source)
         mask, end = self.prefilled.mask[source], self.layers[0].end
@@ -303,6 +309,7 @@ class Slots:
 
     def _drop_columns(self, count: int) -> None:
         """Drop the first columns, to make room after the last one."""
+        self.attention = None
         for layer in self.layers:
             layer.drop_columns(count)
         self.first -= count

@@ -115,12 +115,6 @@ def test_buckets_change_nothing_where_the_order_of_sums_is_fixed(architecture):
         assert torch.equal(getattr(bucketed, name)[:-1], getattr(plain, name)[:-1]), name
 
 
-def test_packed_weights_and_buckets_go_together():
-    model, args = tiny_model("llama", num_key_value_heads=2), GenerationArgs(max_new_tokens=20)
-    plain, bucketed = (decoded(kind, model, args, ends=[]) for kind in (Slots, BucketedSlots))
-    assert bucketed.decoder is not None and torch.equal(bucketed.tokens[:-1], plain.tokens[:-1])
-
-
 def test_generate_uses_them_where_steps_can_be_captured(monkeypatch):
     policy, args, prompts = tiny_policy("llama"), GenerationArgs(max_new_tokens=14), rows_of(*LENGTHS)
     given = (policy, prompts, args, ENDS, noise(len(prompts), 14), 6)

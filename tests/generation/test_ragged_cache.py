@@ -1,0 +1,115 @@
+"""Attention over the columns of each slot is that of float64, and rows may come, move and leave."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny_policy
+
+from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.generation import packed_decoder
+from lightrlhf.generation.engine import generate
+from lightrlhf.generation.ragged_cache import BLOCK, Attention, RaggedLayer, has_fast_sums
+from lightrlhf.generation.slots import SlabLayer, Slots
+
+SLOTS, GROUPS, SIZE, COLUMNS = 5, 2, 12, 4 * BLOCK
+pytestmark = pytest.mark.skipif(not has_fast_sums(), reason="torch has no FBGEMM here")
+
+
+def prefilled(rows: int, columns: int) -> SimpleNamespace:
+    keys, values = torch.randn(2, rows, GROUPS, columns, SIZE)
+    return SimpleNamespace(keys=keys, values=values, get_seq_length=lambda: columns)
+
+
+def both(columns: int) -> tuple[RaggedLayer, SlabLayer]:
+    """The two kinds of cache with the same rows."""
+    first = prefilled(SLOTS, columns)
+    layers = RaggedLayer(first, SLOTS, COLUMNS), SlabLayer(first, SLOTS, COLUMNS)
+    for layer in layers:
+        layer.insert(torch.arange(SLOTS), first, torch.arange(SLOTS))
+    return layers
+
+
+def keys_of(layer: RaggedLayer) -> torch.Tensor:
+    """(slots, groups, columns, D)"""
+    return layer.keys.transpose(3, 4).flatten(2, 3)
+
+
+def assert_same(ragged: RaggedLayer, slab: SlabLayer) -> None:
+    assert (ragged.start, ragged.end) == (slab.start, slab.end)
+    part = slice(slab.start, slab.end)
+    assert torch.equal(keys_of(ragged)[:, :, part], slab.slabs[0][:, :, part])
+    assert torch.equal(ragged.values[:, :, part], slab.slabs[1][:, :, part])
+
+
+def test_rows_come_move_and_leave_as_in_a_slab():
+    ragged, slab = both(BLOCK + 3)
+    for _ in range(BLOCK):
+        keys, values = torch.randn(2, SLOTS, GROUPS, SIZE)
+        ragged.update(keys, values)
+        slab.update(keys[:, :, None], values[:, :, None])
+    assert_same(ragged, slab)
+    late = prefilled(3, 7)
+    for layer in (ragged, slab):
+        layer.insert(torch.tensor([3, 1]), late, torch.tensor([2, 0]))
+    assert_same(ragged, slab)
+    for layer in (ragged, slab):
+        layer.compact(torch.tensor([0]), torch.tensor([4]), 4)
+    assert_same(ragged, slab)
+    for layer in (ragged, slab):
+        layer.start = BLOCK + 1
+        layer.drop_columns(BLOCK)
+    assert_same(ragged, slab)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, columns):
+    layer, _ = both(columns)
+    mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
+    for slot in range(SLOTS):  # the last one has the new column alone
+        mask[slot, columns * slot // (SLOTS - 1) : columns] = True
+    attention = None
+    for _ in range(BLOCK + 2):
+        mask[:, layer.end] = True
+        if attention is None or not attention.holds(layer):
+            attention = Attention(mask, layer, heads)
+        attention.begin_step()
+        layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
+        turned = torch.randn(SLOTS, heads + GROUPS, SIZE)
+        found = attention(turned, layer)
+        keys, values = (part.double().repeat_interleave(heads // GROUPS, 1) for part in (keys_of(layer), layer.values))
+        scores = torch.einsum("shd,shcd->shc", turned[:, :heads].double(), keys)
+        weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        expected = torch.einsum("shc,shcd->shd", weights, values).flatten(1)
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_left_of_a_prompt_is_not_read():
+    layer, _ = both(3 * BLOCK)
+    mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
+    mask[:, 3 * BLOCK - 4 :] = True
+    mask[0, :BLOCK] = True
+    attention = Attention(mask, layer, GROUPS)
+    assert len(attention.blocks) == GROUPS * (2 * SLOTS + 1) and attention.first == 0
+    assert len(attention.columns) == GROUPS * ((BLOCK + 4) * SLOTS + BLOCK)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 64])
+def test_long_calls_that_refill_slots_and_drop_columns_equal_the_model(num_slots, monkeypatch):
+    policy = tiny_policy("llama", num_key_value_heads=2, max_position_embeddings=512)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, 40, (3 + 5 * (row % 8),), generator=generator).tolist() for row in range(16)]
+    noise, args = torch.rand(16, 60, generator=generator), SamplingArgs(max_new_tokens=60)
+    dropped, drop = [], Slots._drop_columns
+    monkeypatch.setattr(Slots, "_drop_columns", lambda self, count: (dropped.append(count), drop(self, count)))
+    found = generate(policy, prompts, args, [7, 9], noise, num_slots)
+    assert bool(dropped) is (num_slots < 16) and all(count % BLOCK == 0 < count for count in dropped)
+    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", 61)
+    expected = generate(policy, prompts, args, [7, 9], noise, num_slots)
+    assert found.responses == expected.responses and 60 in map(len, found.responses)
+    assert min(map(len, found.responses)) < 60
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
