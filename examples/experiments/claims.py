@@ -1,9 +1,9 @@
 """Write howto/claims.md, and the tables of other pages between their markers, from the raw rows in the repository.
 
 What is tested is listed in `claim_list`. A verdict is computed from the 95% interval of the paired difference over
-seeds and never typed: *held* above 0, *not held* else; where a control with the same horizon is part of the claim and
-the difference to it is not above 0, *only at the same lambda*. Fewer than three seeds give no verdict. A claim without
-rows shows what a page reported earlier, and says that its raw data were not kept.
+seeds and never typed: *held* above 0, *the opposite held* below, *not held* else; where a control with the same horizon
+is part of the claim and the difference to it is not above 0, *only at the same lambda*. Fewer than three seeds give no
+verdict. A claim without rows shows what a page reported earlier, and says that its raw data were not kept.
 
     python -m examples.experiments.claims
     python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
@@ -40,7 +40,7 @@ HOWTO = Path(__file__).resolve().parents[2] / "howto"
 PAGES = [path for path in sorted(HOWTO.rglob("*.md")) if path.name != "claims.md"]
 ENOUGH = 3  # seeds of a verdict
 HOPELESS = "not measurable here"
-VERDICTS = ("held", "only at the same lambda", "not held", "fewer than three seeds", "no rows yet", HOPELESS)
+VERDICTS = ("held", "only at the same lambda", "not held", "the opposite held", "fewer than three seeds", "no rows yet", HOPELESS)
 CHEAPEST = {"setting": "share", "arm": "n=8", "seed": 1}  # of macro_actions: 10 seconds of a processor
 FIRST, TOLERANCE = 5, 0.02  # rollouts, and of their scores, where another processor or release rounds differently
 
@@ -125,7 +125,7 @@ def verdict(finding: Finding | None) -> str:
     if finding.n < ENOUGH:
         return "fewer than three seeds"
     if finding.gap[1] <= 0:
-        return "not held"
+        return "not held" if finding.gap[2] >= 0 else "the opposite held"
     return "only at the same lambda" if finding.matched and finding.matched[1] <= 0 else "held"
 
 
@@ -144,10 +144,11 @@ seed, curve, seconds, versions, processor, day and commit; a test compares. Whic
 
 A difference is that of an arm and its control, paired by seed, turned so that more is better for the claim; intervals
 are 95%, Student's t over *n* seeds. *Held*: the interval lies above 0. *Only at the same lambda*: so, but not beside
-tokens whose lambda gives the same horizon. *Not held*: else, which also is what too few seeds give. A score that a run
-did not reach within its {limit} rollouts counts as {limit}, in both arms, so the difference is one of restricted means;
-p of the log-rank test stands beside it. *A run*: means of the arm, seconds of one core. The models have 0.1M to 0.9M
-parameters, or 135M in the section on a real model, so a claim that is not held here may hold for larger ones.
+tokens whose lambda gives the same horizon. *The opposite held*: the interval lies below 0. *Not held*: else, which also
+is what too few seeds give. A score that a run did not reach within its {limit} rollouts counts as {limit}, in both
+arms, so the difference is one of restricted means; p of the log-rank test stands beside it. *A run*: means of the arm,
+seconds of one core. The models have 0.1M to 0.9M parameters, or 135M in the section on a real model, so a claim that is
+not held here may hold for larger ones.
 
 **{comparisons} comparisons on this page, not adjusted for their number**: of claims that are false one in forty is
 called held by chance.

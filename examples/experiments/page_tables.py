@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import combinations
 
+from examples.experiments import critic_free_cafe, grpo_switches
 from examples.experiments.claim_list import LIMIT, MATCHED, TOKEN, column, rollouts
 from examples.experiments.readings import Read, compare
-from examples.experiments.records import Row, kept_rows
-from examples.experiments.stats import log_rank, restricted, shown, shown_gap
+from examples.experiments.records import Row, best_rate, common_seeds, kept_rows
+from examples.experiments.stats import interval, log_rank, paired, restricted, shown, shown_gap
 
 LETTERS = {  # arm: what the page calls it
     TOKEN: "tokens",
@@ -137,10 +140,101 @@ def interval_of(bounds: Sequence[float]) -> str:
     return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]"
 
 
+# ------------------------------------------------------------------------------------------------ GRPO, RLOO and PPO
+def critic_free_rates() -> str:
+    """The validation scores on seed 0 by which learning rates were chosen."""
+    rows, table = kept_rows("critic_free_cafe"), []
+    for method in critic_free_cafe.METHODS:
+        trials = [row for row in rows if row["arm"] == method and not row["seed"]]
+        cells = [short(f"{row['score']:.3f}") + f" ({row['kl']:.1f})" for row in trials]
+        table.append((method, *cells, f"{best_rate(trials):g}"))
+    return markdown(("score (KL)", *(f"{rate:g}" for rate in critic_free_cafe.RATES), "chosen"), table)
+
+
+def critic_free_curves() -> dict[str, list[critic_free_cafe.Curve]]:
+    """The curves of each method by seed, of the seeds that all methods have."""
+    rows = [row for row in kept_rows("critic_free_cafe") if row["seed"]]
+    seeds = common_seeds(rows, critic_free_cafe.METHODS)
+    by_run = {(row["arm"], row["seed"]): row["curve"] for row in rows}
+    return {method: [by_run[method, seed] for seed in seeds] for method in critic_free_cafe.METHODS}
+
+
+def critic_free_ends() -> str:
+    """Measures of each method at equal samples and at equal time."""
+    curves, table = critic_free_curves(), []
+    for reading, by_method in critic_free_cafe.readings(curves).items():
+        for method, values in by_method.items():
+            name = f"{reading}: {method}" if not table or method == next(iter(by_method)) else method
+            means = [shown(values[measure], digits) for measure, digits in (("gold", 3), ("kl", 1), ("length", 1))]
+            seconds = f"{interval([curve[-1]['seconds'] for curve in curves[method]])[0]:.0f}"
+            table.append((name, *map(short, means), seconds if reading == "equal samples" else ""))
+    return markdown(("", "gold", "KL, nats", "tokens", "seconds of training"), table)
+
+
+def critic_free_gaps() -> str:
+    """Differences in gold between methods at equal samples and at equal time."""
+    found = critic_free_cafe.readings(critic_free_curves())
+    pairs = list(combinations(critic_free_cafe.METHODS, 2))
+    table = []
+    for one, other in pairs:
+        gaps = [short(shown_gap(paired(by[one]["gold"], by[other]["gold"]))) for by in found.values()]
+        table.append((f"{one} minus {other}", *gaps))
+    return markdown(("difference in gold", *found), table)
+
+
+def critic_free_checkpoints() -> str:
+    """Means at each checkpoint."""
+    curves = critic_free_curves()
+    points = [f"{point['samples']:,}" for point in next(iter(curves.values()))[0]]
+    table = []
+    for method, runs in curves.items():
+        means = [
+            tuple(sum(point[name] for point in of_runs) / len(runs) for name in ("gold", "reward", "kl"))
+            for of_runs in zip(*runs)
+        ]
+        table.append((method, *(short(f"{gold:.3f} ({reward:.2f}, {abs(kl):.1f})") for gold, reward, kl in means)))
+    return markdown(("samples", *points), table)
+
+
+def critic_free_seeds() -> str:
+    """Gold at the end and the largest KL of each run."""
+    table = []
+    for method, runs in critic_free_curves().items():
+        table.append((f"{method}: gold", *(short(f"{curve[-1]['gold']:.3f}") for curve in runs)))
+        table.append(("largest KL", *(f"{max(point['kl'] for point in curve):.1f}" for curve in runs)))
+    return markdown(("seed", *(str(number + 1) for number in range(len(table[0]) - 1))), table)
+
+
+def grpo_switch(title: str) -> str:
+    """One table of GRPO's switches, each arm beside its control."""
+    control, arms = grpo_switches.TABLES[title]
+    rows = [row for row in kept_rows("grpo_switches") if row["seed"]]
+    seeds, table = common_seeds(rows, (control, *arms)), []
+    results = {(row["arm"], row["seed"]): row["result"] for row in rows}
+
+    def values(arm: str, name: str) -> list[float]:
+        return [results[arm, seed][name] for seed in seeds]
+
+    for arm in (control, *arms):
+        cells = [f"`{arm}`" + " (control)" * (arm == control)]
+        for name in grpo_switches.COMPARED:
+            gap = "" if arm == control else shown_gap(paired(values(arm, name), values(control, name)))
+            cells += [shown(values(arm, name)), gap]
+        cells += [shown(values(arm, name), 1) for name in ("kl", "wrong_length", "wrong_filler")]
+        table.append(tuple(map(short, cells)))
+    return markdown(("", "end", "minus control", "run", "minus control", "KL", "longer", "filler"), table)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
     "letters, position": lambda: letters_scores("position"),
     "letters, noise": lambda: letters_scores("noise"),
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
+    "without a critic, rates": critic_free_rates,
+    "without a critic, ends": critic_free_ends,
+    "without a critic, differences": critic_free_gaps,
+    "without a critic, checkpoints": critic_free_checkpoints,
+    "without a critic, seeds": critic_free_seeds,
+    **{f"switches, {title}": partial(grpo_switch, title) for title in grpo_switches.TABLES},
 }

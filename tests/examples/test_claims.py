@@ -71,6 +71,11 @@ def test_a_verdict_follows_from_the_intervals(n, low, matched, said):
     assert claims.verdict(None) == "no rows yet"
 
 
+@pytest.mark.parametrize("high, said", [(-0.1, "the opposite held"), (0.0, "not held")])
+def test_an_interval_below_zero_is_the_opposite(high, said):
+    assert claims.verdict(claims.Finding(10, (-0.5, -1.0, high), None)) == said
+
+
 def test_a_difference_is_read_on_the_seeds_that_all_arms_have():
     rows = rows_of({"a": [3.0, 5.0, 8.0], "b": [1.0, 2.0], "c": [4.0, 4.0, 4.0]})
     found = claims.find(HIGHER, rows)
