@@ -80,7 +80,18 @@ def _multiply(one: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
             f"mat1 and mat2 shapes cannot be multiplied ({one.shape[0]}x{one.shape[1]} and "
             f"{other.shape[0]}x{other.shape[1]})"
         )
-    return torch.ops.mkldnn._linear_pointwise(one, other.t(), bias, "none", [], "")
+    if one.stride(0) == 1 and not one.is_contiguous():
+        # The gradient of a weight. oneDNN takes the second matrix as it lies, but copies the first one by rows, slowly:
+        # so it is copied here, or where the second is smaller that one, for the same product transposed.
+        if bias is None and one.shape[0] > other.shape[1]:
+            return _linear(other.t().contiguous(), one, None).t().contiguous()
+        one = one.contiguous()
+    return _linear(one, other.t(), bias)
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """inputs (N, in), weight (out, in) -> (N, out)"""
+    return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
 def _is_float(matrix: Tensor) -> bool:
