@@ -214,6 +214,7 @@ def test_the_pages_have_the_tables_of_the_results():
 def test_who_measures_is_told_which_goals_are_met():
     assert [tables.verdict(row(ratio)) for ratio in (2.1, 1.9)] == ["goal ≥ 2: met", "goal ≥ 2: missed"]
     assert tables.verdict(row(2.1, less_is_better=True)) == "goal ≤ 2: missed"
+    assert tables.verdict(row(2.1) | {"ratio": {"median": 2.1, "min": 1.9, "max": 2.2}}) == "goal ≥ 2: missed"
     limits = row(2.1, goal=None, limit_goal=0.5, limit_share=0.4)
     assert tables.verdict(limits) == "of the limit ≥ 0.5: missed"
     assert tables.verdict(row(2.1, goal=None)) == ""

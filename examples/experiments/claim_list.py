@@ -90,7 +90,7 @@ MACRO_ACTIONS = Paper(
     source="[Chai et al. 2025](https://arxiv.org/abs/2410.02743)",
     reports="the score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and"
     " code, 18% in dialogue, 8% in question answering; 2B to 27B parameters (abstract).",
-    commands=("python -m examples.experiments.macro_actions",),
+    commands=("python -m examples.experiments.macro_actions", "python -m examples.experiments.unit_tests"),
     page="algorithms/ppo.md#macro-actions-against-tokens",
     claims=tuple(
         Claim(
@@ -141,6 +141,24 @@ MACRO_ACTIONS = Paper(
                 (-0.001, -0.016, 0.014),
             ),
         )
+    )
+    + (
+        Claim(
+            says="and write more programs that pass their tests",
+            measure="small problems, pass@1 after 30 rollouts",
+            experiment="unit_tests",
+            arm="n=5",
+            control="token",
+            read=column("pass_1"),
+        ),
+        Claim(
+            says="PPO on unit tests is better than SFT",
+            measure="small problems, pass@1 after 30 rollouts",
+            experiment="unit_tests",
+            arm="n=5",
+            control="SFT",
+            read=column("pass_1"),
+        ),
     ),
     not_measurable=(
         "scores of the reward model, win rates and pass@1 of models of 2B to 27B on TL;DR, HH-RLHF, WebGPT and APPS",

@@ -40,7 +40,15 @@ HOWTO = Path(__file__).resolve().parents[2] / "howto"
 PAGES = [path for path in sorted(HOWTO.rglob("*.md")) if path.name != "claims.md"]
 ENOUGH = 3  # seeds of a verdict
 HOPELESS = "not measurable here"
-VERDICTS = ("held", "only at the same lambda", "not held", "the opposite held", "fewer than three seeds", "no rows yet", HOPELESS)
+VERDICTS = (
+    "held",
+    "only at the same lambda",
+    "not held",
+    "the opposite held",
+    "fewer than three seeds",
+    "no rows yet",
+    HOPELESS,
+)
 CHEAPEST = {"setting": "share", "arm": "n=8", "seed": 1}  # of macro_actions: 10 seconds of a processor
 FIRST, TOLERANCE = 5, 0.02  # rollouts, and of their scores, where another processor or release rounds differently
 

@@ -17,6 +17,7 @@ from examples.experiments import (
     records,
     reflect_rl,
     refuel,
+    unit_tests,
 )
 from examples.experiments.claim_list import PAPERS, Claim, Earlier, column, rollouts, success
 from examples.experiments.page_tables import TABLES, markdown, short
@@ -38,7 +39,7 @@ def rows_of(scores: dict[str, list[float]], **columns: str) -> list[dict]:
 
 def test_the_pages_are_those_of_the_rows():
     made = claims.pages()
-    assert {path.name for path in made} == {"claims.md", "ppo.md", "real_model_results.md"}
+    assert {path.name for path in made} == {"claims.md", "ppo.md", "grpo_results.md", "real_model_results.md"}
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
     assert all(any(f"<!-- rows: {name} -->" in text for text in made.values()) for name in TABLES)
@@ -120,6 +121,7 @@ ARMS = {
     "grpo_switches": grpo_switches.ARMS,
     "critic_free_cafe": critic_free_cafe.METHODS,
     "real_reasoning": real_reasoning.ARMS,
+    "unit_tests": unit_tests.ARMS,
 } | {f"reflect_rl_{task}": reflect_rl.ARMS | reflect_rl.CONTROLS for task in reflect_rl.TASKS}
 
 
@@ -130,12 +132,14 @@ def test_every_claim_names_arms_of_its_experiment():
 
 def test_every_row_that_is_kept_says_how_it_was_made():
     names = sorted(path.name.partition(".")[0] for path in KEPT.glob("*.jsonl.gz"))
-    assert names == ["macro_actions", "real_dialogues", "real_reasoning"]
+    assert {"macro_actions", "critic_free_cafe", "grpo_switches"} <= {*names} <= {*ARMS, "real_dialogues"}
     for name in names:
         assert json.loads(settings_file(name).read_text(encoding="utf-8"))["smoke"] is False
         rows = kept_rows(name)
         assert all({"seed", "arm", "seconds", "versions", "commit", "processor"} <= row.keys() for row in rows)
-        keys = [json.dumps([row.get(key) for key in ("task", "setting", "arm", "seed")]) for row in rows]
+        keys = [
+            json.dumps([row.get(key) for key in ("task", "setting", "arm", "seed", "learning_rate")]) for row in rows
+        ]
         assert len(set(keys)) == len(keys)
 
 

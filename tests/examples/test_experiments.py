@@ -25,6 +25,7 @@ from examples.experiments import (
     refuel,
     reward_hack,
     rollout_servers,
+    unit_tests,
 )
 from examples.experiments.records import best_rate, common_seeds, keep, kept_rows, made_by, results
 from examples.experiments.stats import interval, log_rank, paired, report_claims, restricted, shown, shown_gap
@@ -145,12 +146,13 @@ FLAGS = {
     "lightrlhf.sft": [
         *(quickstart.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
-        *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT),
+        *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT, unit_tests.SFT),
     ],
     "lightrlhf.rm": [quickstart.RM, real_dialogues.RM],
     "lightrlhf.ppo": [
         *(macro_actions.LETTER_PPO, macro_actions.CAFE_PPO, *macro_actions.ARMS.values()),
         *(cafe_methods.COMMON, cafe_methods.METHODS["PPO"].flags, real_dialogues.PPO),
+        *(unit_tests.PPO, *unit_tests.ARMS.values()),
     ],
     "lightrlhf.grpo": [
         *(cafe_methods.COMMON, cafe_methods.METHODS["GRPO"].flags, cafe_methods.METHODS["RLOO"].flags),
@@ -164,7 +166,9 @@ FLAGS = {
         *refuel.ARMS.values(),
         *(task["refuel"] for task in refuel.TASKS.values()),
     ],
+    "lightrlhf.generate": [unit_tests.ANSWERS],
     "datasets_prep.cafe.prepare_data": [quickstart.FEW_ROWS],
+    "datasets_prep.apps.prepare_data": [unit_tests.DATA],
 }
 
 
