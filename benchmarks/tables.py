@@ -52,10 +52,11 @@ def table(results: dict[str, Any]) -> str:
     days = sorted(case["date"] for case in cases.values())
     kind = f" with {where['instructions']}" if "instructions" in where and "gpu" not in where else ""
     when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+    turns = max([results["repetitions"], *(case.get("turns", 0) for case in cases.values())])
     measured = (
         f"{where.get('gpu', where['cpu'])}{kind}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {when}. Ratios are medians over up to {results['repetitions']} turns (smallest to largest)."
+        + f"; {when}. Ratios are medians over up to {turns} turns (smallest to largest)."
     )
     lines = [
         *textwrap.wrap(measured, 120),

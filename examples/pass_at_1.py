@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import mean
 
-from datasets_prep.apps.reward import adaptive_score
-from lightrlhf.cli.errors import UsageError, one_line_errors
+from examples.problems import PASSED, RUNS, scores_of
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.maths.ops import share_interval
-from lightrlhf.storage.jsonl import read_jsonl
-
-PASSED, RUNS = 1.0, -0.3  # least reward of a program that passes all tests, and of one that runs to its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +31,14 @@ def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = parse(PassAt1Args, argv)
     for name in args.responses_file:
-        scores, tests = scores_of(name)
-        valid = [(score, problem) for score, problem in zip(scores, tests) if score is not None and score == score]
-        if not valid:
-            raise UsageError(f"--responses_file {name}: none of its {len(scores)} programs could be scored")
-        scored = [score for score, _ in valid]
+        scored, problems, failed = scores_of(name)
         passed, runs = ([float(score >= least) for score in scored] for least in (PASSED, RUNS))
-        low, high = share_interval(passed, [problem for _, problem in valid])
+        low, high = share_interval(passed, problems)
         print(
             f"{name}: pass@1 {mean(passed):.3f} [{low:.3f}, {high:.3f}] of {len(scored)} programs for "
-            f"{len({problem for _, problem in valid})} problems, {len(scores) - len(scored)} not scored, "
+            f"{len({*problems})} problems, {failed} not scored, "
             f"{mean(runs):.3f} run to the end, mean reward {mean(scored):.3f}"
         )
-
-
-def scores_of(responses_file: str) -> tuple[list[float | None], list[str]]:
-    """The reward of each program of a file, and the tests of its problem."""
-    rows = read_jsonl(responses_file, needs=["responses", "tests"])
-    tests = [row["tests"] for row in rows for _ in row["responses"]]
-    return adaptive_score([], [text for row in rows for text in row["responses"]], tests), tests
 
 
 if __name__ == "__main__":

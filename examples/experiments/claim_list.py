@@ -320,7 +320,15 @@ def critic_free(says: str, arm: str, control: str, gap: Gap) -> Claim:
     )
 
 
-SEVERAL = "several updates"
+DEFAULT, SEVERAL = "default", "several updates"
+COMPARED = ("right", "speed")  # measures of GRPO's switches that decide what mattered
+SWITCHES = {  # table: control, arms
+    "advantage": (DEFAULT, ["mean", "batch_std", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]),
+    "aggregation": (DEFAULT, ["sequence", "sum", "constant", "prompt"]),
+    "KL": (DEFAULT, ["KL in the reward", "KL in the loss"]),
+    "prompts and updates": (DEFAULT, ["resample_rounds 4", SEVERAL]),
+    "ratio": (SEVERAL, ["clip_coeff_high .28", "gspo", "cispo", "sapo"]),
+}
 RELATIVES = Paper(
     title="GRPO and its relatives",
     source="[GRPO](https://arxiv.org/abs/2402.03300), [RLOO](https://arxiv.org/abs/2402.14740), [Dr."
@@ -348,7 +356,7 @@ RELATIVES = Paper(
         switch_claim("RLOO: the mean of the others as the baseline", "rloo", "right", (0.013, 0.001, 0.024)),
         switch_claim("MaxRL: division by the mean", "maxrl", "right", (-0.023, -0.060, 0.013)),
         switch_claim("REINFORCE++: whitened, without a baseline", "reinforce_pp", "right", (-0.011, -0.036, 0.013)),
-        switch_claim("DAPO: dynamic sampling (31% more samples)", "resample_rounds 4", "right", (0.036, 0.002, 0.070)),
+        switch_claim("DAPO: dynamic sampling (30% more samples)", "resample_rounds 4", "right", (0.036, 0.002, 0.070)),
         switch_claim("DAPO: clip-higher", "clip_coeff_high .28", "right", (0.039, -0.018, 0.097), SEVERAL),
         switch_claim("GSPO: the ratio of whole responses", "gspo", "right", (0.013, -0.022, 0.047), SEVERAL),
         switch_claim("CISPO: a bounded weight for every token", "cispo", "right", (-0.387, -0.557, -0.217), SEVERAL),

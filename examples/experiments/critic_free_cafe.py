@@ -6,8 +6,8 @@ standardised rewards, penalty for a missing end, warm-up and constant rate are t
 `--advantage rloo --loss_type reinforce --aggregation sum`, PPO has the café's critic and its learning rate.
 
 Of each method the learning rate is chosen among the same three on seed 0, by the reward model's score on the validation
-prompts after training, never by the gold judge. Then seeds 1 to 10 are trained at that rate; all runs are alone on
-their core. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the samples answer the 400 test prompts, once each and with
+prompts after training, never by the gold judge. Then seeds 1 to 10 are trained at that rate, each run on one
+core. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the samples answer the 400 test prompts, once each and with
 the same noise for all. Read: gold score (of the judge that no training stage uses), KL to the SFT policy in nats a
 response, length in tokens, at equal samples (the end) and at equal time: where the fastest method with that seed ended,
 each curve a line between two checkpoints. Time is what the run itself measured of sampling, scoring, advantages and
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.experiments.cafe_methods import COMMON, METHODS, RESPONSES, prepared
+from examples.experiments.readings import Curve, at_equal_samples_and_time
 from examples.experiments.records import TEN, best_rate, common_seeds, made_by, results
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged
@@ -44,7 +45,6 @@ from lightrlhf.storage.run_dir import read_metrics
 READ_AT, SMOKE_READ_AT = (6, 12, 24, 36, 48), (1, 2)  # steps; the last is the end
 RATES = [1e-4, 3e-4, 1e-3]
 MEASURES = {"gold": "gold score", "kl": "KL to the SFT policy, nats", "length": "tokens of a response"}
-Curve = list[dict[str, float]]  # samples, seconds and measures of each checkpoint, the SFT policy first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,27 +169,6 @@ def seconds_by_step(rows: Sequence[dict[str, Any]], share: float) -> list[float]
 
 
 # ---------------------------------------------------------------------------------------------------------- results
-def read_at(curve: Curve, measure: str, seconds: float) -> float:
-    """A measure after so many seconds of training, on the line between two checkpoints."""
-    for before, after in zip(curve, curve[1:]):
-        if after["seconds"] >= seconds:
-            share = (seconds - before["seconds"]) / (after["seconds"] - before["seconds"])
-            return before[measure] + share * (after[measure] - before[measure])
-    return curve[-1][measure]
-
-
-def readings(curves: dict[str, list[Curve]]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Measures, one value per seed, at equal samples and at equal time: by reading, method and measure."""
-    ends = [min(curve[-1]["seconds"] for curve in of_seed) for of_seed in zip(*curves.values())]
-    return {
-        "equal samples": {m: {name: [c[-1][name] for c in runs] for name in MEASURES} for m, runs in curves.items()},
-        "equal time": {
-            m: {name: [read_at(c, name, end) for c, end in zip(runs, ends)] for name in MEASURES}
-            for m, runs in curves.items()
-        },
-    }
-
-
 def show_trials(rows: Sequence[dict[str, Any]]) -> None:
     """Print the validation scores by which learning rates were chosen."""
     table = []
@@ -208,7 +187,7 @@ def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
     seeds = len(next(iter(curves.values())))
     start = [curve[0] for curve in next(iter(curves.values()))]
     print("  SFT policy: " + ", ".join(f"{name} {shown([row[name] for row in start])}" for name in MEASURES))
-    for reading, by_method in readings(curves).items():
+    for reading, by_method in at_equal_samples_and_time(curves, list(MEASURES)).items():
         table = []
         for method, values in by_method.items():
             ends = interval([curve[-1]["seconds"] for curve in curves[method]])[0]

@@ -43,6 +43,8 @@ from typing import Any
 
 import torch
 
+from examples.experiments.claim_list import COMPARED, DEFAULT, SEVERAL
+from examples.experiments.claim_list import SWITCHES as TABLES
 from examples.experiments.records import TEN, best_rate, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
@@ -93,7 +95,6 @@ GRPO = {
 }
 KL = 0.05
 UPDATES = {"mini_batch_size": 64, "micro_batch_size": 64, "ppo_epochs": 2}
-DEFAULT, SEVERAL = "default", "several updates"
 ARMS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "mean": {"advantage": "mean"},
@@ -121,13 +122,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "cispo": UPDATES | {"loss_type": "cispo"},
     "sapo": UPDATES | {"loss_type": "sapo"},
 }
-TABLES = {  # control, arms
-    "advantage": (DEFAULT, ["mean", "batch_std", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]),
-    "aggregation": (DEFAULT, ["sequence", "sum", "constant", "prompt"]),
-    "KL": (DEFAULT, ["KL in the reward", "KL in the loss"]),
-    "prompts and updates": (DEFAULT, ["resample_rounds 4", SEVERAL]),
-    "ratio": (SEVERAL, ["clip_coeff_high .28", "gspo", "cispo", "sapo"]),
-}
 MEASURES = {
     "right": "right at the end",
     "speed": "right, mean of the run",
@@ -135,7 +129,6 @@ MEASURES = {
     "wrong_length": "wrong: tokens more than at the start",
     "wrong_filler": "wrong: filler more than at the start",
 }
-COMPARED = ("right", "speed")  # decide what mattered
 Result = dict[str, float]
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 
-from examples.experiments import critic_free_cafe, grpo_switches
-from examples.experiments.claim_list import LIMIT, MATCHED, TOKEN, column, rollouts
-from examples.experiments.readings import Read, compare
+from examples.experiments.cafe_methods import METHODS
+from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
+from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare
 from examples.experiments.records import Row, best_rate, common_seeds, kept_rows
 from examples.experiments.stats import interval, log_rank, paired, restricted, shown, shown_gap
 
@@ -71,15 +71,13 @@ def letters_until() -> str:
     return markdown(("arm", "n", "rollouts, mean", "each seed", "fewer than tokens", "than tokens at λ^(1/8)"), table)
 
 
-def letters_scores(setting: str) -> str:
-    """The last score on letters in another setting, each arm beside tokens at both lambdas."""
+def macro_scores(setting: str, name: str = "score") -> str:
+    """The last score in another setting, each arm beside tokens at both lambdas."""
     by_arm, table = of_letters(setting), []
     for arm, rows in by_arm.items():
-        mean = short(shown([row["score"] for row in rows]))
-        table.append(
-            (LETTERS[arm], str(len(rows)), mean, *beside_tokens(by_arm, arm, column("score"), 3, is_time=False))
-        )
-    return markdown(("arm", "n", "score, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
+        mean = short(shown([row[name] for row in rows]))
+        table.append((LETTERS[arm], str(len(rows)), mean, *beside_tokens(by_arm, arm, column(name), 3, is_time=False)))
+    return markdown(("arm", "n", f"{name}, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
 
 
 def real_reasoning() -> str:
@@ -100,6 +98,52 @@ def real_reasoning() -> str:
                 table.append([short(cell) for cell in cells])
     measures = ("greedy", "pass@1", "pass@8", "KL to the base, nats", "tokens", "commonest response")
     return markdown(("", "seed", *measures, "hours", "peak memory"), table)
+
+
+def unit_tests_table() -> str:
+    """pass@1 of each arm on small programming problems, and its difference to SFT."""
+    rows, table = kept_rows("unit_tests"), []
+    names = {"SFT": "SFT", "token": "PPO over tokens", "n=5": "PPO, n = 5"}
+    seeds = common_seeds(rows, names)
+    of_run = {(row["arm"], row["seed"]): row for row in rows}
+    first = [of_run["SFT", seed]["pass_1"] for seed in seeds]
+    for arm, name in names.items():
+        own = [of_run[arm, seed] for seed in seeds]
+        passed = [row["pass_1"] for row in own]
+        gap = "" if arm == "SFT" else shown_gap(paired(passed, first))
+        every = " ".join(f"{value:.3f}" for value in passed)
+        reward, runs = (shown([row[column] for row in own]) for column in ("reward", "runs"))
+        table.append(tuple(map(short, (name, shown(passed), gap, every, reward, runs))))
+    return markdown(("", "pass@1", "more than SFT", "each seed", "mean reward", "run to the end"), table)
+
+
+HIDDEN_MAP = {  # group: arm: what the page calls it
+    "who responds": {
+        "online": "the last policy (online)",
+        "offline, SFT policy": "the SFT policy (offline)",
+        "offline, foreign text": "a policy trained on foreign text",
+    },
+    "which pair, online": {"online": "`max_min`", "online, max_random": "`max_random`", "online, max_max": "`max_max`"},
+    "2 iterations, 10 epochs each": {
+        "reused: online": "online",
+        "reused: offline, SFT policy": "offline, SFT policy",
+        "reused: offline, foreign text": "offline, foreign text",
+    },
+}
+
+
+def hidden_map(group: str) -> str:
+    """Rewards and KL of the arms of a group on the hidden map, at equal KL and at the end."""
+    rows, names, table = kept_rows("hidden_map"), HIDDEN_MAP[group], []
+    seeds = common_seeds(rows, names)
+    by_run = {(row["arm"], row["seed"]): row["curve"] for row in rows}
+    curves = {arm: [by_run[arm, seed] for seed in seeds] for arm in names}
+    at_equal = at_equal_kl(curves)
+    for arm, runs in curves.items():
+        reward, kl = ([curve[-1][name] for curve in runs] for name in ("reward", "kl"))
+        gap = "" if arm == next(iter(names)) else shown_gap(paired(at_equal[next(iter(names))], at_equal[arm]))
+        table.append(tuple(map(short, (names[arm], shown(at_equal[arm]), gap, shown(reward), shown(kl, 1)))))
+    return markdown((group, "reward at equal KL", "the first row minus it", "final reward", "final KL"), table)
 
 
 DIALOGUES = {  # arm: what the page calls it
@@ -144,27 +188,28 @@ def interval_of(bounds: Sequence[float]) -> str:
 def critic_free_rates() -> str:
     """The validation scores on seed 0 by which learning rates were chosen."""
     rows, table = kept_rows("critic_free_cafe"), []
-    for method in critic_free_cafe.METHODS:
+    rates = sorted({row["learning_rate"] for row in rows if not row["seed"]})
+    for method in METHODS:
         trials = [row for row in rows if row["arm"] == method and not row["seed"]]
-        cells = [short(f"{row['score']:.3f}") + f" ({row['kl']:.1f})" for row in trials]
+        cells = [short(f"{row['score']:.3f} ({row['kl']:.1f})") for row in trials]
         table.append((method, *cells, f"{best_rate(trials):g}"))
-    return markdown(("score (KL)", *(f"{rate:g}" for rate in critic_free_cafe.RATES), "chosen"), table)
+    return markdown(("score (KL)", *(f"{rate:g}" for rate in rates), "chosen"), table)
 
 
-def critic_free_curves() -> dict[str, list[critic_free_cafe.Curve]]:
-    """The curves of each method by seed, of the seeds that all methods have."""
+def critic_free_curves() -> tuple[list[int], dict[str, list[Curve]]]:
+    """The seeds that all methods have, and the curves of each method by seed."""
     rows = [row for row in kept_rows("critic_free_cafe") if row["seed"]]
-    seeds = common_seeds(rows, critic_free_cafe.METHODS)
+    seeds = common_seeds(rows, METHODS)
     by_run = {(row["arm"], row["seed"]): row["curve"] for row in rows}
-    return {method: [by_run[method, seed] for seed in seeds] for method in critic_free_cafe.METHODS}
+    return seeds, {method: [by_run[method, seed] for seed in seeds] for method in METHODS}
 
 
 def critic_free_ends() -> str:
     """Measures of each method at equal samples and at equal time."""
-    curves, table = critic_free_curves(), []
-    for reading, by_method in critic_free_cafe.readings(curves).items():
+    (_, curves), table = critic_free_curves(), []
+    for reading, by_method in at_equal_samples_and_time(curves, ("gold", "kl", "length")).items():
         for method, values in by_method.items():
-            name = f"{reading}: {method}" if not table or method == next(iter(by_method)) else method
+            name = f"{reading}: {method}" if method == next(iter(by_method)) else method
             means = [shown(values[measure], digits) for measure, digits in (("gold", 3), ("kl", 1), ("length", 1))]
             seconds = f"{interval([curve[-1]['seconds'] for curve in curves[method]])[0]:.0f}"
             table.append((name, *map(short, means), seconds if reading == "equal samples" else ""))
@@ -173,8 +218,8 @@ def critic_free_ends() -> str:
 
 def critic_free_gaps() -> str:
     """Differences in gold between methods at equal samples and at equal time."""
-    found = critic_free_cafe.readings(critic_free_curves())
-    pairs = list(combinations(critic_free_cafe.METHODS, 2))
+    found = at_equal_samples_and_time(critic_free_curves()[1], ("gold",))
+    pairs = list(combinations(METHODS, 2))
     table = []
     for one, other in pairs:
         gaps = [short(shown_gap(paired(by[one]["gold"], by[other]["gold"]))) for by in found.values()]
@@ -184,7 +229,7 @@ def critic_free_gaps() -> str:
 
 def critic_free_checkpoints() -> str:
     """Means at each checkpoint."""
-    curves = critic_free_curves()
+    _, curves = critic_free_curves()
     points = [f"{point['samples']:,}" for point in next(iter(curves.values()))[0]]
     table = []
     for method, runs in curves.items():
@@ -198,16 +243,16 @@ def critic_free_checkpoints() -> str:
 
 def critic_free_seeds() -> str:
     """Gold at the end and the largest KL of each run."""
-    table = []
-    for method, runs in critic_free_curves().items():
+    (seeds, curves), table = critic_free_curves(), []
+    for method, runs in curves.items():
         table.append((f"{method}: gold", *(short(f"{curve[-1]['gold']:.3f}") for curve in runs)))
         table.append(("largest KL", *(f"{max(point['kl'] for point in curve):.1f}" for curve in runs)))
-    return markdown(("seed", *(str(number + 1) for number in range(len(table[0]) - 1))), table)
+    return markdown(("seed", *map(str, seeds)), table)
 
 
 def grpo_switch(title: str) -> str:
     """One table of GRPO's switches, each arm beside its control."""
-    control, arms = grpo_switches.TABLES[title]
+    control, arms = SWITCHES[title]
     rows = [row for row in kept_rows("grpo_switches") if row["seed"]]
     seeds, table = common_seeds(rows, (control, *arms)), []
     results = {(row["arm"], row["seed"]): row["result"] for row in rows}
@@ -217,7 +262,7 @@ def grpo_switch(title: str) -> str:
 
     for arm in (control, *arms):
         cells = [f"`{arm}`" + " (control)" * (arm == control)]
-        for name in grpo_switches.COMPARED:
+        for name in COMPARED:
             gap = "" if arm == control else shown_gap(paired(values(arm, name), values(control, name)))
             cells += [shown(values(arm, name)), gap]
         cells += [shown(values(arm, name), 1) for name in ("kl", "wrong_length", "wrong_filler")]
@@ -227,8 +272,11 @@ def grpo_switch(title: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
-    "letters, position": lambda: letters_scores("position"),
-    "letters, noise": lambda: letters_scores("noise"),
+    "letters, position": lambda: macro_scores("position"),
+    "letters, noise": lambda: macro_scores("noise"),
+    "macro actions, café": lambda: macro_scores("cafe", "gold"),
+    "unit tests": unit_tests_table,
+    **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,
@@ -236,5 +284,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "without a critic, differences": critic_free_gaps,
     "without a critic, checkpoints": critic_free_checkpoints,
     "without a critic, seeds": critic_free_seeds,
-    **{f"switches, {title}": partial(grpo_switch, title) for title in grpo_switches.TABLES},
+    **{f"switches, {title}": partial(grpo_switch, title) for title in SWITCHES},
 }

@@ -71,3 +71,30 @@ def reward_at(curve: Curve, kl: float) -> float:
             share = (kl - before["kl"]) / span if span > 0 else 1.0
             return before["reward"] + share * (after["reward"] - before["reward"])
     return curve[-1]["reward"]
+
+
+ByMethod = dict[str, dict[str, list[float]]]  # by method and measure, one value per seed
+
+
+def at_equal_samples_and_time(curves: Mapping[str, Sequence[Curve]], measures: Sequence[str]) -> dict[str, ByMethod]:
+    """Measures of methods with the same seeds where their curves end, and where that of the fastest with a seed does.
+
+    curves: `seconds` and measures of each checkpoint, by seed.
+    """
+    ends = [min(curve[-1]["seconds"] for curve in of_seed) for of_seed in zip(*curves.values())]
+    return {
+        "equal samples": {m: {name: [c[-1][name] for c in runs] for name in measures} for m, runs in curves.items()},
+        "equal time": {
+            m: {name: [at_seconds(c, name, end) for c, end in zip(runs, ends)] for name in measures}
+            for m, runs in curves.items()
+        },
+    }
+
+
+def at_seconds(curve: Curve, measure: str, seconds: float) -> float:
+    """A measure after so many seconds of training, on the line between two checkpoints."""
+    for before, after in zip(curve, curve[1:]):
+        if after["seconds"] >= seconds:
+            share = (seconds - before["seconds"]) / (after["seconds"] - before["seconds"])
+            return before[measure] + share * (after[measure] - before[measure])
+    return curve[-1][measure]

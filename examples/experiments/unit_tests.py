@@ -7,8 +7,8 @@ and over macro actions of 5 tokens. Each seed has its own problems, tokenizer an
 Claims, by the 95% interval of the paired difference of pass@1 over seeds, on held-out problems with four programs each:
 each kind of PPO above SFT, macro actions above tokens; three comparisons, not adjusted. Nothing was tuned for this. An
 arm takes less than ten minutes, but its programs run in a sandbox, so its seconds are not those of its process alone:
-five seeds, 1 to 5. Results are stored as they come: the same command resumes after a kill, and `--seeds 6 7` adds two
-to those that are there.
+five seeds, 1 to 5. The rows of a seed are stored when all its arms are done: the same command goes on with the other
+seeds after a kill, and `--seeds 6 7` adds two to those that are there.
 
     python -m examples.experiments.unit_tests
 """
@@ -25,15 +25,15 @@ from typing import Any
 
 from datasets_prep import train_tokenizer
 from datasets_prep.apps import prepare_data
-from examples import small_problems
 from examples.experiments.records import FIVE, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
-from examples.pass_at_1 import PASSED, RUNS, scores_of
+from examples.problems import PASSED, RUNS, problems, scores_of
 from examples.programs import logged, workers
 from lightrlhf import generate, ppo, sft
 from lightrlhf.cli.args import check_at_least
-from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import read_metrics
 
@@ -115,11 +115,12 @@ def run_all(seeds: Sequence[int], folder: Path, args: UnitTestsArgs) -> Iterator
 
 def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
     """Train each arm on the seed's own problems; returns their rows."""
-    log, problems, data = folder / "output.txt", folder / "problems.jsonl", folder / "data"
-    logged(log, small_problems, output_file=problems, seed=seed, **({"largest": 4} if smoke else {}))
-    logged(log, train_tokenizer, dataset_name=problems, destination_dir=folder / "bpe", vocab_size=512)
-    source = {"dataset_name": problems, "tokenizer_name": folder / "bpe"}
-    logged(log, prepare_data, destination_dir=data, seed=seed, **source, **DATA)
+    log, source, data = folder / "output.txt", folder / "problems.jsonl", folder / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(source, problems(seed, 4 if smoke else 60))
+    logged(log, train_tokenizer, dataset_name=source, destination_dir=folder / "bpe", vocab_size=512)
+    raw = {"dataset_name": source, "tokenizer_name": folder / "bpe"}
+    logged(log, prepare_data, destination_dir=data, seed=seed, **raw, **DATA)
     where = {"data_dir": data, "log_dir": folder / "logs", "seed": seed}
     few, rows, start = {"max_steps": 2} if smoke else {}, [], ""
     for arm, own in ARMS.items():
@@ -128,7 +129,7 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
             trained = start = logged(log, sft, **where, **(SFT | few))
         else:
             trained = logged(log, ppo, **where, **(PPO | own | few), sft_experiment_dir=start, experiment_name=arm)
-        seconds, answers = spent(began), folder / f"{arm}.jsonl"
+        seconds, answers = spent(began), Path(trained) / "answers.jsonl"
         flags = {"model_name": trained, "data_dir": data, "output_file": answers, "accelerator": "cpu", "seed": seed}
         logged(log, generate, **flags, **ANSWERS)
         row: Row = {"arm": arm, "seed": seed} | shares(str(answers))
@@ -140,13 +141,10 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
 
 def shares(responses_file: str) -> Row:
     """pass@1, the share of programs that run to their end, and the mean reward, of the programs that were scored."""
-    scores, tests = scores_of(responses_file)
-    valid = [score for score in scores if score is not None and score == score]
-    if not valid:
-        raise RunFailure(f"{responses_file}: none of its {len(scores)} programs could be scored")
-    passed, runs = (mean(float(score >= least) for score in valid) for least in (PASSED, RUNS))
-    counts = {"programs": len(valid), "not_scored": len(scores) - len(valid), "problems": len(set(tests))}
-    return {"pass_1": passed, "runs": runs, "reward": mean(valid), **counts}
+    scored, tests, failed = scores_of(responses_file)
+    passed, runs = (mean(float(score >= least) for score in scored) for least in (PASSED, RUNS))
+    counts = {"programs": len(scored), "not_scored": failed, "problems": len({*tests})}
+    return {"pass_1": passed, "runs": runs, "reward": mean(scored), **counts}
 
 
 def show_results(rows: Sequence[Row]) -> dict[str, bool]:

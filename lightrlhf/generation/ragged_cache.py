@@ -11,6 +11,7 @@ Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow; ot
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class Attention:
         self.value_rows = (table[:, :, None] * (num_blocks * BLOCK) + columns)[is_live].int()  # (N,)
         counts = live.sum(1).repeat_interleave(heads)
         self.value_offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
-        self.bias = self.scores
+        self.bias: Tensor  # of a step
 
     def holds(self, layer: RaggedLayer) -> bool:
         """Whether the next column of a layer is in the last block."""
@@ -101,7 +102,7 @@ class Attention:
 
     def begin_step(self) -> None:
         """Hide the columns that slots do not attend to in this step."""
-        mask = self.mask[: len(self.scores), self.first * BLOCK : self.stop * BLOCK]
+        mask = self.mask[:, self.first * BLOCK : self.stop * BLOCK]
         self.bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None]  # (S, 1, C)
 
     def __call__(self, turned: Tensor, layer: RaggedLayer) -> Tensor:
@@ -123,5 +124,6 @@ def sums(table: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor) -> Tenso
 
 
 def has_fast_sums() -> bool:
-    """Whether torch was built with FBGEMM's kernels, which are for x86."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
+    """Whether torch sums by FBGEMM's kernels, which are for x86; some releases list it on ARM, too."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return is_x86 and "fbgemm" in torch.backends.quantized.supported_engines

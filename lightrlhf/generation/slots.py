@@ -29,7 +29,8 @@ from lightrlhf.models.roles import position_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often
+SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
+# a multiple of a layer's `block`, which must not be larger
 
 
 class SlabLayer:

@@ -81,9 +81,9 @@ def _multiply(one: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
             f"{other.shape[0]}x{other.shape[1]})"
         )
     if one.stride(0) == 1 and not one.is_contiguous():
-        # The gradient of a weight. oneDNN takes the second matrix as it lies, but copies the first one by rows, slowly:
-        # so it is copied here, or where the second is smaller that one, for the same product transposed.
-        if bias is None and one.shape[0] > other.shape[1]:
+        # The gradient of a weight. oneDNN takes the second matrix as it lies, but copies the first one by rows, slowly.
+        # So it is copied here; or, where that copies less, the second one is, and the product is computed transposed.
+        if bias is None and one.numel() > other.numel() + one.shape[0] * other.shape[1]:
             return _linear(other.t().contiguous(), one, None).t().contiguous()
         one = one.contiguous()
     return _linear(one, other.t(), bias)

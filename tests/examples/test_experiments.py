@@ -27,6 +27,7 @@ from examples.experiments import (
     rollout_servers,
     unit_tests,
 )
+from examples.experiments.readings import at_equal_samples_and_time, at_seconds
 from examples.experiments.records import best_rate, common_seeds, keep, kept_rows, made_by, results
 from examples.experiments.stats import interval, log_rank, paired, report_claims, restricted, shown, shown_gap
 from examples.programs import logged
@@ -223,10 +224,10 @@ def test_bad_flags_of_macro_actions_are_one_line(flags, capsys):
 
 def test_curves_are_read_at_equal_samples_and_at_equal_time():
     slow, fast = ([{"seconds": t * pace, "gold": t / 4, "kl": t, "length": 9.0} for t in range(5)] for pace in (2, 1))
-    read = critic_free_cafe.readings({"PPO": [slow], "GRPO": [fast]})
+    read = at_equal_samples_and_time({"PPO": [slow], "GRPO": [fast]}, list(critic_free_cafe.MEASURES))
     assert read["equal samples"]["PPO"]["gold"] == read["equal samples"]["GRPO"]["gold"] == [1.0]
     assert read["equal time"]["PPO"]["gold"] == [0.5] and read["equal time"]["GRPO"]["gold"] == [1.0]
-    assert critic_free_cafe.read_at(slow, "kl", 3.0) == 1.5  # on the line between two checkpoints
+    assert at_seconds(slow, "kl", 3.0) == 1.5  # on the line between two checkpoints
 
 
 def test_the_learning_rate_of_the_best_trial_is_chosen():
