@@ -92,7 +92,8 @@ class PackedDecoder:
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention, caches: Sequence[RaggedLayer]) -> Tensor:
         """Logits (S, V) after the tokens ids (S,) at positions (S,).
 
-        caches: those of the layers, to which the tokens' keys and values are added.
+        attention: which columns each slot attends to; caches: those of the layers, to which the tokens' keys and values
+        are added.
         """
         with torch.autocast("cpu", enabled=False):
             hidden = self.embed(ids)  # (S, H)

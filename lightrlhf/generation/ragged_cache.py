@@ -22,7 +22,7 @@ BLOCK = 32  # columns
 
 
 class RaggedLayer:
-    """The KV cache of one layer for all slots, updated in place; for slots as `slots.SlabLayer`."""
+    """The KV cache of one layer for all slots, updated in place; `Slots` uses it in place of a `SlabLayer`."""
 
     block = BLOCK  # its number of columns, and those that are dropped, are multiples
 
