@@ -29,6 +29,8 @@ from lightrlhf.data.chat import (
 )
 from lightrlhf.data.splits import Row
 
+SEPARATOR = "\x01"  # merges with no character behind it, but see `_is_parted`
+
 
 def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
     """Token ids of a prompt, exactly as in the prepared data.
@@ -107,10 +109,17 @@ def continuation_prefix(tokenizer: Any, text: str, behind: str) -> tuple[str, in
     An end token, for SentencePiece tokenizers prepend a space to a text. Some prepend one behind each special token,
     too, and some end tokens take the spaces behind them; then it takes a character that merges with none.
     """
-    prepends, strips = _at_end_token(tokenizer, len(tokenizer), tokenizer.eos_token)
+    end = tokenizer.eos_token
+    prepends, strips = _at_end_token(tokenizer, len(tokenizer), end)
     as_text = prepends and not ends_with_control(tokenizer, behind)
-    prefix = tokenizer.eos_token + ("\x01" if as_text or (strips and text[:1].isspace()) else "")
-    return prefix, len(tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prepends or strips else 1
+    as_text = as_text or (strips and text[:1].isspace())
+    parted = as_text and _is_parted(tokenizer, len(tokenizer), end + SEPARATOR, text[:1])
+    prefix = end + SEPARATOR if parted else end
+    return prefix, len(_ids(tokenizer, prefix)) if prepends or strips else 1
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @functools.lru_cache(maxsize=16)
@@ -118,11 +127,22 @@ def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool
     """Whether the tokenizer prepends a space behind an end token, and whether that takes the spaces behind it."""
 
     def behind(prefix: str, text: str) -> list[int]:
-        num_ids = len(tokenizer(prefix, add_special_tokens=False)["input_ids"])
-        return list(tokenizer(prefix + text, add_special_tokens=False)["input_ids"][num_ids:])
+        return _ids(tokenizer, prefix + text)[len(_ids(tokenizer, prefix)) :]
 
-    plain, spaced, as_text = behind(eos_token, "a"), behind(eos_token, " a"), behind(eos_token + "\x01", "a")
+    try:
+        plain, spaced, as_text = behind(eos_token, "a"), behind(eos_token, " a"), behind(eos_token + SEPARATOR, "a")
+    except Exception:  # what a tokenizer of whole words raises for an unknown one if it has no token for these
+        return False, False
     return plain != as_text, plain == spaced
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_parted(tokenizer: Any, size: int, prefix: str, character: str) -> bool:
+    """Whether a character has ids of its own behind a prefix that ends with the separator.
+
+    Not with a tokenizer of whole words, which reads both as one, nor where unknown characters in a row are one token.
+    """
+    return len(_ids(tokenizer, prefix + character)) > len(_ids(tokenizer, prefix))
 
 
 def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:

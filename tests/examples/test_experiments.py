@@ -34,6 +34,8 @@ from examples.programs import logged
 from lightrlhf import quickstart
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.data.splits import load_split
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.jsonl import read_jsonl
 
 
@@ -141,6 +143,16 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
         logged(log, program, fail=True)
     assert "--fail True" in str(failure.value) and str(log) in str(failure.value)
     assert log.read_text().count("$ python -m lightrlhf.fake") == 2 and not capsys.readouterr().out
+
+
+def test_demonstrations_of_the_hidden_map_and_of_sorting_are_whole(tmp_path):
+    hidden_map.write_data(tmp_path / "map", 1, hidden_map.TOKENS)
+    rows = load_split(tmp_path / "map", "finetune", "train")
+    assert {len(row["input_ids"]) for row in rows} == {hidden_map.PROMPT + hidden_map.RESPONSE + 1}  # and an end token
+    grpo_switches.write_data(tmp_path / "sorting", 1)
+    tokenizer = load_tokenizer(tmp_path / "sorting", None)
+    texts = [tokenizer.decode(row["input_ids"]) for row in load_split(tmp_path / "sorting", "finetune", "train")[:200]]
+    assert all(text.count("sort") == text.count("answer") == 1 for text in texts)
 
 
 FLAGS = {
