@@ -14,12 +14,10 @@ Left out: truncation of a dialogue at its beginning.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import multiprocessing
 import os
 import signal
-import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ import numpy as np
 from datasets_prep.plans import Plan, Planner, Segment
 from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import adds_bos, closed, text_pieces
@@ -36,6 +35,7 @@ from lightrlhf.data.tokens import adds_bos, closed, text_pieces
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
 
+LOSSY = ("tokens_do_not_give_back_the_text",)
 CUT = ("dialogue_of_several_rows_for_the_template_rewrites_past_turns",)
 EncodedPiece = tuple[str, int, int, list[int], list[tuple[int, int]]]  # of `text_pieces`, with its ids and offsets
 
@@ -46,6 +46,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # (n,) int32
     kept: np.ndarray | None = None  # (n,) bool: the ids that carry loss; None: all
     spells: bool = False  # whether a content became a control token
+    lossy: bool = False  # whether the ids decode to another text
 
     def spans(self) -> list[tuple[int, int]]:
         """[start, end) of the ids that carry loss."""
@@ -144,7 +145,9 @@ class Encoder:
                     continue
                 example.row = row if self.args.save_skipped_examples else None
                 example.read_as = row.get("read_as")
+                lossy = any(ids[part].lossy for turn in plan.turns for part in turn if part)
                 example.notes = (*row.get("notes", ()), *plan.notes, *(CUT if len(joined) > 1 else ()))
+                example.notes += LOSSY if lossy else ()
                 self._describe(example, row, plan)
                 examples.append(example)
         return examples, dropped
@@ -178,9 +181,14 @@ class Encoder:
             return {}
         has_tags = any(segment.kept is not None for segment in ordered)
         encoded = iter(self._encode([text for texts in pieces for text, *_ in texts], with_offsets=has_tags))
-        return {
-            segment: self._finish(segment, [(*piece, *next(encoded)) for piece in texts])
+        found = [
+            self._finish(segment, [(*piece, *next(encoded)) for piece in texts])
             for segment, texts in zip(ordered, pieces)
+        ]
+        decoded = self._decode([one.ids.tolist() for one in found])
+        return {
+            segment: one._replace(lossy=_letters(segment.text) not in _letters(text))
+            for segment, one, text in zip(ordered, found, decoded)
         }
 
     def _encode(self, texts: list[str], with_offsets: bool) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
@@ -192,6 +200,11 @@ class Encoder:
         backend.no_padding()
         encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
         return ((e.ids, e.offsets if with_offsets else []) for e in encode(texts, add_special_tokens=False))
+
+    def _decode(self, ids: list[list[int]]) -> Iterable[str]:
+        if self.tokenizer.is_fast:
+            return self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
+        return (self.tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
 
     def _finish(self, segment: Segment, pieces: list[EncodedPiece]) -> Encoded:
         """Ids of a segment from those of its pieces."""
@@ -298,6 +311,11 @@ def limit_for(limits: str, turns: int) -> int:
     return numbers[min(turns, len(numbers)) - 1]
 
 
+def _letters(text: str) -> str:
+    """A text without white space and marks, its characters in one form: tokenizers often change these."""
+    return "".join(unicodedata.normalize("NFKC", text.replace(MARK, "")).split())
+
+
 def _kept(spans: Sequence[tuple[int, int]], pieces: list[EncodedPiece]) -> list[bool]:
     """Whether each id has a character within the spans of the text that the pieces are of."""
     kept, begin = [], 0
@@ -315,11 +333,7 @@ def start_worker(encoder: Encoder) -> None:
     """Initialise a worker process with its encoder."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed parent leaves no worker behind
-        parent, by_server = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
-        if parent and (not parent.is_alive() if by_server else os.getppid() != parent.pid):  # killed before
-            os._exit(1)
+    end_with_parent()
     _encoders[:] = [encoder]
 
 

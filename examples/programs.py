@@ -13,6 +13,7 @@ from typing import Any
 
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.processes import end_with_parent
 
 
 def logged(log: Path, program: ModuleType, **flags: Any) -> Any:
@@ -35,16 +36,17 @@ def logged(log: Path, program: ModuleType, **flags: Any) -> Any:
 
 @contextlib.contextmanager
 def workers(count: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes of one thread each; after a failure no further job starts."""
+    """A pool of processes of one thread each, which end with this one; after a failure no further job starts."""
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread)
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _one_thread() -> None:
+def _start() -> None:
     import torch
 
+    end_with_parent()
     torch.set_num_threads(1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 
 from examples.experiments.cafe_methods import METHODS
 from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
-from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare
+from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare, each
 from examples.experiments.records import Row, best_rate, common_seeds, kept_rows
 from examples.experiments.stats import interval, log_rank, paired, restricted, shown, shown_gap
 
@@ -270,6 +270,74 @@ def grpo_switch(title: str) -> str:
     return markdown(("", "end", "minus control", "run", "minus control", "KL", "longer", "filler"), table)
 
 
+DIALOGUE_ARMS = {  # arm: what the page calls it
+    "start": "start: SFT on demonstrations that seldom ask",
+    "REFUEL": "REFUEL, final horizon",
+    "MT-MIXIN": "MT-MIXIN",
+    "LT-MIXIN": "LT-MIXIN",
+    "LT-OFFLINE": "LT-OFFLINE",
+    "REFUEL, random horizon": "REFUEL, random horizon",
+    "multi-turn DPO": "multi-turn DPO",
+    "REBEL, one turn": "REBEL, one turn",
+}
+DIALOGUE_TASKS = {"two_slots": "two slots", "cafe": "café"}  # experiment's name: the page's
+
+
+def by_arm(experiment: str, names: Iterable[str]) -> dict[str, list[Row]]:
+    """The rows of each of these arms, by seed, of the arms that have some."""
+    rows = sorted(kept_rows(experiment), key=lambda row: row["seed"])
+    own = {arm: [row for row in rows if row["arm"] == arm] for arm in names}
+    return {arm: found for arm, found in own.items() if found}
+
+
+def refuel_turns(task: str) -> str:
+    """Gold scores of each arm after each turn."""
+    found, table = by_arm(f"refuel_{task}", DIALOGUE_ARMS), []
+    for arm, rows in found.items():
+        by_turn = list(zip(*(row["scores"] for row in rows)))
+        means = [f"{interval(scores)[0]:.3f}" for scores in by_turn[:-1]]
+        table.append(tuple(map(short, (DIALOGUE_ARMS[arm], str(len(rows)), *means, shown(by_turn[-1])))))
+    turns = len(next(iter(found.values()))[0]["scores"])
+    return markdown(("", "n", *(f"h = {turn}" for turn in range(1, turns + 1))), table)
+
+
+def refuel_gaps() -> str:
+    """Differences at the last turn between the arms that claims name."""
+    table = []
+    for better, worse in (("REFUEL", "MT-MIXIN"), ("MT-MIXIN", "LT-MIXIN"), ("REFUEL", "LT-MIXIN")):
+        cells = [f"{better} minus {worse}"]
+        for task in DIALOGUE_TASKS:
+            found = compare(kept_rows(f"refuel_{task}"), better, worse, each(lambda row: row["scores"][-1]))
+            cells.append(short(shown_gap(found.gap)) if found else "")
+        table.append(cells)
+    return markdown(("at the last turn", *DIALOGUE_TASKS.values()), table)
+
+
+REFLECT_ARMS = {  # arm: what the page calls it
+    "SFT": "SFT",
+    "SFT+RL": "SFT+RL",
+    "Reflect-RL, positive": "Reflect-RL, positive examples only",
+    "Reflect-RL": "Reflect-RL",
+    "SFT, oracle's commands": "*control:* SFT on the oracle's commands",
+    "SFT+RL, oracle's commands": "*control:* SFT+RL on the oracle's commands",
+    "positive, less noise": "*control:* positive examples only, less noise",
+    "Reflect-RL, more noise": "*control:* Reflect-RL, more noise",
+}
+
+
+def reflect(task: str) -> str:
+    """Success of each arm on held-out starts, after each number of iterations at which it was measured."""
+    table = []
+    for arm, rows in by_arm(f"reflect_rl_{task}", REFLECT_ARMS).items():
+        seconds = f"{interval([row['seconds'] for row in rows])[0]:.0f}"
+        for tested in zip(*(row["results"] for row in rows)):
+            means = [shown([result[key] for result in tested]) for key in ("success", "greedy_success")]
+            first = tested[0] is rows[0]["results"][0]
+            name, n, spent = (REFLECT_ARMS[arm], str(len(rows)), seconds) if first else ("", "", "")
+            table.append((name, n, str(tested[0]["iterations"] or "none"), *map(short, means), spent))
+    return markdown(("arm", "n", "RL", "sampled", "greedy", "s"), table)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
     "letters, position": lambda: macro_scores("position"),
@@ -277,6 +345,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "macro actions, café": lambda: macro_scores("cafe", "gold"),
     "unit tests": unit_tests_table,
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
+    **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
+    "refuel, differences": refuel_gaps,
+    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,

@@ -13,7 +13,6 @@ Left out: limits of memory, and isolation of what a function runs (`datasets_pre
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -30,10 +29,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.rewards.functions import Failure, Response, call_function, failure_of
 
 START_LIMIT = 300.0  # seconds to import a function
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def path_of(function: Callable[..., Any]) -> str:
@@ -153,10 +152,7 @@ def kill_all(workers: list[Worker]) -> None:
 # ----------------------------------------------------------------------------------------------- in the other process
 def serve(path: str, descriptor: int, parent: int) -> None:
     """Call the function of a path for each response that arrives, until the other end is closed."""
-    with suppress(OSError, AttributeError):  # Linux; elsewhere a hung worker of a killed run stays
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with_parent(parent)
     os.dup2(2, 1)  # what a function prints
     connection = Connection(descriptor)
 

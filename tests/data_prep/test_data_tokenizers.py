@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from datasets_prep.common import complete
-from datasets_prep.encoding import targets_of
+from datasets_prep.encoding import LOSSY, targets_of
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -32,6 +34,27 @@ def test_text_comes_back(tokenizers, kind):
     assert not dropped
     texts = {tokenizer.decode(e.ids[0].tolist(), skip_special_tokens=True) for e in every(examples, "finetune")}
     assert texts == {row["prompt"] + row["completion"] for row in rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_give_back_their_text_are_not_noted(tokenizers, kind):
+    rows = [{"prompt": p, "completion": r, "group": f"{p}{r}"} for p in PROMPTS for r in RESPONSES]
+    talk = [{"role": "user", "content": "naïve"}, {"role": "assistant", "content": "日本 🙂"}]
+    examples, _ = collected([*rows, {"messages": talk}], tokenizers[kind], remove_same_inputs=False)
+    stages = {stage: every(examples, stage) for stage in ("finetune", "prompts")}
+    assert all(LOSSY[0] not in e.notes for found in stages.values() for e in found) and all(stages.values())
+
+
+@pytest.mark.parametrize("splitter", ["WhitespaceSplit", "Whitespace"])
+def test_words_that_a_tokenizer_does_not_know_are_noted(splitter):
+    words = {word: index for index, word in enumerate(["<unk>", "<eos>", "a", "latte", "please"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = getattr(pre_tokenizers, splitter)()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    rows = [{"prompt": "a latte", "completion": text} for text in ("a latte please", "please", "a mocha please")]
+    examples, _ = collected(rows, complete(tokenizer, None), stage="finetune", remove_same_inputs=False, shuffle=False)
+    found = {tuple(e.ids[0][e.prompt_len :].tolist()): e.notes for e in every(examples, "finetune")}
+    assert found == {(2, 3, 4, 1): (), (4, 1): (), (2, 0, 4, 1): LOSSY}
 
 
 @pytest.mark.parametrize("kind", KINDS)

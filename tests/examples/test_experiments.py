@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 from types import ModuleType
 
+import psutil
 import pytest
+from helpers import ROOT
 from helpers.pages import args_class
 
 from examples.experiments import (
@@ -153,6 +157,33 @@ def test_demonstrations_of_the_hidden_map_and_of_sorting_are_whole(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "sorting", None)
     texts = [tokenizer.decode(row["input_ids"]) for row in load_split(tmp_path / "sorting", "finetune", "train")[:200]]
     assert all(text.count("sort") == text.count("answer") == 1 for text in texts)
+
+
+POOL = """
+import time
+from examples.programs import workers
+
+def hang(_):
+    print("hangs", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with workers(2) as pool:
+        list(pool.map(hang, range(2)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
+def test_no_worker_outlives_an_experiment_that_is_killed(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL, encoding="utf-8")
+    where = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, tmp_path / "pool.py"], env=where, stdout=subprocess.PIPE) as run:
+        assert [run.stdout.readline() for _ in range(2)] == [b"hangs\n"] * 2
+        workers = psutil.Process(run.pid).children()
+        run.kill()
+        run.wait()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+    assert len(workers) >= 2 and all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)
 
 
 FLAGS = {
