@@ -383,7 +383,7 @@ def test_other_files_are_out_of_sight(tmp_path, namespaces):
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_threads_are_limited_for_root_as_well(namespaces, mask):
     program = "import threading, time\nthreading.stack_size(2**15)\nstarted = 0\ntry:\n for started in range(999):"
-    program += "  threading.Thread(target=time.sleep, args=(.3,), daemon=True).start()\nexcept RuntimeError: pass\n"
+    program += "  threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nexcept RuntimeError: pass\n"
     before = os.umask(mask)
     try:
         assert int(run_program(f"{program}print(started)", limits=QUICK).output) <= 2 * QUICK.processes
