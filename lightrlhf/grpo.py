@@ -43,6 +43,7 @@ from lightrlhf.cli.args import (
     RolloutLogArgs,
     RolloutServerArgs,
     StartArgs,
+    TensorParallelArgs,
     TrainArgs,
     check_args,
     check_at_least,
@@ -108,7 +109,9 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs):
+class GRPOArgs(
+    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs, TensorParallelArgs
+):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"
@@ -171,6 +174,7 @@ class GRPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutS
         self.check_eval()
         self.check_rollout_log()
         self.check_rollout_servers()
+        self.check_tensor_parallel()
         self.check_data()
         check_positive(self, "learning_rate", "clip_coeff")
         for name in ("num_generations", "rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
@@ -278,7 +282,7 @@ def train(
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     share_prefixes(actor, longest_text(examples) + args.max_new_tokens, args.num_generations)
     reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
-    rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor)
+    rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor, once=run.once)
     if args.finetune_mode == "lora" and args.learning_rate <= FULL_TUNING_RATE:
         run.print0(
             f"warning: --learning_rate {args.learning_rate} is one for tuning all weights; adapters learn at about ten "
@@ -290,7 +294,7 @@ def train(
     per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
     stored = run.resumed["extra"] if run.resumed else {}
-    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
+    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"), run.once)
     served = serve(run, actor, tokenizer)
 
     def save() -> None:

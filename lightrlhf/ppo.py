@@ -38,6 +38,7 @@ from lightrlhf.cli.args import (
     RolloutLogArgs,
     RolloutServerArgs,
     StartArgs,
+    TensorParallelArgs,
     TrainArgs,
     check_args,
     check_at_least,
@@ -83,7 +84,9 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs):
+class PPOArgs(
+    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs, TensorParallelArgs
+):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
@@ -168,6 +171,7 @@ class PPOArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutSe
         self.check_eval()
         self.check_rollout_log()
         self.check_rollout_servers()
+        self.check_tensor_parallel()
         self.check_data()
         check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
         check_positive(self, "target_kl_coeff")
@@ -243,7 +247,7 @@ def train(
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     reference = run.freeze(actor.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward, actor)
-    rewards_of = make_rewards(*settings, keeps_infinite=args.clip_rewards)
+    rewards_of = make_rewards(*settings, keeps_infinite=args.clip_rewards, once=run.once)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, actor, given=policy is not None)
 
@@ -255,7 +259,7 @@ def train(
     stored = run.resumed["extra"] if run.resumed else {}
     init_kl = stored.get("kl_coeff", args.init_kl_coeff)
     kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
-    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"))
+    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"), run.once)
     served = serve(run, actor, tokenizer)
 
     def asked(step: int) -> tuple[list[Row], Tensor]:

@@ -102,6 +102,9 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def broadcast(self, value: Any) -> Any:
+        return value
+
     def full(self, module: Any) -> Any:
         return module
 

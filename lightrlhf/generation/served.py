@@ -215,8 +215,6 @@ class ServedPolicy:
 
     def _on_first(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""
-        if self.run.world_size == 1:
-            return work()
         answer: tuple[Any, UsageError | None] | None = None
         if self.run.is_first:
             try:

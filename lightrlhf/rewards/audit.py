@@ -27,7 +27,7 @@ from lightrlhf.cli.args import AuditArgs
 from lightrlhf.cli.functions import load_function
 from lightrlhf.data.batch import Rollout
 from lightrlhf.maths.ops import SumOverRanks
-from lightrlhf.rewards.scorers import FunctionScorer, score_rollout
+from lightrlhf.rewards.scorers import FunctionScorer, Once, alone, score_rollout
 
 RECENT, EARLIER = 4, 12  # steps of the two windows
 DISTANCES = (0, 20)  # steps between them
@@ -113,7 +113,7 @@ class Watch:
 class RewardAudit:
     """The audit of a run; without `--audit_function` it does nothing.
 
-    warn: prints a line; state: of `state()`, from the checkpoint that the run is resumed from.
+    warn: prints a line; state: of `state()`, from the checkpoint that the run is resumed from; once: see `Run.once`.
     Raises: UsageError when the function cannot be loaded.
     """
 
@@ -123,6 +123,7 @@ class RewardAudit:
         sum_over_ranks: SumOverRanks,
         warn: Callable[[str], None],
         state: dict[str, Any] | None = None,
+        once: Once = alone,
     ) -> None:
         self.sum_over_ranks, self.warn, self.watch = sum_over_ranks, warn, Watch(state)
         self.scorer: FunctionScorer | None = None
@@ -131,7 +132,7 @@ class RewardAudit:
             function = load_function(path, "--audit_function")
             timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
             name = f"the audit {path}"
-            self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True)
+            self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True, once=once)
 
     def score(self, rollout: Rollout, tokenizer: Any) -> Tensor:
         """Audit scores (B,) of a rollout's responses, NaN where there is none."""

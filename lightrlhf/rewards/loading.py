@@ -26,8 +26,10 @@ from lightrlhf.rewards.scorers import (
     FunctionScorer,
     GroupScorer,
     ModelScorer,
+    Once,
     PairScorer,
     Rewards,
+    alone,
 )
 from lightrlhf.rewards.workers import path_of
 
@@ -68,11 +70,13 @@ def make_rewards(
     backbone: Policy | None = None,
     grouped: bool = False,
     keeps_infinite: bool = False,
+    once: Once = alone,
 ) -> Rewards:
     """The rewards of a program: `--rm_experiment_dir`, then `reward`, one or several, or `--reward_function`.
 
     batch_size: rows of a forward pass, at most. grouped: responses come in groups, which a model that compares two may
-    judge. keeps_infinite: the caller clips scores, so an infinite one is a score; the others as in `load_scorer`.
+    judge. keeps_infinite: the caller clips scores, so an infinite one is a score; once: see `Run.once`. The others as
+    in `load_scorer`.
     Raises: UsageError naming the flag when one cannot be loaded.
     """
     scorers: list[GroupScorer] = []
@@ -97,7 +101,8 @@ def make_rewards(
         timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
         if timeout:
             path = path or path_of(function)
-        scorers.append(FunctionScorer(function, path or "the reward function", keeps_infinite, timeout, path, True))
+        name = path or "the reward function"
+        scorers.append(FunctionScorer(function, name, keeps_infinite, timeout, path, takes_messages=True, once=once))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)
 

@@ -51,6 +51,7 @@ Groups = Sequence[Sequence[Sample]]
 
 
 GroupScorer = Callable[[Groups], list[list[float | None]]]
+Once = Callable[[Callable[[], Any]], Any]  # what the given function returns, called here or on another rank
 
 
 @dataclass
@@ -225,6 +226,11 @@ def read_together(chances: Container[tuple[int, int]], lengths: Sequence[int]) -
     return []
 
 
+def alone(work: Callable[[], Any]) -> Any:
+    """`Once` of a process that shares its rows with no other."""
+    return work()
+
+
 @dataclass
 class FunctionScorer:
     """A Python function, called as in `rewards.functions`; with `timeout`, in processes that can be killed."""
@@ -235,6 +241,7 @@ class FunctionScorer:
     timeout: float = 0.0  # seconds for one response; 0: one call for all, in this process, without limit
     path: str = ""  # where another process imports it from; needed with a timeout
     takes_messages: bool = False  # whether a prompt of messages is given as such
+    once: Once = alone  # where ranks share rows, one of them calls the function
     failures: Counter[str] = field(default_factory=Counter)  # of the last call, by kind
     told: set[str] = field(default_factory=set, repr=False)  # kinds of failures that were printed
     works: bool = False  # whether any response got through
@@ -250,6 +257,10 @@ class FunctionScorer:
 
         Raises: RunFailure when one call for all fails, or its first call of each does: it works for none.
         """
+        values, self.failures = self.once(lambda: (self._scored(samples), self.failures))
+        return values
+
+    def _scored(self, samples: Sequence[Sample]) -> list[float | None]:
         responses = [as_seen(sample, self.takes_messages) for sample in samples]
         self.failures = Counter()
         if not responses:  # of a rank without rows; functions expect some

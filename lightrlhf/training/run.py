@@ -230,6 +230,27 @@ class Run(Generic[AnyArgs]):
             return None
         return self.fabric.strategy.device_mesh["data_parallel"].get_group()
 
+    def once(self, work: Callable[[], Item]) -> Item:
+        """The result of `work`, which one rank of a tensor-parallel group does for all: its ranks must not part.
+
+        Raises: on all of them, what is wrong with the input or the run there.
+        """
+        if self.tensor_parallel == 1:
+            return work()
+        group = self.fabric.strategy.device_mesh["tensor_parallel"].get_group()
+        found: list[Any] = [None, None]  # the result, and what was raised instead
+        if torch.distributed.get_rank(group) == 0:
+            try:
+                found[0] = work()
+            except UsageError as problem:
+                found[1] = problem
+        with self._collective():
+            torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+        if found[1] is not None:
+            raise found[1]
+        result: Item = found[0]
+        return result
+
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all ranks; any object that can be pickled."""
         if self.fabric.world_size == 1:

@@ -8,7 +8,7 @@ from helpers import tiny_model
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.tensor_parallel import check_splittable
-from lightrlhf.ppo import PPOArgs
+from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.sft import SFTArgs
 from lightrlhf.training.distributed import make_fabric
 
@@ -61,5 +61,6 @@ def test_groups_of_unequal_size_are_refused():
         make_fabric(args)
 
 
-def test_programs_that_sample_do_not_have_it():
-    assert not hasattr(TrainArgs(), "tensor_parallel") and "tensor_parallel" not in PPOArgs.__dataclass_fields__
+def test_programs_in_iterations_do_not_have_it():
+    assert not hasattr(TrainArgs(), "tensor_parallel")
+    assert "tensor_parallel" not in OnlineDPOArgs.__dataclass_fields__

@@ -45,7 +45,7 @@ PROGRAMS = {  # what is run, and the flags beside those of all
     "no_reference": ["grpo", "--experiment_name", "no_reference"],  # 81 rows at once, so ranks score 40 and 41
     "lora": ["ppo", "--finetune_mode", "lora", "--experiment_name", "lora"],  # one backbone, but four under fsdp
 }
-SPLIT = ["sft", "rm", "dpo"]  # those with `--tensor_parallel`
+SPLIT = ["sft", "rm", "dpo", "ppo", "grpo"]  # those with `--tensor_parallel`
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
 
 
@@ -233,6 +233,7 @@ def split(odd_data, base_model, alone, tmp_path_factory):
     logs = tmp_path_factory.mktemp("split")
     more = ["--devices", "4", "--strategy", "fsdp", "--tensor_parallel", "2"]
     flags = {program: [*flags_of(program, odd_data, base_model, 14, 2), *more] for program in SPLIT}
+    flags["grpo"][flags["grpo"].index("helpers.rewards:many_vowels")] = "helpers.faulty_ranks:many_vowels"
     calls = [[f"lightrlhf.{program}", [*flags[program], "--log_dir", str(logs)]] for program in SPLIT]
     calls[0][0] = "helpers.faulty_ranks:split"
     begun = [*flags["sft"], "--output_dir", str(logs / "begun")]
@@ -246,16 +247,21 @@ def split(odd_data, base_model, alone, tmp_path_factory):
     qwen3_flags = [*flags_of("sft", odd_data, qwen3, 14, 2), *more, "--output_dir", str(logs / "four")]
     calls += [["lightrlhf.sft", resumed], ["lightrlhf.sft", qwen3_flags]]
     main_of("sft")([*flags_of("sft", odd_data, qwen3, 14, 1), "--output_dir", str(logs / "one")])
-    return ends_of([{"name": "split", "calls": calls, "ranks": 4}])["split"], logs
+    jobs = [{"name": "split", "calls": calls, "ranks": 4}]
+    pair = [*flags_of("grpo", odd_data, base_model, 14, 1), *more, "--devices", "2", "--output_dir", str(logs / "pair")]
+    pair[pair.index("helpers.rewards:many_vowels")] = "helpers.faulty_ranks:many_vowels"
+    jobs.append({"name": "pair", "calls": [["lightrlhf.grpo", pair]]})
+    return ends_of(jobs), logs
 
 
 @pytest.mark.slow
 def test_ranks_that_share_layers_learn_as_one_does(split, alone):
-    """Metrics and weights of SFT, reward model and DPO over 2 x 2 ranks, and SFT of a Qwen3; uneven batches."""
-    ending, logs = split
-    assert ending["status"] == [0, 0, 0, 0], ending["text"]
-    for program in SPLIT:
-        one, four = alone[program], experiment(logs / program)
+    """Metrics and weights of each program over 2 x 2 ranks, of GRPO over 1 x 2, and SFT of a Qwen3; uneven batches."""
+    endings, logs = split
+    assert endings["split"]["status"] == [0, 0, 0, 0], endings["split"]["text"]
+    assert endings["pair"]["status"] == [0, 0], endings["pair"]["text"]
+    for program, folder in [*((program, experiment(logs / program)) for program in SPLIT), ("grpo", logs / "pair")]:
+        one, four = alone[program], folder
         for row, other in zip(metrics(one), metrics(four), strict=True):
             if program == "dpo" and row["step"] == 1:  # a margin of 0, whose sign is that of a rounding error
                 del row["rewards/accuracies"], other["rewards/accuracies"]
@@ -268,8 +274,8 @@ def test_ranks_that_share_layers_learn_as_one_does(split, alone):
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_share_layers_resumes_bitwise_and_takes_over_others(split, alone):
-    ending, logs = split
-    assert ending["status"] == [0, 0, 0, 0], ending["text"]
+    endings, logs = split
+    assert endings["split"]["status"] == [0, 0, 0, 0], endings["split"]["text"]
     assert gap(experiment(logs / "sft"), logs / "begun") == 0
     assert gap(alone["sft"], logs / "taken-over") < TOLERANCE
 
