@@ -55,7 +55,7 @@ from lightrlhf.cli.hub import check_repository
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.splits import SPLITS
-from lightrlhf.data.tokens import adds_bos, encode_prompt
+from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
 from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.locks import lock_folder
@@ -231,9 +231,7 @@ def complete(tokenizer: Any, chat_template: str | None) -> Any:
 
     Raises: UsageError if there is no usable end token, or the template cannot be rendered.
     """
-    eos = tokenizer.eos_token_id
-    if eos is None or tokenizer(tokenizer.eos_token + "a", add_special_tokens=False)["input_ids"][0] != eos:
-        raise UsageError("the tokenizer has no end token (eos) that is split off from text, as responses require")
+    check_end_token(tokenizer, "the tokenizer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template:

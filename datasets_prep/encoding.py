@@ -30,14 +30,15 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
-from lightrlhf.data.tokens import adds_bos, closed, text_pieces
+from lightrlhf.data.tokens import Piece, adds_bos, closed, own_ids, text_pieces
 
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
 
 LOSSY = ("tokens_do_not_give_back_the_text",)
 CUT = ("dialogue_of_several_rows_for_the_template_rewrites_past_turns",)
-EncodedPiece = tuple[str, int, int, list[int], list[tuple[int, int]]]  # of `text_pieces`, with its ids and offsets
+Tokens = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters of each where they are needed
+EncodedPiece = tuple[Piece, list[int], list[tuple[int, int]]]  # with the ids and characters of it alone
 
 
 class Encoded(NamedTuple):
@@ -180,18 +181,25 @@ class Encoder:
         if not pieces:
             return {}
         has_tags = any(segment.kept is not None for segment in ordered)
-        encoded = iter(self._encode([text for texts in pieces for text, *_ in texts], with_offsets=has_tags))
-        found = [
-            self._finish(segment, [(*piece, *next(encoded)) for piece in texts])
-            for segment, texts in zip(ordered, pieces)
-        ]
-        decoded = self._decode([one.ids.tolist() for one in found])
+        texts = [piece.prefix + piece.text for own in pieces for piece in own]
+        encoded = iter(self._encode(texts, with_offsets=has_tags))
+        parts = [[self._alone(piece, next(encoded), has_tags) for piece in own] for own in pieces]
+        decoded = self._decode([[index for _, ids, _ in own for index in ids] for own in parts])
         return {
-            segment: one._replace(lossy=_letters(segment.text) not in _letters(text))
-            for segment, one, text in zip(ordered, found, decoded)
+            segment: self._finish(segment, own)._replace(lossy=_letters(segment.text) != _letters(text))
+            for segment, own, text in zip(ordered, parts, decoded)
         }
 
-    def _encode(self, texts: list[str], with_offsets: bool) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
+    def _alone(self, piece: Piece, tokens: Tokens, with_offsets: bool) -> EncodedPiece:
+        """A piece without the tokens of its prefix."""
+        ids, offsets = tokens
+        own = own_ids(self.tokenizer, piece, ids)
+        if own is None:  # as in `encode_text`
+            piece = Piece(piece.text)
+            own, offsets = next(iter(self._encode([piece.text], with_offsets)))
+        return piece, own, offsets[len(offsets) - len(own) :]
+
+    def _encode(self, texts: list[str], with_offsets: bool) -> Iterable[Tokens]:
         """Ids of each text, and the characters of each id."""
         if not self.tokenizer.is_fast:
             return ((ids, []) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
@@ -208,7 +216,7 @@ class Encoder:
 
     def _finish(self, segment: Segment, pieces: list[EncodedPiece]) -> Encoded:
         """Ids of a segment from those of its pieces."""
-        ids = [i for _, prefix, _, piece_ids, _ in pieces for i in piece_ids[prefix:]]
+        ids = [index for _, own, _ in pieces for index in own]
         try:
             check_spelling(self.tokenizer, segment.text, ids)
             spells = False
@@ -312,17 +320,17 @@ def limit_for(limits: str, turns: int) -> int:
 
 
 def _letters(text: str) -> str:
-    """A text without white space and marks, its characters in one form: tokenizers often change these."""
-    return "".join(unicodedata.normalize("NFKC", text.replace(MARK, "")).split())
+    """A text without white space and marks, its accents in one form: tokenizers often change these."""
+    return unicodedata.normalize("NFC", "".join(text.replace(MARK, "").split()))
 
 
 def _kept(spans: Sequence[tuple[int, int]], pieces: list[EncodedPiece]) -> list[bool]:
     """Whether each id has a character within the spans of the text that the pieces are of."""
     kept, begin = [], 0
-    for text, prefix_ids, prefix, _, offsets in pieces:
-        shift = begin - prefix
-        kept += [any(a < end + shift and start + shift < b for a, b in spans) for start, end in offsets[prefix_ids:]]
-        begin += len(text) - prefix + len(MARK)
+    for piece, _, offsets in pieces:
+        shift = begin - len(piece.prefix)
+        kept += [any(a < end + shift and start + shift < b for a, b in spans) for start, end in offsets]
+        begin += len(piece.text) + len(MARK)
     return kept
 
 

@@ -68,7 +68,7 @@ class Planner:
                 plans.append(Plan("preference", pair, refused=row.get("no_pair")))
         if "dialogue" in stages:
             plans.append(self._plan_of_dialogue(talk))
-        return [_noted(plan._replace(notes=(*plan.notes, *notes))) for plan in plans if plan.stage in stages]
+        return [self._noted(plan._replace(notes=(*plan.notes, *notes))) for plan in plans if plan.stage in stages]
 
     def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
         messages = row["messages"]
@@ -76,7 +76,7 @@ class Planner:
         if messages[-1]["role"] != "assistant":
             prompt = Segment(talk.prompt(len(messages)), "rendered")
             notes = ("messages_without_a_last_answer_are_prompts",)
-            return [_noted(Plan("prompts", [(prompt, None)], notes))]
+            return [self._noted(Plan("prompts", [(prompt, None)], notes))]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
         if not answers:
             raise BadRow("no_user_message")
@@ -93,7 +93,7 @@ class Planner:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
             plans.append(Plan("prompts", [(Segment(talk.prompt(answers[0]), "rendered"), None)]))
-        return [_noted(plan) for plan in plans]
+        return [self._noted(plan) for plan in plans]
 
     def _plan_of_dialogue(self, talk: Dialogue) -> Plan:
         """All turns of user and assistant in alternation, for rollouts with a user."""
@@ -148,6 +148,12 @@ class Planner:
             raise BadRow("special_token_in_text")
         return protected(self.tokenizer, text, keep_tags)
 
+    def _noted(self, plan: Plan) -> Plan:
+        """The plan, with a note if a content spells a control token, which is encoded as plain text."""
+        parts = [part for turn in plan.turns for part in turn if part]
+        spelled = any(spells_control_token(self.tokenizer, part.text) for part in parts)
+        return plan._replace(notes=(*plan.notes, "control_token_spelled_in_text")) if spelled else plan
+
     def _wrapping_notes(self, answers: Row) -> tuple[str, ...]:
         """Notes on the answers to a plain prompt that is wrapped. Raises: BadRow for one that is rendered already."""
         texts = [answer for answer in answers.values() if isinstance(answer, str)]
@@ -179,9 +185,3 @@ def _name_notes(talk: Dialogue, end: int) -> tuple[str, ...]:
 
 def _message(answer: str | dict[str, Any]) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
-
-
-def _noted(plan: Plan) -> Plan:
-    """The plan, with a note if a content spells a control token, which is encoded as plain text."""
-    spelled = any(spells_control_token(part.text) for turn in plan.turns for part in turn if part)
-    return plan._replace(notes=(*plan.notes, "control_token_spelled_in_text")) if spelled else plan

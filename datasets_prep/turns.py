@@ -9,14 +9,16 @@ Left out: dialogues whose generation prompt is not the beginning of the answer a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lightrlhf.cli.errors import first_line
 from lightrlhf.data.chat import (
     MARK,
     TEMPLATE_ERRORS,
+    controls,
+    has_generation_tags,
     left_out_of_answer,
     left_out_of_prompt,
     render_shown,
@@ -29,7 +31,6 @@ from lightrlhf.data.tokens import answer_text
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class BadRow(Exception):
@@ -56,7 +57,7 @@ class Dialogue:
         self.messages = messages
         self.shown = shown_messages(tokenizer, messages)
         self.tools = shown_tools(tokenizer, tools)
-        self.has_tags = GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
+        self.has_tags = has_generation_tags(tokenizer, tools)
         self.prompts: dict[int, str] = {}
         self.turns: dict[int, Turn] = {}
 
@@ -154,6 +155,13 @@ def check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
         raise BadRow("lone_surrogate") from None
 
 
-def spells_control_token(text: str) -> bool:
-    """Whether a content of this rendered text spells a control token, which is encoded as plain text."""
-    return MARK in text
+def spells_control_token(tokenizer: Any, text: str) -> bool:
+    """Whether a content of this rendered text spells a control token, which is encoded as plain text.
+
+    A mark stands within it then; one behind the mere beginning of a control token stands in none.
+    """
+    if MARK not in text:
+        return False
+    marks = list(accumulate(len(piece) for piece in text.split(MARK)))
+    found = controls(tokenizer).spelled.finditer(text.replace(MARK, ""))
+    return any(match.start() < mark < match.end() for match in found for mark in marks)

@@ -25,7 +25,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from lightrlhf import online_dpo, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.lists import TEXTS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -104,7 +105,7 @@ class HiddenMapArgs:
     """Folder for data, logs, results and the figure."""
     seeds: list[int] | None = None
     """Seeds to run; 1 to 10 by default."""
-    arms: list[str] | None = None
+    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
     """Names of the arms to run; all by default."""
     lr_warmup_steps: int = 4
     """Steps of linear warm-up in each iteration, of every arm; the first run had none, its one repetition had 4."""

@@ -45,7 +45,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ from examples.programs import logged, workers
 from lightrlhf import evaluate, plot, reflect_rl, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.lists import TEXTS
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter
@@ -206,7 +207,7 @@ class ReflectRLExperimentArgs:
     """Environment: taxi, explore or household."""
     seeds: list[int] | None = None
     """Seeds to run; 1 to 10 of the taxi and 1 to 5 of the others by default."""
-    arms: list[str] | None = None
+    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
     """Names of arms and controls to run; those of the task by default."""
     num_workers: int = 2
     """Seeds at a time, one thread each."""

@@ -27,7 +27,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from examples.programs import logged, workers
 from lightrlhf import evaluate, iterative_refuel, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.lists import TEXTS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -126,7 +127,7 @@ class RefuelExperimentArgs:
     """Runs at a time, one thread each."""
     tasks: list[str] | None = None
     """Tasks to run, `two slots` and `cafe`; both by default."""
-    arms: list[str] | None = None
+    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
     """Names of arms to run; all by default."""
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
 MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAG = re.compile(r"</?(think|thought|reason|scratchpad|answer|tool|function)\w*>")
 
 
@@ -53,13 +54,20 @@ class Controls(NamedTuple):
 
 def controls(tokenizer: Any) -> Controls:
     """Control tokens of a tokenizer with its present chat template."""
-    return _controls(tokenizer, len(tokenizer), template_of(tokenizer))
+    special = tuple(tokenizer.all_special_ids)  # which may change without the size
+    return _controls(tokenizer, len(tokenizer), template_of(tokenizer), special)
+
+
+def model_of(tokenizer: Any) -> Any:
+    """The model of a tokenizer of the package `tokenizers`, such as its BPE; None of any other."""
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
 
 
 @lru_cache(maxsize=16)
-def _controls(tokenizer: Any, size: int, template: str) -> Controls:
+def _controls(tokenizer: Any, size: int, template: str, special: tuple[int, ...]) -> Controls:
     named = set(tokenizer.all_special_tokens)
-    texts, tags, stripping, ids, by_other_texts = set(), set(), set(), set(tokenizer.all_special_ids), False
+    texts, tags, stripping, ids = set(), set(), set(), {*special}
+    by_other_texts = _normalises_to_tokens(tokenizer)
     ending_ids = set(ids)
     for index, token in tokenizer.added_tokens_decoder.items():
         text = token.content
@@ -85,6 +93,14 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
     return Controls(
         frozenset(ids), frozenset(ending_ids), *patterns, *kinds, beginnings, firsts, by_other_texts, unknown
     )
+
+
+def _normalises_to_tokens(tokenizer: Any) -> bool:
+    """Whether a normalised text may become any entry of the vocabulary, a control token too. Merges do not make one."""
+    model = model_of(tokenizer)
+    if model is None or tokenizer.backend_tokenizer.normalizer is None:
+        return False
+    return type(model).__name__ != "BPE" or bool(model.ignore_merges)
 
 
 def declare_ends(tokenizer: Any, source: str) -> None:
@@ -117,6 +133,11 @@ def template_of(tokenizer: Any, tools: Any = None) -> str:
     if isinstance(given, dict):
         return str(given.get("tool_use", given["default"]) if tools else given["default"])
     return str(given or "")
+
+
+def has_generation_tags(tokenizer: Any, tools: Any = None) -> bool:
+    """Whether the chat template says by `{% generation %}` tags what of an answer carries loss."""
+    return GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
 
 
 def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:

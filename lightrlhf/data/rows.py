@@ -15,7 +15,7 @@ import torch
 
 from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import controls
+from lightrlhf.data.chat import controls, has_generation_tags
 from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows
 from lightrlhf.data.splits import SPLITS, differing, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
@@ -93,11 +93,18 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     asked = row["prompt"]
     tools = None if isinstance(asked, str) else row.get("tools")
     _check_prompt(asked, tokenizer, where)
+    if stage == "finetune" and not isinstance(asked, str) and has_generation_tags(tokenizer, tools):
+        raise UsageError(
+            f"{where}: the chat template has generation tags, which say what of an answer carries loss; write the rows "
+            "to a file and prepare it by datasets_prep.generic, which reads them"
+        )
     answers = {name: row[name] for name in TEXTS[stage][1:]}
     try:
         for name, answer in answers.items():
             _check_response(answer, asked, tokenizer, tools, f"{where}: {name}")
         prompt = encode_prompt(tokenizer, asked, tools)
+        if not prompt:
+            raise UsageError(f"{where}: the prompt has no tokens")
         if stage == "prompts":
             return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt), "columns": columns}
         tokens = {
@@ -121,6 +128,8 @@ def _check_response(response: Any, prompt: Any, tokenizer: Any, tools: Any, wher
     if not isinstance(response, str) and not (is_message and not isinstance(prompt, str)):
         remedy = " or, after messages, an assistant message" if not isinstance(prompt, str) else ""
         raise UsageError(f"{where} is a {type(response).__name__}, not a text{remedy}")
+    if isinstance(response, str) and not response.strip():
+        raise UsageError(f"{where} is empty; leave the row out")
     if isinstance(prompt, str) and (found := controls(tokenizer).beside_tags.search(str(response))):
         raise UsageError(f"{where} spells the control token {found[0]}; leave it out, end tokens are added")
     if is_message and not (response.get("weight", 1) and response.get("train", True)):

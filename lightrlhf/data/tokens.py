@@ -5,10 +5,11 @@ Prompt and response are tokenised separately and their ids concatenated, so that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from lightrlhf.data.chat import (
     ends_with_control,
     left_out_of_answer,
     left_out_of_prompt,
+    model_of,
     protected,
     render,
     shown_messages,
@@ -59,8 +61,9 @@ def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[in
     Raises: UsageError when a content becomes a control token all the same (see `chat.check_spelling`).
     """
     ids: list[int] = []
-    for piece, prefix, _ in text_pieces(tokenizer, text, behind):
-        ids += tokenizer(piece, add_special_tokens=False)["input_ids"][prefix:]
+    for piece in text_pieces(tokenizer, text, behind):
+        own = own_ids(tokenizer, piece, _ids(tokenizer, piece.prefix + piece.text))
+        ids += _ids(tokenizer, piece.text) if own is None else own
     check_spelling(tokenizer, text, ids)
     return ids
 
@@ -71,6 +74,9 @@ def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]
     The tokenizer writes its own control tokens around the texts, which yield none (Raises: see `encode_text`).
     """
     shown = [protected(tokenizer, text) for text in (first, second)]
+    if controls(tokenizer).by_other_texts:
+        for text in shown:
+            check_spelling(tokenizer, text, [index for piece in text.split(MARK) for index in _ids(tokenizer, piece)])
     if not any(MARK in text for text in shown):
         inputs = dict(tokenizer(first, second))
     elif not tokenizer.is_fast:
@@ -81,30 +87,38 @@ def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]
 
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
+        backend.no_padding()
         encoded = [
             Encoding.merge([backend.encode(piece, add_special_tokens=False) for piece in text.split(MARK)])
             for text in shown
         ]
-        for text, one in zip(shown, encoded):
-            check_spelling(tokenizer, text, one.ids)
         whole = backend.post_process(*encoded)
         inputs = {"input_ids": whole.ids, "token_type_ids": whole.type_ids, "attention_mask": whole.attention_mask}
     return {name: inputs[name] for name in ("input_ids", *tokenizer.model_input_names) if name in inputs}
 
 
-def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[tuple[str, int, int]]:
-    """Yields the texts to tokenise separately, between the marks.
+class Piece(NamedTuple):
+    """A text that is tokenised separately, and what it is tokenised behind; see `continuation_prefix`."""
 
-    Each with the number of ids, and of characters, of the prefix with which it is tokenised as a continuation.
-    """
+    text: str
+    prefix: str = ""
+
+
+def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[Piece]:
+    """Yields the pieces of a text between its marks; see `encode_text`."""
     for piece in text.split(MARK):
-        prefix, num_ids = ("", 0) if behind is None else continuation_prefix(tokenizer, piece, behind)
-        yield prefix + piece, num_ids, len(prefix)
+        yield Piece(piece, "" if behind is None else continuation_prefix(tokenizer, piece, behind))
         behind = piece
 
 
-def continuation_prefix(tokenizer: Any, text: str, behind: str) -> tuple[str, int]:
-    """What `text` is tokenised behind, to get the ids it has behind other text, and the number of ids of that.
+def own_ids(tokenizer: Any, piece: Piece, ids: list[int]) -> list[int] | None:
+    """The ids of a piece, from those of its prefix and text together; None where the two have merged."""
+    before = _ids_of_prefix(tokenizer, len(tokenizer), piece.prefix)
+    return ids[len(before) :] if ids[: len(before)] == before else None
+
+
+def continuation_prefix(tokenizer: Any, text: str, behind: str) -> str:
+    """What `text` is tokenised behind, to get the ids that it has behind other text.
 
     An end token, for SentencePiece tokenizers prepend a space to a text. Some prepend one behind each special token,
     too, and some end tokens take the spaces behind them; then it takes a character that merges with none.
@@ -113,22 +127,47 @@ def continuation_prefix(tokenizer: Any, text: str, behind: str) -> tuple[str, in
     prepends, strips = _at_end_token(tokenizer, len(tokenizer), end)
     as_text = prepends and not ends_with_control(tokenizer, behind)
     as_text = as_text or (strips and text[:1].isspace())
-    parted = as_text and _is_parted(tokenizer, len(tokenizer), end + SEPARATOR, text[:1])
-    prefix = end + SEPARATOR if parted else end
-    return prefix, len(_ids(tokenizer, prefix)) if prepends or strips else 1
+    is_parted = as_text and _is_parted(tokenizer, len(tokenizer), end + SEPARATOR, text[:1])
+    return end + SEPARATOR if is_parted else end
+
+
+def check_end_token(tokenizer: Any, name: str) -> None:
+    """Check that a tokenizer has an end token, which is split off from text beside it. Raises: UsageError."""
+    end, index = tokenizer.eos_token, tokenizer.eos_token_id
+    if index is None:
+        raise UsageError(f"{name} has no end token; set its eos_token")
+    is_split = index in tokenizer.added_tokens_decoder
+    for text in ("a", ".", "\n"):
+        with contextlib.suppress(Exception):  # what a tokenizer of whole words raises for an unknown one
+            is_split = is_split and _ids(tokenizer, end + text)[:1] == [index]
+    if not is_split:
+        raise UsageError(
+            f"{name} does not split its end token {end!r} off from text, as responses need it; add it as a special "
+            "token"
+        )
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+@functools.lru_cache(maxsize=64)
+def _ids_of_prefix(tokenizer: Any, size: int, prefix: str) -> list[int]:
+    return _ids(tokenizer, prefix) if prefix else []
+
+
 @functools.lru_cache(maxsize=16)
 def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool]:
-    """Whether the tokenizer prepends a space behind an end token, and whether that takes the spaces behind it."""
+    """Whether the tokenizer prepends a space behind an end token, and whether that takes the spaces behind it.
+
+    Neither, where a token within a word is another one than at its beginning: text behind SEPARATOR is within one.
+    """
 
     def behind(prefix: str, text: str) -> list[int]:
         return _ids(tokenizer, prefix + text)[len(_ids(tokenizer, prefix)) :]
 
+    if getattr(model_of(tokenizer), "continuing_subword_prefix", None):
+        return False, False
     try:
         plain, spaced, as_text = behind(eos_token, "a"), behind(eos_token, " a"), behind(eos_token + SEPARATOR, "a")
     except Exception:  # what a tokenizer of whole words raises for an unknown one if it has no token for these
@@ -138,7 +177,7 @@ def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool
 
 @functools.lru_cache(maxsize=4096)
 def _is_parted(tokenizer: Any, size: int, prefix: str, character: str) -> bool:
-    """Whether a character has ids of its own behind a prefix that ends with the separator.
+    """Whether a character has ids of its own behind a prefix that ends with SEPARATOR.
 
     Not with a tokenizer of whole words, which reads both as one, nor where unknown characters in a row are one token.
     """
@@ -282,7 +321,8 @@ def _turn_end(tokenizer: Any, template: str, eos_token: str) -> int | None:
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens and without a clean-up of spaces.
 
-    The token that ends a turn is left out, too, although some tokenizers declare it as no special token.
+    The token that ends a turn is left out, too, although some tokenizers declare it as no special token. As their own
+    decoders do it, SentencePiece tokenizers drop a space at the beginning.
     """
     if (end := turn_end(tokenizer)) is not None:
         ids = [index for index in ids if index != end]
@@ -311,7 +351,8 @@ def marked_text(tokenizer: Any, ids: Sequence[int], spans: Iterable[Sequence[int
 
 def adds_bos(tokenizer: Any) -> bool:
     """Whether the tokenizer prepends its BOS token to a text by default."""
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    ids = tokenizer("a")["input_ids"]
+    return ids != _ids(tokenizer, "a") and ids[:1] == [tokenizer.bos_token_id]
 
 
 def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
@@ -339,6 +380,7 @@ def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
 
 
 def spelled_control(tokenizer: Any, text: str) -> str | None:
-    """A control token that a plain text spells, but for one BOS at its start: it was rendered already."""
-    found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or ""))
+    """A control token that a plain text spells, but for one BOS at its start, which `encode_prompt` takes as such."""
+    has_bos = tokenizer.bos_token is not None and adds_bos(tokenizer)
+    found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token if has_bos else ""))
     return found[0] if found else None

@@ -11,7 +11,7 @@ from typing import Any
 from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.chat import declare_ends
-from lightrlhf.data.tokens import turn_end
+from lightrlhf.data.tokens import check_end_token, turn_end
 from lightrlhf.models.names import quiet_libraries, resolve
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.seals import check_sealed, seal
@@ -90,8 +90,7 @@ def _same_tokenizer(folders: list[str]) -> str:
 
 
 def _with_pad_token(tokenizer: Any, name: str) -> Any:
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"{name} has no end token; set its eos_token")
+    check_end_token(tokenizer, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so no end token is masked
     return tokenizer

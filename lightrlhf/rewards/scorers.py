@@ -80,7 +80,7 @@ class Encoding:
         if response is None:
             return None
         if not self.is_same(sample.tokenizer):
-            if not response or max(response) >= len(self.tokenizer):
+            if not response or not self.knows(response, sample.tokenizer):
                 return None
             if not self.may_end(response[-1], sample.truncated) or decode(self.tokenizer, response) != sample.response:
                 return None
@@ -97,7 +97,7 @@ class Encoding:
             return None
         if self.is_same(sample.tokenizer):
             return list(prompt)
-        if not prompt or max(prompt) >= len(self.tokenizer):
+        if not prompt or not self.knows(prompt, sample.tokenizer):
             return None
         if isinstance(sample.prompt, str):
             equal = decode(self.tokenizer, prompt) == sample.prompt
@@ -112,6 +112,13 @@ class Encoding:
         if id(tokenizer) not in self.same:
             self.same[id(tokenizer)] = same_tokenizer(self.tokenizer, tokenizer)
         return self.same[id(tokenizer)]
+
+    def knows(self, ids: Sequence[int], tokenizer: Any) -> bool:
+        """Whether the tokenizer has these ids, and another one, where it is known, the same tokens for them."""
+        if max(ids) >= len(self.tokenizer):
+            return False
+        ids = list(ids)
+        return tokenizer is None or self.tokenizer.convert_ids_to_tokens(ids) == tokenizer.convert_ids_to_tokens(ids)
 
     def may_end(self, last: int, truncated: bool) -> bool:
         """Whether a response can end with this id; the end token of another tokenizer may be any token of this one."""

@@ -136,38 +136,6 @@ def test_decoding_gives_back_the_text_with_its_spaces(tokenizer):
     assert decode(tokenizer, encode_response(tokenizer, text)) == text
 
 
-@pytest.mark.parametrize("unknown", ["<unk>", None])
-@pytest.mark.parametrize("behind", ["", "c", "c<eos>"])
-@pytest.mark.parametrize("splitter", ["WhitespaceSplit", "Whitespace", "BertPreTokenizer"])
-def test_a_response_of_whole_words_keeps_its_first_word(splitter, behind, unknown):
-    """Between an end token and a word, a tokenizer of whole words has no place for a separating character."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: index for index, word in enumerate(["<unk>", "<eos>", "b", "c", "d"])}
-    rest = {word: index for word, index in words.items() if word != "<unk>"}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>") if unknown else models.WordLevel(rest))
-    backend.pre_tokenizer = getattr(pre_tokenizers, splitter)()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    for text in ("b c d", " b c d"):
-        assert encode_response(tokenizer, text, behind) == [2, 3, 4, EOS]
-
-
-@pytest.mark.parametrize("style", ["first", "always", "never"])
-def test_a_response_keeps_an_unknown_first_character(style):
-    """The separating character is unknown, too, and unknown characters in a row are one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = [("<unk>", 0.0), ("<eos>", 0.0), ("▁", -1.0), ("a", -1.0), ("▁a", -1.0)]
-    backend = Tokenizer(models.Unigram(pieces, 0))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
-    assert encode_response(tokenizer, "a") == [3, EOS]
-    assert [index for index in encode_response(tokenizer, "龘 a") if index != 2] == [0, 4, EOS]
-    assert encode_response(tokenizer, "龘")[-2:] == [0, EOS]
-
-
 # --------------------------------------------------------------------------------------------- selecting, packing
 def test_select_cuts_to_the_longest_of_the_rows():
     batch = response_batch([[5, 6], [7], [8, 9, 10]], [[11, EOS], [11], [12, 13, 14, EOS]], 0)

@@ -26,6 +26,7 @@ from examples.experiments import (
     real_reasoning,
     reasoning,
     records,
+    reflect_rl,
     refuel,
     reward_hack,
     rollout_servers,
@@ -38,6 +39,7 @@ from examples.programs import logged
 from lightrlhf import quickstart
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.jsonl import read_jsonl
@@ -157,6 +159,18 @@ def test_demonstrations_of_the_hidden_map_and_of_sorting_are_whole(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "sorting", None)
     texts = [tokenizer.decode(row["input_ids"]) for row in load_split(tmp_path / "sorting", "finetune", "train")[:200]]
     assert all(text.count("sort") == text.count("answer") == 1 for text in texts)
+
+
+@pytest.mark.parametrize(
+    "args, names",
+    [
+        (hidden_map.HiddenMapArgs, ["online", "offline, SFT policy"]),
+        (reflect_rl.ReflectRLExperimentArgs, ["SFT", "Reflect-RL, positive"]),
+        (refuel.RefuelExperimentArgs, ["REFUEL", "REFUEL, random horizon"]),
+    ],
+)
+def test_names_of_arms_may_have_commas(args, names):
+    assert parse(args, ["--arms", *names]).arms == names
 
 
 POOL = """
