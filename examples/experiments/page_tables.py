@@ -280,7 +280,7 @@ DIALOGUE_ARMS = {  # arm: what the page calls it
     "multi-turn DPO": "multi-turn DPO",
     "REBEL, one turn": "REBEL, one turn",
 }
-DIALOGUE_TASKS = {"two_slots": "two slots", "cafe": "café"}  # experiment's name: the page's
+DIALOGUE_TASKS = {"two_slots": "two slots"}  # experiment's name: the page's
 
 
 def by_arm(experiment: str, names: Iterable[str]) -> dict[str, list[Row]]:
@@ -347,7 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
-    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore")},
+    "reflect, taxi": partial(reflect, "taxi"),
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,

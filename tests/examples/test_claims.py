@@ -39,7 +39,7 @@ def rows_of(scores: dict[str, list[float]], **columns: str) -> list[dict]:
 
 def test_the_pages_are_those_of_the_rows():
     made = claims.pages()
-    others = ("ppo.md", "grpo_results.md", "online_dpo.md", "real_model_results.md")
+    others = ("ppo.md", "grpo_results.md", "online_dpo.md", "real_model_results.md", "refuel.md", "reflect_rl.md")
     assert {path.name for path in made} == {"claims.md", *others}
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
