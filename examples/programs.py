@@ -1,11 +1,11 @@
-"""Calls of the library's programs whose output goes to a file, and the processes that make them."""
+"""Calls of programs whose output goes to a file, what they have made, and the processes that make them."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.processes import end_with_parent
+from lightrlhf.storage.checkpoint import write_text
 
 
 def logged(log: Path, program: ModuleType, **flags: Any) -> Any:
@@ -32,6 +33,13 @@ def logged(log: Path, program: ModuleType, **flags: Any) -> Any:
             file.flush()
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise RunFailure(f"{lines[-1].removeprefix('error: ')} ({log})") from None
+
+
+def made(stored: Path, make: Callable[[], Any]) -> str:
+    """The path that `make` returns; called once: the file `stored` has it when it has ended."""
+    if not stored.is_file():
+        write_text(stored, str(make()))
+    return stored.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from examples.experiments.readings import Curve, at_equal_kl
 from examples.experiments.records import TEN, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
+from examples.programs import made
 from lightrlhf import online_dpo, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.calls import call
@@ -205,13 +206,14 @@ def run_arm(folder: Path, seed: int, arm: str, online: dict[str, Any]) -> dict[s
 
 def fine_tuned(folder: Path, name: str, data: str, seed: int, wrong: str) -> str:
     """The experiment dir of SFT on the map's demonstrations; trained once."""
-    checkpoints = sorted((folder / "logs" / name).rglob("checkpoint-*"))
-    if checkpoints:
-        return str(checkpoints[-1].parent)
-    write_data(Path(data), seed, wrong)
-    model = write_model(folder / "model", seed, word_tokenizer(TOKENS))
-    where = {"data_dir": data, "log_dir": folder / "logs", "experiment_name": name, "model_name": model}
-    return call(sft, **where, seed=seed, **SFT)
+
+    def train() -> str:
+        write_data(Path(data), seed, wrong)
+        model = write_model(folder / "model", seed, word_tokenizer(TOKENS))
+        where = {"data_dir": data, "log_dir": folder / "logs", "experiment_name": name, "model_name": model}
+        return call(sft, **where, seed=seed, **SFT)
+
+    return made(folder / f"{name}.txt", train)
 
 
 # ---------------------------------------------------------------------------------------------------------- results

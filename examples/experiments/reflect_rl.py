@@ -43,7 +43,7 @@ from __future__ import annotations
 import functools
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,13 +52,13 @@ from typing import Any, NamedTuple
 from datasets_prep.text_envs import make_tasks, prepare_data
 from examples.experiments.records import FIVE, TEN, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
-from examples.programs import logged, workers
+from examples.programs import logged, made, workers
 from lightrlhf import evaluate, plot, reflect_rl, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.lists import TEXTS
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import read_metrics
@@ -354,13 +354,6 @@ def fine_tuned(own: Path, task: Task, base: str | None, seed: int, data: str, na
     tuning = FINE_TUNING | task.sft | ({"max_steps": 2} if smoke else {})
     where = {"data_dir": folder / name, "log_dir": own / "logs", "experiment_name": f"sft, {data}", "seed": seed}
     return made(folder / f"{name}.txt", lambda: run(sft, model_name=model, **where, **tuning))
-
-
-def made(stored: Path, make: Callable[[], Any]) -> str:
-    """The path that `make` returns; called once, its result is stored in a file."""
-    if not stored.is_file():
-        write_text(stored, str(make()))
-    return stored.read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------- results

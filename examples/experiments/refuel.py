@@ -39,7 +39,7 @@ from datasets_prep.cafe_talk import prepare_data as cafe_talk
 from examples.experiments.records import TEN, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
-from examples.programs import logged, workers
+from examples.programs import logged, made, workers
 from lightrlhf import evaluate, iterative_refuel, sft
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
@@ -305,18 +305,19 @@ def run_job(job: Job, folder: Path) -> Row:
 
 def initial_policy(task: str, seed: int, own: Path) -> str:
     """The experiment dir of supervised fine-tuning on the demonstrations; trained once."""
-    checkpoints = sorted((own / "logs").rglob("checkpoint-*"))
-    if checkpoints:
-        return str(checkpoints[-1].parent)
-    run = partial(logged, own / f"{START}.log")
-    if task == "cafe":
-        run(cafe_talk, destination_dir=own / "data", tokenizer_name=BASE_DIR, num_proc=1, seed=seed)
-        model = str(BASE_DIR)
-    else:
-        write_two_slots(own / "data", seed)
-        model = write_model(own / "model", seed, two_slot_tokenizer())
-    where = {"data_dir": own / "data", "log_dir": own / "logs", "model_name": model, "seed": seed}
-    return run(sft, **where, **SFT, **TASKS[task]["sft"])
+
+    def train() -> str:
+        run = partial(logged, own / f"{START}.log")
+        if task == "cafe":
+            run(cafe_talk, destination_dir=own / "data", tokenizer_name=BASE_DIR, num_proc=1, seed=seed)
+            model = str(BASE_DIR)
+        else:
+            write_two_slots(own / "data", seed)
+            model = write_model(own / "model", seed, two_slot_tokenizer())
+        where = {"data_dir": own / "data", "log_dir": own / "logs", "model_name": model, "seed": seed}
+        return str(run(sft, **where, **SFT, **TASKS[task]["sft"]))
+
+    return made(own / f"{START}.txt", train)
 
 
 # --------------------------------------------------------------------------------------------------------- results

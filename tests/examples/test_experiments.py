@@ -35,7 +35,7 @@ from examples.experiments import (
 from examples.experiments.readings import at_equal_samples_and_time, at_seconds
 from examples.experiments.records import best_rate, common_seeds, keep, kept_rows, made_by, results
 from examples.experiments.stats import interval, log_rank, paired, report_claims, restricted, shown, shown_gap
-from examples.programs import logged
+from examples.programs import logged, made
 from lightrlhf import quickstart
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure, UsageError
@@ -171,6 +171,16 @@ def test_demonstrations_of_the_hidden_map_and_of_sorting_are_whole(tmp_path):
 )
 def test_names_of_arms_may_have_commas(args, names):
     assert parse(args, ["--arms", *names]).arms == names
+
+
+def test_what_was_not_made_to_its_end_is_made_again(tmp_path):
+    def killed() -> str:
+        (tmp_path / "checkpoint-1").mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "made.txt", killed)
+    assert made(tmp_path / "made.txt", lambda: "run") == "run" == made(tmp_path / "made.txt", killed)
 
 
 POOL = """
