@@ -280,7 +280,7 @@ DIALOGUE_ARMS = {  # arm: what the page calls it
     "multi-turn DPO": "multi-turn DPO",
     "REBEL, one turn": "REBEL, one turn",
 }
-DIALOGUE_TASKS = {"two_slots": "two slots"}  # experiment's name: the page's
+DIALOGUE_TASKS = {"two_slots": "two slots", "cafe": "café"}  # experiment's name: the page's
 
 
 def by_arm(experiment: str, names: Iterable[str]) -> dict[str, list[Row]]:
