@@ -146,6 +146,26 @@ def hidden_map(group: str) -> str:
     return markdown((group, "reward at equal KL", "the first row minus it", "final reward", "final KL"), table)
 
 
+CAFE = {  # arm: what the page calls it
+    "SFT": "SFT",
+    "PPO": "PPO",
+    "DPO": "DPO on the guests' pairs, `--rpo_alpha 0.5`",
+    "online DPO": "online DPO",
+}
+
+
+def online_cafe() -> str:
+    """Gold, win rate, KL and length of each method on the café."""
+    table = []
+    for arm, rows in by_arm("online_cafe", CAFE).items():
+        cells = [str(len(rows)), shown([row["gold"] for row in rows])]
+        for name, digits in (("win_rate", 3), ("kl", 1)):
+            cells.append(shown([row[name] for row in rows], digits) if name in rows[0] else "")
+        cells += [f"{interval([row['mean_length'] for row in rows])[0]:.1f}", f"{rows[0].get('reward_queries') or 0:,}"]
+        table.append((CAFE[arm], *map(short, cells)))
+    return markdown(("", "n", "gold", "gold win rate over SFT", "KL to SFT, nats", "length", "reward queries"), table)
+
+
 DIALOGUES = {  # arm: what the page calls it
     "rm": "reward model, all pairs",
     "judge": "judge, the other half",
@@ -344,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "letters, noise": lambda: macro_scores("noise"),
     "macro actions, café": lambda: macro_scores("cafe", "gold"),
     "unit tests": unit_tests_table,
+    "online DPO, café": online_cafe,
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
