@@ -60,6 +60,7 @@ ONLINE = {
 SMOKE_ONLINE = {"iterations": 1, "prompts_per_iteration": 8, "eval_prompts": 8, "max_new_tokens": 8}
 GOALS = {"DPO": 0.7, "online DPO": 0.8}  # gold win rate over the SFT policy
 ARMS = ("SFT", "PPO", "DPO", "online DPO")
+UNKNOWN: Row = {"seconds": None, "cpu_seconds": None}  # of a stage that an earlier call finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
     for arm, experiment, measures in zip(ARMS, (start, *trained.values()), tested):
         del measures["model"]  # a path of this machine
         row = {"seed": seed, "arm": arm} | measures | {"reward_queries": queries.get(arm)}
-        rows.append(row | {"curve": curve_of(experiment)} | seconds.get(experiment, {}) | made_by())
+        rows.append(row | {"curve": curve_of(experiment)} | seconds.get(experiment, UNKNOWN) | made_by())
     return rows
 
 
