@@ -37,22 +37,22 @@ def short(text: str) -> str:
     return re.sub(r"(?<![\d.])0\.", ".", text)
 
 
-def of_letters(setting: str) -> dict[str, list[Row]]:
-    """The rows of each arm on letters, by seed, of the arms that have some."""
-    kept = sorted((row for row in kept_rows("macro_actions") if row["setting"] == setting), key=lambda row: row["seed"])
-    by_arm = {arm: [row for row in kept if row["arm"] == arm] for arm in LETTERS}
-    return {arm: rows for arm, rows in by_arm.items() if rows}
+def by_arm(experiment: str, names: Iterable[str], **where: str) -> dict[str, list[Row]]:
+    """The rows of each of these arms, by seed, of the arms that have some; where: values of columns of the rows."""
+    rows = sorted((row for row in kept_rows(experiment) if where.items() <= row.items()), key=lambda row: row["seed"])
+    own = {arm: [row for row in rows if row["arm"] == arm] for arm in names}
+    return {arm: found for arm, found in own.items() if found}
 
 
-def beside_tokens(by_arm: dict[str, list[Row]], arm: str, read: Read, digits: int, is_time: bool) -> list[str]:
+def beside_tokens(of_arm: dict[str, list[Row]], arm: str, read: Read, digits: int, is_time: bool) -> list[str]:
     """How much better an arm is than tokens at the same lambda, and at the matched one."""
     cells = []
     for other in (TOKEN, MATCHED):
-        rows = [*by_arm[arm], *by_arm.get(other, [])]
+        rows = [*of_arm[arm], *of_arm.get(other, [])]
         found = compare(rows, arm, other, read, is_time) if arm not in (TOKEN, other) else None
         text = short(shown_gap(found.gap, digits)) if found else ""
         if found and is_time:
-            times = ([row["rollouts"] for row in by_arm[name]] for name in (arm, other))
+            times = ([row["rollouts"] for row in of_arm[name]] for name in (arm, other))
             text += f", p {short(f'{log_rank(*times)[1]:.2g}')}"
         cells.append(text)
     return cells
@@ -60,23 +60,23 @@ def beside_tokens(by_arm: dict[str, list[Row]], arm: str, read: Read, digits: in
 
 def letters_until() -> str:
     """Rollouts on letters until the score is reached, each arm beside tokens at both lambdas."""
-    by_arm, table = of_letters("share"), []
-    for arm, rows in by_arm.items():
+    of_arm, table = by_arm("macro_actions", LETTERS, setting="share"), []
+    for arm, rows in of_arm.items():
         times = [row["rollouts"] for row in rows]
         every = " ".join(f">{LIMIT}" if time is None else f"{time}" for time in times)
         mean = shown(restricted(times, LIMIT), 1)
         table.append(
-            (LETTERS[arm], str(len(rows)), mean, every, *beside_tokens(by_arm, arm, rollouts, 1, is_time=True))
+            (LETTERS[arm], str(len(rows)), mean, every, *beside_tokens(of_arm, arm, rollouts, 1, is_time=True))
         )
     return markdown(("arm", "n", "rollouts, mean", "each seed", "fewer than tokens", "than tokens at λ^(1/8)"), table)
 
 
 def macro_scores(setting: str, name: str = "score") -> str:
     """The last score in another setting, each arm beside tokens at both lambdas."""
-    by_arm, table = of_letters(setting), []
-    for arm, rows in by_arm.items():
+    of_arm, table = by_arm("macro_actions", LETTERS, setting=setting), []
+    for arm, rows in of_arm.items():
         mean = short(shown([row[name] for row in rows]))
-        table.append((LETTERS[arm], str(len(rows)), mean, *beside_tokens(by_arm, arm, column(name), 3, is_time=False)))
+        table.append((LETTERS[arm], str(len(rows)), mean, *beside_tokens(of_arm, arm, column(name), 3, is_time=False)))
     return markdown(("arm", "n", f"{name}, mean", "more than tokens", "than tokens at λ^(1/8)"), table)
 
 
@@ -301,13 +301,6 @@ DIALOGUE_ARMS = {  # arm: what the page calls it
     "REBEL, one turn": "REBEL, one turn",
 }
 DIALOGUE_TASKS = {"two_slots": "two slots", "cafe": "café"}  # experiment's name: the page's
-
-
-def by_arm(experiment: str, names: Iterable[str]) -> dict[str, list[Row]]:
-    """The rows of each of these arms, by seed, of the arms that have some."""
-    rows = sorted(kept_rows(experiment), key=lambda row: row["seed"])
-    own = {arm: [row for row in rows if row["arm"] == arm] for arm in names}
-    return {arm: found for arm, found in own.items() if found}
 
 
 def refuel_turns(task: str) -> str:

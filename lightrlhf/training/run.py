@@ -231,7 +231,7 @@ class Run(Generic[AnyArgs]):
         return self.fabric.strategy.device_mesh["data_parallel"].get_group()
 
     def once(self, work: Callable[[], Item]) -> Item:
-        """The result of `work`, which one rank of a tensor-parallel group does for all: its ranks must not part.
+        """The result of `work`, done by one rank of a tensor-parallel group for all: their weights must not diverge.
 
         Raises: on all of them, what is wrong with the input or the run there.
         """
