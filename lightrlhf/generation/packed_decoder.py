@@ -1,7 +1,8 @@
-"""One decoding step of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
+"""Prompts and decoding steps of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
 
 A decoding step multiplies few rows with all weights. With packed weights such products take half to nine tenths of the
-time; queries, keys and values, and the two inputs of the gate, become one product each. The copy is made for each call
+time; queries, keys and values, and the two inputs of the gate, become one product each. Prompts are computed without
+padding, one behind the other, but for attention, in which each is a row. The copy is made for each call
 of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast bfloat16.
 Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of their own.
 
@@ -72,8 +73,18 @@ class Layer(NamedTuple):
     down: PackedLinear
 
 
+class PromptStates(NamedTuple):
+    """Keys and values of prompts in one layer."""
+
+    keys: Tensor  # (P, groups, W, D), prompts right-aligned
+    values: Tensor
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]
+
+
 class PackedDecoder:
-    """A decoding step over packed weights: what the model computes, up to rounding."""
+    """Prompts and decoding steps over packed weights: what the model computes, up to rounding."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         inner: Any = model.base_model
@@ -95,20 +106,62 @@ class PackedDecoder:
         attention: which columns each slot attends to; caches: those of the layers, to which the tokens' keys and values
         are added.
         """
+        attention.begin_step()
+
+        def attend(number: int, turned: Tensor, values: Tensor) -> Tensor:
+            caches[number].update(turned[:, self.heads :], values)
+            return attention(turned, caches[number])
+
         with torch.autocast("cpu", enabled=False):
-            hidden = self.embed(ids)  # (S, H)
-            cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (S, 1, D)
-            cos, sin = cos * self.scale, sin * self.scale * self.sign  # (S, heads + groups, D)
-            attention.begin_step()
-            for layer, cache in zip(self.layers, caches, strict=True):
-                states = layer.project(layer.norm(hidden)).view(len(ids), -1, self.head_size).float()
-                turned, values = states.split((self.heads + self.groups, self.groups), 1)
-                turned = self._rotated(layer, turned, cos, sin)
-                cache.update(turned[:, self.heads :], values)
-                hidden = hidden + layer.output(attention(turned, cache))
-                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
-                hidden = hidden + layer.down(layer.activation(gate) * up)
-            return self.head(self.norm(hidden))
+            return self.head(self.norm(self._hidden(ids, positions, attend)))
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PromptStates], Tensor, Tensor]:
+        """The states of whole prompts in each layer, their mask (P, W), and the logits (P, V) after each."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        count, width = len(prompts), int(lengths.max())
+        columns = torch.arange(width)
+        mask = columns >= width - lengths[:, None]  # (P, W), right-aligned
+        right = mask.flatten().nonzero()[:, 0]  # (N,) places of tokens in the cache
+        left = (columns < lengths[:, None]).flatten().nonzero()[:, 0]  # in attention, where no token sees padding
+        states: list[PromptStates] = []
+
+        def attend(number: int, turned: Tensor, values: Tensor) -> Tensor:
+            tokens = torch.cat([turned, values], 1)  # (N, heads + 2 groups, D)
+            rows = tokens.new_zeros(count * width, *tokens.shape[1:]).index_copy_(0, left, tokens)
+            parts = rows.view(count, width, -1, self.head_size).transpose(1, 2)
+            queries, keys, values = parts.split((self.heads, self.groups, self.groups), 1)  # (P, heads, W, D)
+            is_grouped = self.heads != self.groups
+            outputs = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=1.0, enable_gqa=is_grouped
+            )
+            kept = tokens.new_zeros(count * width, 2 * self.groups, self.head_size)
+            kept.index_copy_(0, right, tokens[:, self.heads :])
+            parts = kept.view(count, width, -1, self.head_size).transpose(1, 2)
+            states.append(PromptStates(*parts.split(self.groups, 1)))
+            return outputs.transpose(1, 2).reshape(count * width, -1).index_select(0, left)
+
+        with torch.autocast("cpu", enabled=False):
+            ids = torch.tensor([token for prompt in prompts for token in prompt])  # (N,)
+            hidden = self._hidden(ids, left % width, attend)
+            logits = self.head(self.norm(hidden[lengths.cumsum(0) - 1]))
+        return states, mask, logits
+
+    def _hidden(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
+        """Hidden states (N, H) of tokens ids (N,) at positions (N,).
+
+        attend: of a layer's number, rotated queries and keys (N, heads + groups, D) and values (N, groups, D), the
+        outputs of attention (N, heads * D); queries have its scale.
+        """
+        hidden = self.embed(ids)  # (N, H)
+        cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (N, 1, D)
+        cos, sin = cos * self.scale, sin * self.scale * self.sign  # (N, heads + groups, D)
+        for number, layer in enumerate(self.layers):
+            states = layer.project(layer.norm(hidden)).view(len(ids), -1, self.head_size).float()
+            turned, values = states.split((self.heads + self.groups, self.groups), 1)
+            hidden = hidden + layer.output(attend(number, self._rotated(layer, turned, cos, sin), values))
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+            hidden = hidden + layer.down(layer.activation(gate) * up)
+        return hidden
 
     def _rotated(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries and keys (S, heads + groups, D), rotated by their positions."""

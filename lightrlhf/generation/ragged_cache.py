@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32  # columns
@@ -28,12 +29,15 @@ class RaggedLayer:
 
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         groups, _, size = prefilled.keys.shape[1:]
-        self.keys = torch.zeros(num_slots, groups, num_columns // BLOCK, size, BLOCK)
-        self.values = torch.zeros(num_slots, groups, num_columns, size)
+        self.keys = torch.empty(num_slots, groups, num_columns // BLOCK, size, BLOCK)
+        self.values = torch.empty(num_slots, groups, num_columns, size)
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
+        self._clear_last_block()
 
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Append one column, (slots, groups, head size) each."""
+        if self.end % BLOCK == 0:
+            self._clear_last_block()
         self.keys[:, :, self.end // BLOCK, :, self.end % BLOCK] = keys
         self.values[:, :, self.end] = values
         self.end += 1
@@ -42,9 +46,9 @@ class RaggedLayer:
         """Copy rows `source` of a prefilled layer into slots, right-aligned at the current column."""
         start = self.end - prefilled.get_seq_length()
         self.start = min(self.start, start)
-        columns = torch.arange(start, self.end)
-        by_column = self.keys.permute(0, 2, 4, 1, 3)  # (slots, blocks, BLOCK, groups, D)
-        by_column[slots[:, None], columns // BLOCK, columns % BLOCK] = prefilled.keys[source].transpose(1, 2).float()
+        first, stop = start // BLOCK, -(-self.end // BLOCK)
+        parts = F.pad(prefilled.keys, (0, 0, start - first * BLOCK, stop * BLOCK - self.end)).unflatten(2, (-1, BLOCK))
+        self.keys[slots, :, first:stop] = parts.transpose(3, 4)[source].float()  # whole blocks: all of one is read
         self.values[slots, :, start : self.end] = prefilled.values[source].float()
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
@@ -58,8 +62,17 @@ class RaggedLayer:
         """Drop the first columns, a multiple of `block`, which no row attends to any more."""
         first, stop = count // BLOCK, -(-self.end // BLOCK)
         self.keys[:, :, : stop - first] = self.keys[:, :, first:stop].clone()
-        self.values[:, :, : self.end - count] = self.values[:, :, count : self.end].clone()
+        self.values[:, :, : stop * BLOCK - count] = self.values[:, :, count : stop * BLOCK].clone()
         self.start, self.end = self.start - count, self.end - count
+
+    def _clear_last_block(self) -> None:
+        """Set the block of the next column to 0, since all of it is read, and weights of 0 do not hide NaN.
+
+        So a cache takes time for the columns that are used, not for all that there is room for.
+        """
+        block = self.end // BLOCK
+        self.keys[:, :, block : block + 1] = 0.0  # none where no column is left
+        self.values[:, :, block * BLOCK : (block + 1) * BLOCK] = 0.0
 
 
 class Attention:
@@ -93,7 +106,7 @@ class Attention:
         columns = torch.arange(self.first * BLOCK, self.stop * BLOCK)
         self.value_rows = (table[:, :, None] * (num_blocks * BLOCK) + columns)[is_live].int()  # (N,)
         counts = live.sum(1).repeat_interleave(heads)
-        self.value_offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
+        self.value_offsets = F.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
         self.bias: Tensor  # of a step
 
     def holds(self, layer: RaggedLayer) -> bool:

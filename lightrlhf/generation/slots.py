@@ -3,13 +3,15 @@
 All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
 from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
 Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
-their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`ragged_cache`).
+their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`ragged_cache`), and
+computes prompts without cached prefixes itself.
 
 Left out: paged caches.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.args import SamplingArgs
-from lightrlhf.data.batch import inference_batch_size
+from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.ragged_cache import Attention, RaggedLayer
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
 # a multiple of a layer's `block`, which must not be larger
+LATE_STEPS = 16  # at most between two looks of the engine: columns to spare where no slot is refilled
 
 
 class SlabLayer:
@@ -91,7 +94,7 @@ class SlabLayer:
 class Prefilled(NamedTuple):
     """Prefilled prompts whose rows wait for idle slots."""
 
-    layers: list[Any]
+    layers: Sequence[Any]
     mask: Tensor  # (P, width), prompts right-aligned
     logits: Tensor  # (P, V) of the first token of the response
     seen: Tensor | None  # (P, V), tokens that occur in the prompt, for the repetition penalty
@@ -134,10 +137,11 @@ class Slots:
             sorted(groups.items(), key=lambda group: -len(group[0]))
         )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
-        self.prefilled = self._prefill(num_slots)
         self.decoder = pack_decoder(model, args.max_new_tokens) if self.layer_type is SlabLayer else None
+        self.prefilled = self._prefill(num_slots)
         kind = self.layer_type if self.decoder is None else RaggedLayer
-        num_columns = self.columns_for(self.longest + args.max_new_tokens + SPARE_COLUMNS)
+        spare = SPARE_COLUMNS if num_slots < num_rows else min(SPARE_COLUMNS, LATE_STEPS)
+        num_columns = self.columns_for(self.longest + args.max_new_tokens + spare)
         self.num_columns = -(-num_columns // kind.block) * kind.block
         self.layers: Sequence[Any] = [kind(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
         self.attention: Attention | None = None  # of the decoder, until slots change
@@ -238,13 +242,35 @@ class Slots:
         """Prefill the next distinct prompts: enough for `num_rows` rows, but at most what one pass takes."""
         prompts: list[tuple[int, ...]] = []
         rows_of: list[list[int]] = []
-        max_prompts = num_rows  # with cached prefixes the uncached parts are short
-        if not self.prefixes:
-            max_prompts = inference_batch_size(len(self.groups[0][0]), num_rows, self.device)
-        while self.groups and len(prompts) < max_prompts and sum(map(len, rows_of)) < num_rows:
+        decoder = self.decoder if self.prefixes is None else None
+        longest, num_tokens = len(self.groups[0][0]), 0
+        most = math.inf  # with cached prefixes the uncached parts are short
+        if self.prefixes is None:
+            most = INFERENCE_TOKENS.get(self.device.type, math.inf)
+        while self.groups and sum(map(len, rows_of)) < num_rows:
+            num_tokens += len(self.groups[0][0]) if decoder else longest
+            if prompts and num_tokens > most:
+                break
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)
             rows_of.append(rows)
+        layers: Sequence[Any]
+        if decoder is not None:
+            layers, mask, logits = decoder.prefill(prompts)
+        else:
+            layers, mask, logits = self._prefill_by_model(prompts, rows_of)
+        seen = None
+        if self.args.repetition_penalty != 1:
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for i, prompt in enumerate(prompts):
+                seen[i, list(prompt)] = True
+        waiting = deque((row, i) for i, rows in enumerate(rows_of) for row in rows)
+        return Prefilled(layers, mask, logits, seen, waiting)
+
+    def _prefill_by_model(
+        self, prompts: list[tuple[int, ...]], rows_of: list[list[int]]
+    ) -> tuple[Sequence[Any], Tensor, Tensor]:
+        """Layers of a cache with these prompts, their mask (P, W), and the logits (P, V) after each."""
         cached = load_prefixes(
             self.model, prompts, [self.prefixes[rows[0]] if self.prefixes else None for rows in rows_of]
         )
@@ -267,13 +293,7 @@ class Slots:
             for rows, prefix in zip(rows_of, store_prefixes(cached, prompts, padded_left=True)):
                 for row in rows:
                     self.prefixes[row] = prefix
-        seen = None
-        if self.args.repetition_penalty != 1:
-            seen = torch.zeros_like(logits, dtype=torch.bool)
-            for i, prompt in enumerate(prompts):
-                seen[i, list(prompt)] = True
-        waiting = deque((row, i) for i, rows in enumerate(rows_of) for row in rows)
-        return Prefilled(list(cached.cache.layers), mask, logits, seen, waiting)
+        return cached.cache.layers, mask, logits
 
     def _insert(self, slots: Tensor, rows: Tensor, source: Tensor) -> None:
         """Put rows into slots with the keys and values of their prompts, and sample their first tokens."""

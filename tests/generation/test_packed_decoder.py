@@ -7,6 +7,7 @@ import torch
 from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
+from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.packed_decoder import pack_decoder
@@ -60,6 +61,37 @@ def logits_after(model, autocast: bool = False) -> tuple[torch.Tensor, torch.Ten
 @torch.inference_mode()
 def test_logits_of_a_step_are_those_of_the_model(kind):
     torch.testing.assert_close(*logits_after(model_of(kind)), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
+    model = model_of(kind)
+    decoder = pack_decoder(model, STEPS)
+    assert decoder is not None
+    states, mask, logits = decoder.prefill(PROMPTS)
+    assert mask.sum(1).tolist() == list(map(len, PROMPTS)) and mask[:, -1].all()
+    for row, prompt in enumerate(PROMPTS):
+        alone = model(input_ids=torch.tensor([prompt]), use_cache=True)
+        torch.testing.assert_close(logits[row], alone.logits[0, -1], atol=2e-5, rtol=1e-5)
+        for layer, expected in zip(states, alone.past_key_values.layers, strict=True):
+            for found, own in ((layer.keys, expected.keys), (layer.values, expected.values)):
+                torch.testing.assert_close(found[row, :, mask[row]], own[0], atol=2e-5, rtol=1e-5)
+                assert not found[row, :, ~mask[row]].any()
+
+
+def test_prompts_are_computed_without_padding_in_passes_of_so_many_tokens(monkeypatch):
+    monkeypatch.setitem(INFERENCE_TOKENS, "cpu", 10)
+    rows = []
+    project = packed_decoder.PackedLinear.__call__
+    monkeypatch.setattr(
+        packed_decoder.PackedLinear, "__call__", lambda own, inputs: (rows.append(len(inputs)), project(own, inputs))[1]
+    )
+    with torch.inference_mode():
+        slots = Slots(tiny_model("llama"), PROMPTS, SamplingArgs(max_new_tokens=STEPS), [], noise(), len(PROMPTS))
+        slots.admit(torch.arange(len(PROMPTS)))
+    first, second = rows[0], rows[4 * 2 + 1]  # four products in each of two layers, then the head
+    assert (first, second) == (6 + 4, 3 + 1)  # tokens of the longest prompts, and of the others
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

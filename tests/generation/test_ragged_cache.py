@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers import tiny_policy
 
 from lightrlhf.cli.args import SamplingArgs
-from lightrlhf.generation import packed_decoder
+from lightrlhf.generation import packed_decoder, ragged_cache
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.ragged_cache import BLOCK, Attention, RaggedLayer, has_fast_sums
 from lightrlhf.generation.slots import SlabLayer, Slots
 
 SLOTS, GROUPS, SIZE, COLUMNS = 5, 2, 12, 4 * BLOCK
 pytestmark = pytest.mark.skipif(not has_fast_sums(), reason="torch has no FBGEMM here")
+
+
+class Unwritten:
+    """torch, whose new memory is NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*size: int) -> torch.Tensor:
+        return torch.full(size, torch.nan)
 
 
 def prefilled(rows: int, columns: int) -> SimpleNamespace:
@@ -37,11 +49,13 @@ def keys_of(layer: RaggedLayer) -> torch.Tensor:
     return layer.keys.transpose(3, 4).flatten(2, 3)
 
 
-def assert_same(ragged: RaggedLayer, slab: SlabLayer) -> None:
+def assert_same(ragged: RaggedLayer, slab: SlabLayer, late: tuple[int, ...] = ()) -> None:
+    """late: slots of which only the last seven columns count."""
     assert (ragged.start, ragged.end) == (slab.start, slab.end)
-    part = slice(slab.start, slab.end)
-    assert torch.equal(keys_of(ragged)[:, :, part], slab.slabs[0][:, :, part])
-    assert torch.equal(ragged.values[:, :, part], slab.slabs[1][:, :, part])
+    for slot in range(len(ragged.keys)):
+        part = slice(slab.end - 7 if slot in late else slab.start, slab.end)
+        assert torch.equal(keys_of(ragged)[slot, :, part], slab.slabs[0][slot, :, part])
+        assert torch.equal(ragged.values[slot, :, part], slab.slabs[1][slot, :, part])
 
 
 def test_rows_come_move_and_leave_as_in_a_slab():
@@ -54,14 +68,24 @@ def test_rows_come_move_and_leave_as_in_a_slab():
     late = prefilled(3, 7)
     for layer in (ragged, slab):
         layer.insert(torch.tensor([3, 1]), late, torch.tensor([2, 0]))
-    assert_same(ragged, slab)
+    assert_same(ragged, slab, (3, 1))
     for layer in (ragged, slab):
         layer.compact(torch.tensor([0]), torch.tensor([4]), 4)
-    assert_same(ragged, slab)
+    assert_same(ragged, slab, (3, 1))
     for layer in (ragged, slab):
         layer.start = BLOCK + 1
         layer.drop_columns(BLOCK)
-    assert_same(ragged, slab)
+    assert_same(ragged, slab, (3, 1))
+
+
+def test_all_of_the_last_block_is_finite_after_columns_were_dropped(monkeypatch):
+    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
+    layer = RaggedLayer(prefilled(SLOTS, 2 * BLOCK + 5), SLOTS, COLUMNS)
+    layer.start = layer.end
+    layer.insert(torch.arange(SLOTS), prefilled(SLOTS, 7), torch.arange(SLOTS))
+    layer.drop_columns(BLOCK)
+    assert layer.end == BLOCK + 5
+    assert layer.keys[:, :, 1].isfinite().all() and layer.values[:, :, BLOCK : 2 * BLOCK].isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [2, 6])
@@ -80,9 +104,10 @@ def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, colum
         layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
         turned = torch.randn(SLOTS, heads + GROUPS, SIZE)
         found = attention(turned, layer)
-        keys, values = (part.double().repeat_interleave(heads // GROUPS, 1) for part in (keys_of(layer), layer.values))
+        states = (part[:, :, : layer.end] for part in (keys_of(layer), layer.values))
+        keys, values = (part.double().repeat_interleave(heads // GROUPS, 1) for part in states)
         scores = torch.einsum("shd,shcd->shc", turned[:, :heads].double(), keys)
-        weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~mask[:, None, : layer.end], -torch.inf).softmax(-1)
         expected = torch.einsum("shc,shcd->shd", weights, values).flatten(1)
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
 
@@ -99,6 +124,8 @@ def test_what_is_left_of_a_prompt_is_not_read():
 
 @pytest.mark.parametrize("num_slots", [1, 2, 64])
 def test_long_calls_that_refill_slots_and_drop_columns_equal_the_model(num_slots, monkeypatch):
+    """Memory that was not written is NaN here, which would stay NaN with a weight of 0."""
+    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
     policy = tiny_policy("llama", num_key_value_heads=2, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 40, (3 + 5 * (row % 8),), generator=generator).tolist() for row in range(16)]
