@@ -339,16 +339,24 @@ REFLECT_ARMS = {  # arm: what the page calls it
 
 
 def reflect(task: str) -> str:
-    """Success of each arm on held-out starts, after each number of iterations at which it was measured."""
+    """Success of each arm on held-out starts, after each number of iterations at which it was measured.
+
+    Where starts have levels, sampled success at each stands beside it.
+    """
+    of_arm = by_arm(f"reflect_rl_{task}", REFLECT_ARMS)
+    first = next(iter(of_arm.values()))[0]["results"][0]
+    levels = [name for name in first if name.startswith("success, ") and not name.endswith("_interval")]
     table = []
-    for arm, rows in by_arm(f"reflect_rl_{task}", REFLECT_ARMS).items():
+    for arm, rows in of_arm.items():
         seconds = f"{interval([row['seconds'] for row in rows])[0]:.0f}"
         for tested in zip(*(row["results"] for row in rows)):
             means = [shown([result[key] for result in tested]) for key in ("success", "greedy_success")]
-            first = tested[0] is rows[0]["results"][0]
-            name, n, spent = (REFLECT_ARMS[arm], str(len(rows)), seconds) if first else ("", "", "")
+            means += [f"{interval([result[level] for result in tested])[0]:.3f}" for level in levels]
+            is_first = tested[0] is rows[0]["results"][0]
+            name, n, spent = (REFLECT_ARMS[arm], str(len(rows)), seconds) if is_first else ("", "", "")
             table.append((name, n, str(tested[0]["iterations"] or "none"), *map(short, means), spent))
-    return markdown(("arm", "n", "RL", "sampled", "greedy", "s"), table)
+    names = [level.removeprefix("success, ") for level in levels]
+    return markdown(("arm", "n", "RL", "sampled", "greedy", *names, "s"), table)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -361,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
-    "reflect, taxi": partial(reflect, "taxi"),
+    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore", "household")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,
