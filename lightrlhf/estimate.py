@@ -400,12 +400,12 @@ def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     settings = SamplingArgs(max_new_tokens=args.max_new_tokens)
     with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
         kind, uniforms = RoundedSlots if prefixes else Slots, torch.zeros(len(prompts), args.max_new_tokens)
-        engine = kind(model, prompts, settings, [], uniforms, slots, prefixes)
-        engine.admit(torch.arange(slots))
         dtype = packed_dtype(model, args.max_new_tokens)
         copy = [
             torch.empty_like(weight, dtype=dtype) for weight in model.parameters() if dtype
         ]  # of the packed decoder
+        engine = kind(model, prompts, settings, [], uniforms, slots, prefixes)
+        engine.admit(torch.arange(slots))
         for layer in engine.layers:
             layer.end = engine.num_columns - 1
         engine.step()

@@ -2,8 +2,8 @@
 
 A row that has ended leaves its slot to a waiting one; when no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
-On CPUs a step of a common architecture runs over packed weights (`packed_decoder`), else it calls the model; on CUDA
-steps are captured (`graphs`), and the host looks only at times which rows have ended.
+On CPUs prompts and steps of a common architecture run over packed weights (`packed_decoder`), else through the model;
+on CUDA steps are captured (`graphs`), and the host looks only at times which rows have ended.
 
 Left out: beam search, speculative decoding, servers (see `rollout_servers`), architectures without a KV cache, compiled
 steps.
@@ -24,14 +24,14 @@ from lightrlhf.generation.graphs import DEVICES, note, slots_type
 from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, packed_dtype
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
-from lightrlhf.generation.slots import Slots
+from lightrlhf.generation.slots import LATE_STEPS, Slots
 from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, trial_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLASH = "flash_attention_2"
-STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere 16, since a check synchronises; less than SPARE_COLUMNS
+STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere LATE_STEPS, since a check synchronises
 
 
 class Completions(NamedTuple):
@@ -125,7 +125,7 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Comp
 def decode_all(slots: Slots, tokenizer: Any, before_step: Callable[[], None] | None = None) -> Slots:
     """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
-    check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, 16), slots.args.max_new_tokens)
+    check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, LATE_STEPS), slots.args.max_new_tokens)
     step = 0
     while True:
         step += 1

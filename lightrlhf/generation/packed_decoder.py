@@ -1,10 +1,10 @@
 """Prompts and decoding steps of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
 
 A decoding step multiplies few rows with all weights. With packed weights such products take half to nine tenths of the
-time; queries, keys and values, and the two inputs of the gate, become one product each. Prompts are computed without
-padding, one behind the other, but for attention, in which each is a row. The copy is made for each call
-of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast bfloat16.
-Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of their own.
+time; queries, keys and values, and the two inputs of the gate, become one product each. Prompts are one row of tokens
+without padding; attention alone has a padded row for each. The copy is made for each call of the engine, with the
+weights of that moment, in the dtype of the products: float32, or under autocast bfloat16. Adapters are merged into it
+in float32; in bfloat16, where small changes would be lost, they stay products of their own.
 
 Attention is in float32 for both, over the columns of each slot alone (`ragged_cache`): on CPUs torch's own repeats keys
 and values for each query of a group, and is slow in bfloat16 where a text has a single query.

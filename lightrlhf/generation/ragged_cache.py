@@ -47,8 +47,11 @@ class RaggedLayer:
         start = self.end - prefilled.get_seq_length()
         self.start = min(self.start, start)
         first, stop = start // BLOCK, -(-self.end // BLOCK)
-        parts = F.pad(prefilled.keys, (0, 0, start - first * BLOCK, stop * BLOCK - self.end)).unflatten(2, (-1, BLOCK))
-        self.keys[slots, :, first:stop] = parts.transpose(3, 4)[source].float()  # whole blocks: all of one is read
+        around = (0, 0, start - first * BLOCK, stop * BLOCK - self.end)  # whole blocks, since all of one is read
+        keys = F.pad(prefilled.keys[source].float(), around).unflatten(
+            2, (-1, BLOCK)
+        )  # (rows, groups, blocks, BLOCK, D)
+        self.keys[slots, :, first:stop] = keys.transpose(3, 4)
         self.values[slots, :, start : self.end] = prefilled.values[source].float()
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
 # a multiple of a layer's `block`, which must not be larger
-LATE_STEPS = 16  # at most between two looks of the engine: columns to spare where no slot is refilled
+MOST_PADDED = 2  # of packed prompts: columns of attention to tokens of a pass that is full
+LATE_STEPS = 16  # at most, from one look of the engine to the next: columns to spare where no slot is refilled
 
 
 class SlabLayer:
@@ -248,8 +249,9 @@ class Slots:
         if self.prefixes is None:
             most = INFERENCE_TOKENS.get(self.device.type, math.inf)
         while self.groups and sum(map(len, rows_of)) < num_rows:
-            num_tokens += len(self.groups[0][0]) if decoder else longest
-            if prompts and num_tokens > most:
+            padded = (len(prompts) + 1) * longest
+            num_tokens += len(self.groups[0][0])
+            if prompts and (max(num_tokens, padded / MOST_PADDED) if decoder else padded) > most:
                 break
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)

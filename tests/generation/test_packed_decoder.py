@@ -80,18 +80,23 @@ def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
                 assert not found[row, :, ~mask[row]].any()
 
 
-def test_prompts_are_computed_without_padding_in_passes_of_so_many_tokens(monkeypatch):
+@pytest.mark.parametrize(
+    "lengths, passes",
+    [((6, 4, 3, 1), [6 + 4, 3 + 1]), ((9, 1, 1, 1), [9 + 1, 1 + 1]), ((30, 2, 2, 1), [30, 2 + 2 + 1])],
+)
+def test_passes_over_prompts_have_so_many_tokens_and_little_padding(lengths, passes, monkeypatch):
+    """Of 10 tokens here, and attention of at most 20 columns."""
     monkeypatch.setitem(INFERENCE_TOKENS, "cpu", 10)
-    rows = []
-    project = packed_decoder.PackedLinear.__call__
+    rows, project = [], packed_decoder.PackedLinear.__call__
     monkeypatch.setattr(
         packed_decoder.PackedLinear, "__call__", lambda own, inputs: (rows.append(len(inputs)), project(own, inputs))[1]
     )
+    prompts = [[3 + number] * length for number, length in enumerate(lengths)]
     with torch.inference_mode():
-        slots = Slots(tiny_model("llama"), PROMPTS, SamplingArgs(max_new_tokens=STEPS), [], noise(), len(PROMPTS))
-        slots.admit(torch.arange(len(PROMPTS)))
-    first, second = rows[0], rows[4 * 2 + 1]  # four products in each of two layers, then the head
-    assert (first, second) == (6 + 4, 3 + 1)  # tokens of the longest prompts, and of the others
+        slots = Slots(tiny_model("llama"), prompts, SamplingArgs(max_new_tokens=STEPS), [], noise(), len(prompts))
+        slots.admit(torch.arange(len(prompts)))
+    products = 4 * 2 + 1  # four in each of two layers, and the head
+    assert rows[::products] == passes
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
