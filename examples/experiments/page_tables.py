@@ -369,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
-    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore", "household")},
+    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,
