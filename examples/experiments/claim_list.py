@@ -1,7 +1,7 @@
 """The claims that papers make, beside the experiment that tests each here; written down before the runs that are kept.
 
 A figure of a paper stands here only where it was read in the paper's abstract, its repository or a text that quotes it;
-`says` is the claim alone elsewhere. `Earlier` figures are those of the pages before raw rows were kept.
+`says` is the claim alone elsewhere.
 
 Left out: claims about speed and memory (howto/speed.md), and those that an experiment here was not made for.
 """
@@ -9,20 +9,13 @@ Left out: claims about speed and memory (howto/speed.md), and those that an expe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from examples.experiments.readings import Gap, Read, each, equal_kl
+from examples.experiments.readings import Read, each, equal_kl
 from examples.experiments.records import Row
 from examples.experiments.stats import restricted
 
 LIMIT = 60  # rollouts of a run on letters
-
-
-class Earlier(NamedTuple):
-    """What a page reported of a difference, over so many seeds; the rows were not kept."""
-
-    n: int
-    gap: Gap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +36,6 @@ class Claim:
     matched: str | None = None
     less_is_better: bool = False
     digits: int = 3
-    earlier: Earlier | None = None
-    earlier_matched: Earlier | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,41 +95,31 @@ MACRO_ACTIONS = Paper(
             read=read,
             less_is_better=read is rollouts,
             digits=1 if read is rollouts else 3,
-            earlier=Earlier(5, same),
-            earlier_matched=Earlier(5, matched),
         )
-        for says, measure, setting, read, same, matched in (
+        for says, measure, setting, read in (
             (
                 "macro actions learn faster",
                 f"letters, rollouts to a score of .9, restricted to {LIMIT}",
                 "share",
                 rollouts,
-                (18.2, 13.5, 22.9),
-                (1.4, -0.3, 3.1),
             ),
             (
                 "and where the reward depends on the position",
                 f"letters, score of the last five of {LIMIT} rollouts",
                 "position",
                 column("score"),
-                (0.132, 0.097, 0.168),
-                (0.018, -0.013, 0.050),
             ),
             (
                 "and under a noisy reward",
                 f"letters, rollouts to a score of .9, restricted to {LIMIT}",
                 "noise",
                 rollouts,
-                (7.2, -1.9, 16.3),
-                (4.4, -4.5, 13.3),
             ),
             (
                 "and score higher on text",
                 "café, gold score after 15 rollouts",
                 "cafe",
                 column("gold"),
-                (0.004, -0.010, 0.018),
-                (-0.001, -0.016, 0.014),
             ),
         )
     )
@@ -166,7 +147,7 @@ MACRO_ACTIONS = Paper(
 )
 
 
-def refuel_claims(task: str, measure: str, gaps: tuple[Gap, Gap, Gap]) -> tuple[Claim, ...]:
+def refuel_claims(task: str, measure: str) -> tuple[Claim, ...]:
     """The three claims about the order of arms at the last turn; LT-MIXIN was the better last-turn arm."""
     said = (
         ("own prefixes are better than the data's", "REFUEL", "MT-MIXIN"),
@@ -181,9 +162,8 @@ def refuel_claims(task: str, measure: str, gaps: tuple[Gap, Gap, Gap]) -> tuple[
             arm=arm,
             control=control,
             read=last_turn,
-            earlier=Earlier(5, gap),
         )
-        for (says, arm, control), gap in zip(said, gaps)
+        for says, arm, control in said
     )
 
 
@@ -199,12 +179,10 @@ REFUEL = Paper(
         *refuel_claims(
             "two_slots",
             "two slots, gold score after five turns",
-            ((0.089, -0.047, 0.225), (0.625, 0.508, 0.742), (0.714, 0.670, 0.758)),
         ),
         *refuel_claims(
             "cafe",
             "café as a conversation, gold score after three turns",
-            ((0.016, -0.012, 0.044), (0.214, 0.139, 0.289), (0.230, 0.141, 0.320)),
         ),
     ),
     not_measurable=("win rates of an 8B model against a 70B model by GPT-4 with a 70B model as the user",),
@@ -224,7 +202,6 @@ ONLINE = Paper(
             arm="online",
             control="offline, SFT policy",
             read=equal_kl,
-            earlier=Earlier(5, (0.075, 0.014, 0.136)),
         ),
         Claim(
             says="own responses are better than foreign text",
@@ -233,7 +210,6 @@ ONLINE = Paper(
             arm="offline, SFT policy",
             control="offline, foreign text",
             read=equal_kl,
-            earlier=Earlier(5, (0.060, 0.009, 0.111)),
         ),
         Claim(
             says="online is better than offline",
@@ -248,7 +224,7 @@ ONLINE = Paper(
 )
 
 
-def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int, gap: Gap) -> Claim:
+def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int) -> Claim:
     measure = f"sampled success on held-out starts after {iterations} iterations"
     return Claim(
         says=says,
@@ -257,7 +233,6 @@ def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int,
         arm=arm,
         control=control,
         read=success(iterations),
-        earlier=Earlier(5, gap),
     )
 
 
@@ -273,26 +248,25 @@ REFLECT_RL = Paper(
     ),
     page="algorithms/reflect_rl.md#the-experiment",
     claims=(
-        reflect_claim("taxi", AFTER_SFT, RL, "SFT", 50, (0.269, 0.027, 0.510)),
-        reflect_claim("taxi", REFLECTOR, POSITIVE, RL, 50, (-0.278, -0.528, -0.028)),
-        reflect_claim("taxi", NEGATIVES, "Reflect-RL", POSITIVE, 50, (0.632, 0.325, 0.939)),
-        reflect_claim("explore", AFTER_SFT, RL, "SFT", 25, (0.017, -0.006, 0.040)),
-        reflect_claim("explore", REFLECTOR, POSITIVE, RL, 25, (-0.029, -0.061, 0.004)),
-        reflect_claim("explore", NEGATIVES, "Reflect-RL", POSITIVE, 25, (0.043, 0.023, 0.064)),
+        reflect_claim("taxi", AFTER_SFT, RL, "SFT", 50),
+        reflect_claim("taxi", REFLECTOR, POSITIVE, RL, 50),
+        reflect_claim("taxi", NEGATIVES, "Reflect-RL", POSITIVE, 50),
+        reflect_claim("explore", AFTER_SFT, RL, "SFT", 25),
+        reflect_claim("explore", REFLECTOR, POSITIVE, RL, 25),
+        reflect_claim("explore", NEGATIVES, "Reflect-RL", POSITIVE, 25),
         reflect_claim(
             "household",
             AFTER_SFT,
             "SFT+RL, oracle's commands",
             "SFT, oracle's commands",
             40,
-            (0.105, 0.036, 0.174),
         ),
     ),
     not_measurable=("success of GPT-2 XL with reflections written by GPT-4, on the published tasks of AutoExplore",),
 )
 
 
-def switch_claim(says: str, arm: str, name: str, gap: Gap, control: str = "default", less: bool = False) -> Claim:
+def switch_claim(says: str, arm: str, name: str, control: str = "default", less: bool = False) -> Claim:
     measure = {"right": "right answers at the end", "speed": "right answers, mean of the run"}
     measure["wrong_length"] = "words more in wrong answers than before"
     return Claim(
@@ -304,11 +278,10 @@ def switch_claim(says: str, arm: str, name: str, gap: Gap, control: str = "defau
         read=result(name),
         less_is_better=less,
         digits=2 if less else 3,
-        earlier=Earlier(5, gap),
     )
 
 
-def critic_free(says: str, arm: str, control: str, gap: Gap) -> Claim:
+def critic_free(says: str, arm: str, control: str) -> Claim:
     return Claim(
         says=says,
         measure="café, gold score after 3,072 samples",
@@ -316,7 +289,6 @@ def critic_free(says: str, arm: str, control: str, gap: Gap) -> Claim:
         arm=arm,
         control=control,
         read=gold_at_end,
-        earlier=Earlier(5, gap),
     )
 
 
@@ -342,25 +314,24 @@ RELATIVES = Paper(
     commands=("python -m examples.experiments.critic_free_cafe", "python -m examples.experiments.grpo_switches"),
     page="algorithms/grpo_results.md",
     claims=(
-        critic_free("GRPO is better than PPO", "GRPO", "PPO", (-0.099, -0.231, 0.033)),
-        critic_free("RLOO is better than PPO", "RLOO", "PPO", (-0.037, -0.079, 0.005)),
-        switch_claim("Dr. GRPO: no division by the deviation", "mean", "right", (0.000, -0.041, 0.040)),
+        critic_free("GRPO is better than PPO", "GRPO", "PPO"),
+        critic_free("RLOO is better than PPO", "RLOO", "PPO"),
+        switch_claim("Dr. GRPO: no division by the deviation", "mean", "right"),
         switch_claim(
             "Dr. GRPO: constant weights keep wrong answers short",
             "constant",
             "wrong_length",
-            (0.03, -0.48, 0.53),
             "sequence",
             less=True,
         ),
-        switch_claim("RLOO: the mean of the others as the baseline", "rloo", "right", (0.013, 0.001, 0.024)),
-        switch_claim("MaxRL: division by the mean", "maxrl", "right", (-0.023, -0.060, 0.013)),
-        switch_claim("REINFORCE++: whitened, without a baseline", "reinforce_pp", "right", (-0.011, -0.036, 0.013)),
-        switch_claim("DAPO: dynamic sampling (30% more samples)", "resample_rounds 4", "right", (0.036, 0.002, 0.070)),
-        switch_claim("DAPO: clip-higher", "clip_coeff_high .28", "right", (0.039, -0.018, 0.097), SEVERAL),
-        switch_claim("GSPO: the ratio of whole responses", "gspo", "right", (0.013, -0.022, 0.047), SEVERAL),
-        switch_claim("CISPO: a bounded weight for every token", "cispo", "right", (-0.387, -0.557, -0.217), SEVERAL),
-        switch_claim("SAPO: soft bounds", "sapo", "right", (-0.126, -0.205, -0.046), SEVERAL),
+        switch_claim("RLOO: the mean of the others as the baseline", "rloo", "right"),
+        switch_claim("MaxRL: division by the mean", "maxrl", "right"),
+        switch_claim("REINFORCE++: whitened, without a baseline", "reinforce_pp", "right"),
+        switch_claim("DAPO: dynamic sampling (30% more samples)", "resample_rounds 4", "right"),
+        switch_claim("DAPO: clip-higher", "clip_coeff_high .28", "right", SEVERAL),
+        switch_claim("GSPO: the ratio of whole responses", "gspo", "right", SEVERAL),
+        switch_claim("CISPO: a bounded weight for every token", "cispo", "right", SEVERAL),
+        switch_claim("SAPO: soft bounds", "sapo", "right", SEVERAL),
     ),
     not_measurable=("mathematics and code with models of billions of parameters and responses of thousands of tokens",),
 )

@@ -3,7 +3,7 @@
 What is tested is listed in `claim_list`. A verdict is computed from the 95% interval of the paired difference over
 seeds and never typed: *held* above 0, *the opposite held* below, *not held* else; where a control with the same horizon
 is part of the claim and the difference to it is not above 0, *only at the same lambda*. Fewer than three seeds give no
-verdict. A claim without rows shows what a page reported earlier, and says that its raw data were not kept.
+verdict.
 
     python -m examples.experiments.claims
     python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
@@ -100,7 +100,7 @@ def pages() -> dict[Path, str]:
 
 # ------------------------------------------------------------------------------------------------------- what is found
 class Finding(NamedTuple):
-    """What is known of a claim: from rows, or as a page reported it, then without rows."""
+    """What rows say of a claim."""
 
     n: int
     gap: Gap
@@ -109,7 +109,7 @@ class Finding(NamedTuple):
 
 
 def find(claim: Claim, rows: Sequence[Row]) -> Finding | None:
-    """A claim's differences by an experiment's rows, else as they were reported; None where there are none.
+    """A claim's differences by an experiment's rows; None where there are none.
 
     Rows of seed 0 are those of trials and of bases, and left out.
     """
@@ -119,11 +119,7 @@ def find(claim: Claim, rows: Sequence[Row]) -> Finding | None:
     own = [row for row in own if row["arm"] in arms and row["seed"] in seeds]
     gaps = [compare(own, claim.arm, other, claim.read, claim.less_is_better) for other in arms[1:]]
     found = [one.gap for one in gaps if one]
-    if found:
-        return Finding(len(seeds), found[0], found[1] if claim.matched else None, own)
-    if claim.earlier:
-        return Finding(claim.earlier.n, claim.earlier.gap, claim.earlier_matched and claim.earlier_matched.gap)
-    return None
+    return Finding(len(seeds), found[0], found[1] if claim.matched else None, own) if found else None
 
 
 def verdict(finding: Finding | None) -> str:
@@ -162,9 +158,6 @@ not held here may hold for larger ones.
 called held by chance.
 
 {summary}
-
-*Earlier*: reported earlier, raw data not kept; such a figure has the *n* of its day, and counts what was not reached as
-one more than the limit.
 """
 AGAIN = """\
 ## Run them again
@@ -189,13 +182,12 @@ def claims_page() -> str:
     found = {paper.title: [find(claim, kept[claim.experiment]) for claim in paper.claims] for paper in PAPERS}
     counts = Counter(verdict(one) for findings in found.values() for one in findings)
     counts[HOPELESS] = sum(len(paper.not_measurable) for paper in PAPERS)
-    earlier = Counter(verdict(one) for findings in found.values() for one in findings if one and not one.rows)
-    lines = [(name, str(counts[name]), str(earlier[name])) for name in VERDICTS if counts[name]]
+    lines = [(name, str(counts[name])) for name in VERDICTS if counts[name]]
     comparisons = sum(1 + bool(one.matched) for findings in found.values() for one in findings if one)
     introduction = INTRODUCTION.format(
         limit=LIMIT,
         comparisons=comparisons,
-        summary=markdown(("verdict", "claims", "of these earlier"), lines).rstrip(),
+        summary=markdown(("verdict", "claims"), lines).rstrip(),
     )
     sections = [section(paper, found[paper.title]) for paper in PAPERS]
     last = (
@@ -270,8 +262,6 @@ def value_of(row: Row, name: str) -> float | None:
 
 def origin(rows: Sequence[Row]) -> str:
     """Days and commits of rows."""
-    if not rows:
-        return "earlier"
     days = sorted({row["day"] for row in rows if "day" in row})
     commits = sorted({row["commit"][:7] for row in rows if row.get("commit")})
     return ", ".join([*([days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"] if days else []), *commits])
