@@ -331,10 +331,10 @@ REFLECT_ARMS = {  # arm: what the page calls it
     "SFT+RL": "SFT+RL",
     "Reflect-RL, positive": "Reflect-RL, positive examples only",
     "Reflect-RL": "Reflect-RL",
-    "SFT, oracle's commands": "*control:* SFT on the oracle's commands",
-    "SFT+RL, oracle's commands": "*control:* SFT+RL on the oracle's commands",
-    "positive, less noise": "*control:* positive examples only, less noise",
-    "Reflect-RL, more noise": "*control:* Reflect-RL, more noise",
+    "SFT, oracle's commands": "SFT on the oracle's commands",
+    "SFT+RL, oracle's commands": "SFT+RL on the oracle's commands",
+    "positive, less noise": "positive examples only, less noise",
+    "Reflect-RL, more noise": "Reflect-RL, more noise",
 }
 
 
@@ -369,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
-    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore")},
+    **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore", "household")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
     "without a critic, rates": critic_free_rates,
