@@ -235,10 +235,14 @@ def check_decoding(model: PreTrainedModel, steps: int) -> None:
 
 
 def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
-    """Check that prompts with their responses fit into the model's positions, and its vocabulary has the end tokens.
+    """Check that prompts have tokens and fit with their responses into the model's positions, and that its vocabulary
+    has the end tokens.
 
     Raises: UsageError.
     """
+    for number, prompt in enumerate(prompts, 1):
+        if not len(prompt):
+            raise UsageError(f"prompt {number} of {len(prompts)} has no tokens; give it one, such as the tokenizer's BOS")
     size = embedding_rows(model)
     for index in args.eos_ids:
         if index >= size:

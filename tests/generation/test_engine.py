@@ -179,6 +179,11 @@ def test_an_end_token_the_model_does_not_have_is_refused():
         generate(tiny_policy("llama"), PROMPTS, args, ENDS, noise(len(PROMPTS), 2))
 
 
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(UsageError, match="prompt 2 of 3 has no tokens; give it one, such as the tokenizer's BOS"):
+        generate(tiny_policy("llama"), [[3], [], [4]], GenerationArgs(max_new_tokens=2), ENDS, noise(3, 2))
+
+
 @pytest.mark.parametrize("architecture", GENERATES)
 def test_greedy_tokens_of_mixed_prompts_equal_those_of_transformers(architecture):
     policy = tiny_policy(architecture)
