@@ -48,9 +48,8 @@ class RaggedLayer:
         self.start = min(self.start, start)
         first, stop = start // BLOCK, -(-self.end // BLOCK)
         around = (0, 0, start - first * BLOCK, stop * BLOCK - self.end)  # whole blocks, since all of one is read
-        keys = F.pad(prefilled.keys[source].float(), around).unflatten(
-            2, (-1, BLOCK)
-        )  # (rows, groups, blocks, BLOCK, D)
+        keys = F.pad(prefilled.keys[source].float(), around)
+        keys = keys.unflatten(2, (-1, BLOCK))  # (rows, groups, blocks, BLOCK, D)
         self.keys[slots, :, first:stop] = keys.transpose(3, 4)
         self.values[slots, :, start : self.end] = prefilled.values[source].float()
 

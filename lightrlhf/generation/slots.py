@@ -249,9 +249,11 @@ class Slots:
         if self.prefixes is None:
             most = INFERENCE_TOKENS.get(self.device.type, math.inf)
         while self.groups and sum(map(len, rows_of)) < num_rows:
-            padded = (len(prompts) + 1) * longest
+            columns: float = (len(prompts) + 1) * longest  # with padding
             num_tokens += len(self.groups[0][0])
-            if prompts and (max(num_tokens, padded / MOST_PADDED) if decoder else padded) > most:
+            if decoder is not None:
+                columns = max(num_tokens, columns / MOST_PADDED)
+            if prompts and columns > most:
                 break
             prompt, rows = self.groups.popleft()
             prompts.append(prompt)

@@ -82,7 +82,11 @@ def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
 
 @pytest.mark.parametrize(
     "lengths, passes",
-    [((6, 4, 3, 1), [6 + 4, 3 + 1]), ((9, 1, 1, 1), [9 + 1, 1 + 1]), ((30, 2, 2, 1), [30, 2 + 2 + 1])],
+    [
+        ((6, 4, 3, 1), [6 + 4, 3 + 1]),
+        ((8, 1, 1, 1), [8 + 1, 1 + 1]),  # with a third prompt attention would have 24 columns
+        ((30, 2, 2, 1), [30, 2 + 2 + 1]),
+    ],
 )
 def test_passes_over_prompts_have_so_many_tokens_and_little_padding(lengths, passes, monkeypatch):
     """Of 10 tokens here, and attention of at most 20 columns."""

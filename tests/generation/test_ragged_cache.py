@@ -88,6 +88,22 @@ def test_all_of_the_last_block_is_finite_after_columns_were_dropped(monkeypatch)
     assert layer.keys[:, :, 1].isfinite().all() and layer.values[:, :, BLOCK : 2 * BLOCK].isfinite().all()
 
 
+def test_what_precedes_a_short_prompt_in_its_first_block_is_finite(monkeypatch):
+    """In a slot that had no longer one before."""
+    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
+    long, short = prefilled(SLOTS, 2 * BLOCK + 5), prefilled(1, BLOCK - 7)
+    layer = RaggedLayer(long, SLOTS, COLUMNS)
+    layer.insert(torch.arange(SLOTS - 1), long, torch.arange(SLOTS - 1))
+    layer.insert(torch.tensor([SLOTS - 1]), short, torch.tensor([0]))
+    mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
+    mask[: SLOTS - 1, : layer.end + 1] = True
+    mask[SLOTS - 1, layer.end - (BLOCK - 7) : layer.end + 1] = True
+    attention = Attention(mask, layer, GROUPS)
+    attention.begin_step()
+    layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
+    assert attention(torch.randn(SLOTS, 2 * GROUPS, SIZE), layer).isfinite().all()
+
+
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
 def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, columns):
