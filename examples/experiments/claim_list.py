@@ -176,14 +176,8 @@ REFUEL = Paper(
     commands=("python -m examples.experiments.refuel",),
     page="algorithms/refuel.md#results",
     claims=(
-        *refuel_claims(
-            "two_slots",
-            "two slots, gold score after five turns",
-        ),
-        *refuel_claims(
-            "cafe",
-            "café as a conversation, gold score after three turns",
-        ),
+        *refuel_claims("two_slots", "two slots, gold score after five turns"),
+        *refuel_claims("cafe", "café as a conversation, gold score after three turns"),
     ),
     not_measurable=("win rates of an 8B model against a 70B model by GPT-4 with a 70B model as the user",),
 )
@@ -254,13 +248,7 @@ REFLECT_RL = Paper(
         reflect_claim("explore", AFTER_SFT, RL, "SFT", 25),
         reflect_claim("explore", REFLECTOR, POSITIVE, RL, 25),
         reflect_claim("explore", NEGATIVES, "Reflect-RL", POSITIVE, 25),
-        reflect_claim(
-            "household",
-            AFTER_SFT,
-            "SFT+RL, oracle's commands",
-            "SFT, oracle's commands",
-            40,
-        ),
+        reflect_claim("household", AFTER_SFT, "SFT+RL, oracle's commands", "SFT, oracle's commands", 40),
     ),
     not_measurable=("success of GPT-2 XL with reflections written by GPT-4, on the published tasks of AutoExplore",),
 )

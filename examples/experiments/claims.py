@@ -231,7 +231,7 @@ def cells(claim: Claim, finding: Finding | None) -> tuple[str, ...]:
 def difference(claim: Claim, control: str, gap: Gap, rows: Sequence[Row]) -> str:
     """A difference to a control with its interval, and p of the log-rank test where times were compared."""
     text = f"to `{control}`: {short(shown_gap(gap, claim.digits))}" if gap[1] > float("-inf") else f"to `{control}`"
-    if claim.read is rollouts and rows:
+    if claim.read is rollouts:
         times = ([row["rollouts"] for row in rows if row["arm"] == arm] for arm in (claim.arm, control))
         text += f", p {short(f'{log_rank(*times)[1]:.2g}')}"
     return text
@@ -240,8 +240,6 @@ def difference(claim: Claim, control: str, gap: Gap, rows: Sequence[Row]) -> str
 def cost(claim: Claim, rows: Sequence[Row]) -> str:
     """Mean samples, KL and processor seconds of a run of the arm, as far as its rows have them."""
     own = [row for row in rows if row["arm"] == claim.arm]
-    if not own:
-        return ""
 
     def mean(name: str) -> float | None:
         values = [value_of(row, name) for row in own]
