@@ -242,7 +242,8 @@ def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: S
     """
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            raise UsageError(f"prompt {number} of {len(prompts)} has no tokens; give it one, such as the tokenizer's BOS")
+            count = len(prompts)
+            raise UsageError(f"prompt {number} of {count} has no tokens; give it one, such as the tokenizer's BOS")
     size = embedding_rows(model)
     for index in args.eos_ids:
         if index >= size:
