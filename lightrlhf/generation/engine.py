@@ -61,7 +61,7 @@ def generate(
     stop strings only; prefixes: per-prompt KV caches of the previous call, reused, then updated in place; allowed: the
     only tokens that may be sampled, log-probabilities are then over them; before_step: called before each step, may
     raise to end the call. A row ends at the first token at which its decoded text contains a stop string.
-    Raises: UsageError when a prompt with its response does not fit into the model's positions.
+    Raises: UsageError when a prompt has no tokens, or does not fit with its response into the model's positions.
     """
     if args.stop_strings and tokenizer is None:
         raise ValueError("stop_strings requires a tokenizer")
