@@ -6,8 +6,9 @@ without padding; attention alone has a padded row for each. The copy is made for
 weights of that moment, in the dtype of the products: float32, or under autocast bfloat16. Adapters are merged into it
 in float32; in bfloat16, where small changes would be lost, they stay products of their own.
 
-Attention is in float32 for both, over the columns of each slot alone (`ragged_cache`): on CPUs torch's own repeats keys
-and values for each query of a group, and is slow in bfloat16 where a text has a single query.
+Attention reads the columns of each slot alone (`ragged_cache`), keys in float32 and values in the dtype of products: on
+CPUs torch's own repeats keys and values for each query of a group, and is slow in bfloat16 where a text has a single
+query.
 
 Left out: other architectures, sliding windows, quantised weights, DoRA, GPUs and processors other than x86, for which
 the engine calls the model.
@@ -15,6 +16,7 @@ the engine calls the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,14 +62,31 @@ class PackedLinear:
         return torch.addmm(outputs, inputs @ self.down.t(), self.up.t()) if len(self.down) else outputs
 
 
+class RMSNorm:
+    """Root mean square norm (Zhang and Sennrich 2019): (..., H) -> (..., H) in float32.
+
+    x w / sqrt(mean(x^2) + epsilon) as x (w sqrt(H)) / hypot(|x|, sqrt(H epsilon)), which is half as many operators.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        size = norm.weight.numel()
+        self.weight = norm.weight.detach().float() * math.sqrt(size)
+        self.floor = torch.tensor(math.sqrt(size * norm.variance_epsilon))
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.float()
+        length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)  # (..., 1)
+        return (inputs / length.hypot(self.floor)).mul_(self.weight)
+
+
 class Layer(NamedTuple):
     """What a step computes in one layer."""
 
-    norm: Callable[[Tensor], Tensor]
+    norm: RMSNorm
     project: PackedLinear  # queries, keys and values
-    head_norms: tuple[Callable[[Tensor], Tensor], ...]  # of queries and of keys, in Qwen3
+    head_norms: tuple[RMSNorm, ...]  # of queries and of keys, in Qwen3
     output: PackedLinear
-    mlp_norm: Callable[[Tensor], Tensor]
+    mlp_norm: RMSNorm
     gate_up: PackedLinear
     activation: Callable[[Tensor], Tensor]
     down: PackedLinear
@@ -77,7 +96,7 @@ class PromptStates(NamedTuple):
     """Keys and values of prompts in one layer."""
 
     keys: Tensor  # (P, groups, W, D), prompts right-aligned
-    values: Tensor
+    values: Tensor  # in the dtype of products
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2]
@@ -92,11 +111,11 @@ class PackedDecoder:
         self.head_size = attention.head_dim
         products = attention.q_proj, attention.k_proj
         self.heads, self.groups = (product.out_features // self.head_size for product in products)
-        self.scale = torch.ones(self.heads + self.groups, 1)  # of queries that of attention
-        self.scale[: self.heads] = attention.scaling
+        self.scale = attention.scaling
         self.sign = torch.ones(self.head_size)
         self.sign[: self.head_size // 2] = -1
-        self.embed, self.rotary, self.norm = inner.embed_tokens, inner.rotary_emb, inner.norm
+        self.embed, self.rotary, self.norm = inner.embed_tokens, inner.rotary_emb, RMSNorm(inner.norm)
+        self.dtype = dtype
         self.layers = [self._packed(layer, dtype) for layer in inner.layers]
         self.head = PackedLinear([model.get_output_embeddings()], dtype)
 
@@ -132,12 +151,13 @@ class PackedDecoder:
             queries, keys, values = parts.split((self.heads, self.groups, self.groups), 1)  # (P, heads, W, D)
             is_grouped = self.heads != self.groups
             outputs = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=1.0, enable_gqa=is_grouped
+                queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=is_grouped
             )
             kept = tokens.new_zeros(count * width, 2 * self.groups, self.head_size)
             kept.index_copy_(0, right, tokens[:, self.heads :])
             parts = kept.view(count, width, -1, self.head_size).transpose(1, 2)
-            states.append(PromptStates(*parts.split(self.groups, 1)))
+            keys, values = parts.split(self.groups, 1)
+            states.append(PromptStates(keys, values.to(self.dtype)))
             return outputs.transpose(1, 2).reshape(count * width, -1).index_select(0, left)
 
         with torch.autocast("cpu", enabled=False):
@@ -150,11 +170,11 @@ class PackedDecoder:
         """Hidden states (N, H) of tokens ids (N,) at positions (N,).
 
         attend: of a layer's number, rotated queries and keys (N, heads + groups, D) and values (N, groups, D), the
-        outputs of attention (N, heads * D); queries have its scale.
+        outputs of attention (N, heads * D).
         """
         hidden = self.embed(ids)  # (N, H)
         cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (N, 1, D)
-        cos, sin = cos * self.scale, sin * self.scale * self.sign  # (N, heads + groups, D)
+        sin = sin * self.sign
         for number, layer in enumerate(self.layers):
             states = layer.project(layer.norm(hidden)).view(len(ids), -1, self.head_size).float()
             turned, values = states.split((self.heads + self.groups, self.groups), 1)
@@ -174,11 +194,11 @@ class PackedDecoder:
     def _packed(layer: Any, dtype: torch.dtype) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return Layer(
-            norm=layer.input_layernorm,
+            norm=RMSNorm(layer.input_layernorm),
             project=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
-            head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (),
+            head_norms=tuple(map(RMSNorm, norms_of_heads(attention))),
             output=PackedLinear([attention.o_proj], dtype),
-            mlp_norm=layer.post_attention_layernorm,
+            mlp_norm=RMSNorm(layer.post_attention_layernorm),
             gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj], dtype),
             activation=mlp.act_fn,
             down=PackedLinear([mlp.down_proj], dtype),
@@ -210,11 +230,20 @@ def is_known(model: PreTrainedModel) -> bool:
     layers: Any = model.base_model.layers
     if any(type(layer).__name__ != f"{name}DecoderLayer" for layer in layers):  # such as those of a sharded model
         return False
+    norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms += [norm for layer in layers for norm in norms_of_heads(layer.self_attn)]
+    if any(type(norm).__name__ != f"{name}RMSNorm" for norm in (*norms, model.base_model.norm)):
+        return False
     if getattr(model.config, "sliding_window", None) or type(model.get_input_embeddings()) not in EMBEDDINGS:
         return False
     found = [getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     found += [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
     return all(map(is_plain, [*found, model.get_output_embeddings()]))
+
+
+def norms_of_heads(attention: Any) -> tuple[Any, ...]:
+    """The norms of each head's queries and keys, where an architecture has them."""
+    return (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
 
 
 def is_plain(layer: Any) -> bool:

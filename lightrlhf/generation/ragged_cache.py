@@ -6,7 +6,10 @@ their weights times their values, (columns, D). torch's `embedding_bag` sums lis
 head, so no slot reads what is left of its prompt, and sums are made at the rate of the memory: on x86 by FBGEMM, about
 twice as fast as batched products, in which a matrix times a vector is slow. A sum does not depend on other slots.
 
-Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow; other dtypes than float32.
+Values keep the dtype in which the model computed them: of bfloat16 half as much is read, and sums are in float32. Keys
+are float32, since a sum is rounded to the dtype of what is summed, and scores are not to be.
+
+Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class RaggedLayer:
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         groups, _, size = prefilled.keys.shape[1:]
         self.keys = torch.empty(num_slots, groups, num_columns // BLOCK, size, BLOCK)
-        self.values = torch.empty(num_slots, groups, num_columns, size)
+        self.values = torch.empty(num_slots, groups, num_columns, size, dtype=prefilled.values.dtype)
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
         self._clear_last_block()
 
@@ -51,7 +54,7 @@ class RaggedLayer:
         keys = F.pad(prefilled.keys[source].float(), around)
         keys = keys.unflatten(2, (-1, BLOCK))  # (rows, groups, blocks, BLOCK, D)
         self.keys[slots, :, first:stop] = keys.transpose(3, 4)
-        self.values[slots, :, start : self.end] = prefilled.values[source].float()
+        self.values[slots, :, start : self.end] = prefilled.values[source].to(self.values.dtype)
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
         """Move rows into the holes among the first `num_slots` slots and drop the other slots."""
@@ -81,11 +84,12 @@ class Attention:
     """Attention of one token of each slot, in all layers, until slots change or the block of the next column is full.
 
     mask: (S, columns) what slots attend to; layer: one of the layers, before the token's column is added to it; heads:
-    of queries. The rest of the last block is read, too, with weights of 0.
+    of queries; scale: of scores. The rest of the last block is read, too, with weights of 0.
     """
 
-    def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int) -> None:
+    def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int, scale: float) -> None:
         num_slots, groups, num_blocks, size, _ = layer.keys.shape
+        self.scale = scale
         self.mask, self.first, self.stop = mask, layer.start // BLOCK, layer.end // BLOCK + 1  # blocks
         live = mask[:, self.first * BLOCK : self.stop * BLOCK].clone()  # (S, C)
         live[:, layer.end - self.first * BLOCK :] = True
@@ -121,13 +125,13 @@ class Attention:
         self.bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None]  # (S, 1, C)
 
     def __call__(self, turned: Tensor, layer: RaggedLayer) -> Tensor:
-        """Outputs (S, heads * D) of queries, the first heads of `turned` (S, heads + groups, D), multiplied by the
-        scale of attention."""
+        """Outputs (S, heads * D) of queries, the first heads of `turned` (S, heads + groups, D)."""
         size = turned.shape[-1]
         queries = turned.view(-1, size).index_select(0, self.queries)  # (P, D)
         scores = sums(layer.keys.view(-1, BLOCK), self.key_rows, self.key_offsets, queries)
         self.scores.view(-1, BLOCK).index_copy_(0, self.blocks, scores)
-        weights = (self.scores + self.bias).softmax(-1).flatten().index_select(0, self.columns)
+        weights = torch.add(self.bias, self.scores, alpha=self.scale).softmax(-1).to(layer.values.dtype)
+        weights = weights.flatten().index_select(0, self.columns)
         outputs = sums(layer.values.view(-1, size), self.value_rows, self.value_offsets, weights)
         return outputs.view(len(turned), -1)
 

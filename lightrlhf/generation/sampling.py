@@ -40,8 +40,8 @@ def sample(
     Returns ids, their log-probabilities (at the temperature over the whole vocabulary, before penalty and truncation),
     and the probability removed by top-k, top-p and min-p. Where logits are NaN or infinite the log-probability is NaN,
     which the caller passes to `check_sampled` once it waits for the device anyway. Repetition penalty on the tokens of
-    `seen` (S, V),
-    temperature, top-k, top-p, min-p: in the order, and with the distribution, of Hugging Face's processors.
+    `seen` (S, V), temperature, top-k, top-p, min-p: in the order, and with the distribution, of Hugging Face's
+    processors.
     """
     logits = logits.float()
     probs = unpenalised = at_temperature(logits, args).softmax(-1)  # (S, V)

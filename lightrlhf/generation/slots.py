@@ -195,7 +195,7 @@ class Slots:
         """Compute and sample the next token of every slot, which attends to the columns of `window` (S, C)."""
         if self.decoder is not None:
             if self.attention is None or not self.attention.holds(self.layers[0]):
-                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads)
+                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads, self.decoder.scale)
             logits = self.decoder(self.next, self.position, self.attention, self.layers)
         else:
             logits = self.model(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
-from lightrlhf.generation.packed_decoder import pack_decoder
+from lightrlhf.generation.packed_decoder import RMSNorm, pack_decoder
 from lightrlhf.generation.ragged_cache import has_fast_sums
 from lightrlhf.generation.slots import Slots
 from lightrlhf.models import lora
@@ -43,9 +44,9 @@ def logits_after(model, autocast: bool = False) -> tuple[torch.Tensor, torch.Ten
     args, found = SamplingArgs(max_new_tokens=STEPS), []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         slots = Slots(model, PROMPTS, args, [], noise(), len(PROMPTS))
-        assert slots.decoder is not None and slots.decoder.head.up.dtype is (
-            torch.bfloat16 if autocast else torch.float32
-        )
+        dtype = torch.bfloat16 if autocast else torch.float32
+        assert slots.decoder is not None
+        assert slots.decoder.head.up.dtype is slots.layers[0].values.dtype is dtype
         slots.admit(torch.arange(len(PROMPTS)))
         sample = slots._sample
         slots._sample = lambda part, logits: (found.append(logits.float()), sample(part, logits))
@@ -101,6 +102,16 @@ def test_passes_over_prompts_have_so_many_tokens_and_little_padding(lengths, pas
         slots.admit(torch.arange(len(prompts)))
     products = 4 * 2 + 1  # four in each of two layers, and the head
     assert rows[::products] == passes
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (3, 2, 7)])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0, 1e4])  # beside an epsilon of 1e-5
+def test_norms_are_those_of_float64(shape, size):
+    own = LlamaRMSNorm(shape[-1], eps=1e-5)
+    torch.nn.init.normal_(own.weight)
+    inputs, weight = size * torch.randn(shape), own.weight.detach().double()
+    expected = inputs.double() * weight / (inputs.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(RMSNorm(own)(inputs).double(), expected, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -165,6 +176,9 @@ def test_changed_layers_short_calls_and_large_models_are_left_to_the_model(monke
     scaled = tiny_model("llama")
     scaled.model.layers[1].mlp.up_proj = torch.nn.Sequential(scaled.model.layers[1].mlp.up_proj)
     assert pack_decoder(scaled, STEPS) is None
+    normed = tiny_model("qwen3")
+    normed.model.layers[1].self_attn.k_norm = torch.nn.LayerNorm(LLAMA["hidden_size"])
+    assert pack_decoder(normed, STEPS) is None
     embedded = tiny_model("llama")
     embedded.model.embed_tokens = type("Scaled", (torch.nn.Embedding,), {})(LLAMA["vocab_size"], LLAMA["hidden_size"])
     assert pack_decoder(embedded, STEPS) is None

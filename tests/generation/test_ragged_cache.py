@@ -26,18 +26,18 @@ class Unwritten:
         return getattr(torch, name)
 
     @staticmethod
-    def empty(*size: int) -> torch.Tensor:
-        return torch.full(size, torch.nan)
+    def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.full(size, torch.nan, dtype=dtype)
 
 
-def prefilled(rows: int, columns: int) -> SimpleNamespace:
+def prefilled(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
     keys, values = torch.randn(2, rows, GROUPS, columns, SIZE)
-    return SimpleNamespace(keys=keys, values=values, get_seq_length=lambda: columns)
+    return SimpleNamespace(keys=keys, values=values.to(dtype), get_seq_length=lambda: columns)
 
 
-def both(columns: int) -> tuple[RaggedLayer, SlabLayer]:
-    """The two kinds of cache with the same rows."""
-    first = prefilled(SLOTS, columns)
+def both(columns: int, dtype: torch.dtype = torch.float32) -> tuple[RaggedLayer, SlabLayer]:
+    """The two kinds of cache with the same rows; dtype: of values."""
+    first = prefilled(SLOTS, columns, dtype)
     layers = RaggedLayer(first, SLOTS, COLUMNS), SlabLayer(first, SLOTS, COLUMNS)
     for layer in layers:
         layer.insert(torch.arange(SLOTS), first, torch.arange(SLOTS))
@@ -98,7 +98,7 @@ def test_what_precedes_a_short_prompt_in_its_first_block_is_finite(monkeypatch):
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     mask[: SLOTS - 1, : layer.end + 1] = True
     mask[SLOTS - 1, layer.end - (BLOCK - 7) : layer.end + 1] = True
-    attention = Attention(mask, layer, GROUPS)
+    attention = Attention(mask, layer, GROUPS, scale=1.0)
     attention.begin_step()
     layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
     assert attention(torch.randn(SLOTS, 2 * GROUPS, SIZE), layer).isfinite().all()
@@ -106,8 +106,11 @@ def test_what_precedes_a_short_prompt_in_its_first_block_is_finite(monkeypatch):
 
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
-def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, columns):
-    layer, _ = both(columns)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, columns, dtype):
+    """In bfloat16 the model's values are summed as they are, with weights rounded to it, and so is their sum."""
+    layer, _ = both(columns, dtype)
+    assert layer.values.dtype is dtype
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     for slot in range(SLOTS):  # the last one has the new column alone
         mask[slot, columns * slot // (SLOTS - 1) : columns] = True
@@ -115,17 +118,20 @@ def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, colum
     for _ in range(BLOCK + 2):
         mask[:, layer.end] = True
         if attention is None or not attention.holds(layer):
-            attention = Attention(mask, layer, heads)
+            attention = Attention(mask, layer, heads, scale=0.3)
         attention.begin_step()
-        layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
+        keys, values = torch.randn(2, SLOTS, GROUPS, SIZE)
+        layer.update(keys, values.to(dtype).float())  # as they come from a product in this dtype
         turned = torch.randn(SLOTS, heads + GROUPS, SIZE)
         found = attention(turned, layer)
         states = (part[:, :, : layer.end] for part in (keys_of(layer), layer.values))
         keys, values = (part.double().repeat_interleave(heads // GROUPS, 1) for part in states)
-        scores = torch.einsum("shd,shcd->shc", turned[:, :heads].double(), keys)
+        scores = 0.3 * torch.einsum("shd,shcd->shc", turned[:, :heads].double(), keys)
         weights = scores.masked_fill(~mask[:, None, : layer.end], -torch.inf).softmax(-1)
         expected = torch.einsum("shc,shcd->shd", weights, values).flatten(1)
-        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+        largest = torch.einsum("shc,shcd->shd", weights, values.abs()).flatten(1)
+        rounding = 1e-5 if dtype is torch.float32 else 2 * 2**-8  # of weights, and of their sum
+        assert ((found.double() - expected).abs() <= 1.1 * rounding * largest).all()
 
 
 def test_what_is_left_of_a_prompt_is_not_read():
@@ -133,7 +139,7 @@ def test_what_is_left_of_a_prompt_is_not_read():
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     mask[:, 3 * BLOCK - 4 :] = True
     mask[0, :BLOCK] = True
-    attention = Attention(mask, layer, GROUPS)
+    attention = Attention(mask, layer, GROUPS, scale=1.0)
     assert len(attention.blocks) == GROUPS * (2 * SLOTS + 1) and attention.first == 0
     assert len(attention.columns) == GROUPS * ((BLOCK + 4) * SLOTS + BLOCK)
 
