@@ -26,23 +26,28 @@ BLOCK = 32  # columns
 
 
 class RaggedLayer:
-    """The KV cache of one layer for all slots, updated in place; `Slots` uses it in place of a `SlabLayer`."""
+    """The KV cache of one layer for all slots, updated in place; `Slots` uses it in place of a `SlabLayer`.
+
+    Blocks come first, so that what a step reads is in few places; of fewer slots they are the first ones of each block.
+    """
 
     block = BLOCK  # its number of columns, and those that are dropped, are multiples
 
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         groups, _, size = prefilled.keys.shape[1:]
-        self.keys = torch.empty(num_slots, groups, num_columns // BLOCK, size, BLOCK)
-        self.values = torch.empty(num_slots, groups, num_columns, size, dtype=prefilled.values.dtype)
+        num_blocks = num_columns // BLOCK
+        self.keys = torch.empty(num_blocks, num_slots, groups, size, BLOCK)
+        self.values = torch.empty(num_blocks, num_slots, groups, BLOCK, size, dtype=prefilled.values.dtype)
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
         self._clear_last_block()
 
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Append one column, (slots, groups, head size) each."""
-        if self.end % BLOCK == 0:
+        block, column = divmod(self.end, BLOCK)
+        if column == 0:
             self._clear_last_block()
-        self.keys[:, :, self.end // BLOCK, :, self.end % BLOCK] = keys
-        self.values[:, :, self.end] = values
+        self.keys[block, : len(keys), :, :, column] = keys
+        self.values[block, : len(values), :, column] = values
         self.end += 1
 
     def insert(self, slots: Tensor, prefilled: Any, source: Tensor) -> None:
@@ -51,23 +56,21 @@ class RaggedLayer:
         self.start = min(self.start, start)
         first, stop = start // BLOCK, -(-self.end // BLOCK)
         around = (0, 0, start - first * BLOCK, stop * BLOCK - self.end)  # whole blocks, since all of one is read
-        keys = F.pad(prefilled.keys[source].float(), around)
-        keys = keys.unflatten(2, (-1, BLOCK))  # (rows, groups, blocks, BLOCK, D)
-        self.keys[slots, :, first:stop] = keys.transpose(3, 4)
-        self.values[slots, :, start : self.end] = prefilled.values[source].to(self.values.dtype)
+        for cache, states in ((self.keys.transpose(3, 4), prefilled.keys), (self.values, prefilled.values)):
+            states = F.pad(states[source].to(cache.dtype), around).unflatten(2, (-1, BLOCK))
+            cache[first:stop, slots] = states.permute(2, 0, 1, 3, 4)  # (blocks, rows, groups, BLOCK, D)
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
-        """Move rows into the holes among the first `num_slots` slots and drop the other slots."""
+        """Move rows into the holes among the first `num_slots` slots."""
         first, stop = self.start // BLOCK, -(-self.end // BLOCK)
-        self.keys[holes, :, first:stop] = self.keys[movers, :, first:stop]
-        self.values[holes, :, self.start : self.end] = self.values[movers, :, self.start : self.end]
-        self.keys, self.values = self.keys[:num_slots], self.values[:num_slots]
+        for cache in (self.keys, self.values):
+            cache[first:stop, holes] = cache[first:stop, movers]
 
     def drop_columns(self, count: int) -> None:
         """Drop the first columns, a multiple of `block`, which no row attends to any more."""
         first, stop = count // BLOCK, -(-self.end // BLOCK)
-        self.keys[:, :, : stop - first] = self.keys[:, :, first:stop].clone()
-        self.values[:, :, : stop * BLOCK - count] = self.values[:, :, count : stop * BLOCK].clone()
+        for cache in (self.keys, self.values):
+            cache[: stop - first] = cache[first:stop].clone()
         self.start, self.end = self.start - count, self.end - count
 
     def _clear_last_block(self) -> None:
@@ -76,8 +79,8 @@ class RaggedLayer:
         So a cache takes time for the columns that are used, not for all that there is room for.
         """
         block = self.end // BLOCK
-        self.keys[:, :, block : block + 1] = 0.0  # none where no column is left
-        self.values[:, :, block * BLOCK : (block + 1) * BLOCK] = 0.0
+        for cache in (self.keys, self.values):
+            cache[block : block + 1] = 0.0  # none where no column is left
 
 
 class Attention:
@@ -88,29 +91,29 @@ class Attention:
     """
 
     def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int, scale: float) -> None:
-        num_slots, groups, num_blocks, size, _ = layer.keys.shape
+        num_slots = len(mask)
+        room, groups, size, _ = layer.keys.shape[1:]  # for slots
         self.scale = scale
         self.mask, self.first, self.stop = mask, layer.start // BLOCK, layer.end // BLOCK + 1  # blocks
         live = mask[:, self.first * BLOCK : self.stop * BLOCK].clone()  # (S, C)
         live[:, layer.end - self.first * BLOCK :] = True
         width = live.shape[1]
         group = torch.arange(heads) // (heads // groups)
-        table = torch.arange(num_slots)[:, None] * groups + group  # (S, heads), of keys and values
+        table = torch.arange(num_slots)[:, None] * groups + group  # (S, heads), of a block's keys and values
+        place = torch.arange(self.first, self.stop) * room * groups + table[:, :, None]  # (S, heads, blocks)
         self.scores = torch.zeros(num_slots, heads, width)
 
         has_live = live.view(num_slots, 1, -1, BLOCK).any(-1).expand(-1, heads, -1)  # (S, heads, blocks)
         self.blocks = has_live.flatten().nonzero()[:, 0]  # (P,) that are read, of those in `scores`
         head = torch.arange(num_slots)[:, None] * (heads + groups) + torch.arange(heads)  # among queries and keys
-        blocks = torch.arange(self.first, self.stop)
         self.queries = head[:, :, None].expand_as(has_live)[has_live]  # (P,)
-        block = (table[:, :, None] * num_blocks + blocks)[has_live]  # (P,) in the layer's keys
-        self.key_rows = (block[:, None] * size + torch.arange(size)).flatten().int()
-        self.key_offsets = torch.arange(len(block) + 1, dtype=torch.int32) * size
+        self.key_rows = (place[has_live][:, None] * size + torch.arange(size)).flatten().int()
+        self.key_offsets = torch.arange(len(self.blocks) + 1, dtype=torch.int32) * size
 
         is_live = live[:, None].expand(-1, heads, -1)  # (S, heads, C)
         self.columns = is_live.flatten().nonzero()[:, 0]  # (N,) that are read, of those in `scores`
-        columns = torch.arange(self.first * BLOCK, self.stop * BLOCK)
-        self.value_rows = (table[:, :, None] * (num_blocks * BLOCK) + columns)[is_live].int()  # (N,)
+        columns = place[..., None] * BLOCK + torch.arange(BLOCK)  # (S, heads, blocks, BLOCK)
+        self.value_rows = columns.flatten(2)[is_live].int()  # (N,)
         counts = live.sum(1).repeat_interleave(heads)
         self.value_offsets = F.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
         self.bias: Tensor  # of a step
