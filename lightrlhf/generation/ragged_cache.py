@@ -106,14 +106,14 @@ class Attention:
         has_live = live.view(num_slots, 1, -1, BLOCK).any(-1).expand(-1, heads, -1)  # (S, heads, blocks)
         self.blocks = has_live.flatten().nonzero()[:, 0]  # (P,) that are read, of those in `scores`
         head = torch.arange(num_slots)[:, None] * (heads + groups) + torch.arange(heads)  # among queries and keys
-        self.queries = head[:, :, None].expand_as(has_live)[has_live]  # (P,)
-        self.key_rows = (place[has_live][:, None] * size + torch.arange(size)).flatten().int()
+        self.queries = head.flatten()[self.blocks // place.shape[-1]]  # (P,)
+        self.key_rows = (place.flatten()[self.blocks, None] * size + torch.arange(size)).flatten().int()
         self.key_offsets = torch.arange(len(self.blocks) + 1, dtype=torch.int32) * size
 
         is_live = live[:, None].expand(-1, heads, -1)  # (S, heads, C)
         self.columns = is_live.flatten().nonzero()[:, 0]  # (N,) that are read, of those in `scores`
         columns = place[..., None] * BLOCK + torch.arange(BLOCK)  # (S, heads, blocks, BLOCK)
-        self.value_rows = columns.flatten(2)[is_live].int()  # (N,)
+        self.value_rows = columns.flatten()[self.columns].int()  # (N,)
         counts = live.sum(1).repeat_interleave(heads)
         self.value_offsets = F.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
         self.bias: Tensor  # of a step
