@@ -4,8 +4,9 @@
 
 Operators are those of ATen as torch's dispatcher sees them, timed one by one: a few microseconds each are the timing's
 own. An operator's floor is the larger of its operations over the machine's best rate and the bytes of its inputs and
-outputs, each once, over its bandwidth; views cost nothing. Operations are those that torch counts (`mm`, `addmm`, `bmm`
-and most attention): of `linear`, packed products and attention on CPUs only the bytes, so their floors are too low.
+outputs, each once, over its bandwidth; views cost nothing. Of attention's weighted sums (`embedding_bag`) the rows of
+keys and values that are listed count, as often as they are. Operations are those of linear layers, packed ones too, and
+those that torch counts (`mm`, `addmm`, `bmm`, most attention); of attention on CPUs bytes alone: its floor is too low.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lightrlhf.models.roles import Policy
 from lightrlhf.training.roofline import Ceilings, measure_ceilings
 
 SHOWN = 16  # operators of a table
+LINEAR = "linear", "_linear_pointwise"
 
 
 class Operators(TorchDispatchMode):
@@ -54,11 +56,21 @@ class Operators(TorchDispatchMode):
         self.calls[name] += 1
         if not func.is_view and not name.startswith(("empty", "new_empty")):
             tensors = [leaf for leaf in (*tree_leaves(args), *tree_leaves(out)) if isinstance(leaf, torch.Tensor)]
-            moved = sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+            moved = sum(map(bytes_of, {id(tensor): tensor for tensor in tensors}.values()))
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+            if name == "embedding_bag":
+                table, rows = args[:2]
+                moved += bytes_of(table[0]) * len(rows) - bytes_of(table)
+            elif name in LINEAR:
+                flops = 2 * out.numel() * args[0].shape[-1]
             self.floors[name] += max(flops / self.ceilings.flops, moved / self.ceilings.bandwidth)
         return out
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The size of a tensor's numbers."""
+    return tensor.numel() * tensor.element_size()
 
 
 def model_of(size: str) -> LlamaForCausalLM:
