@@ -1,20 +1,21 @@
 """Log-probabilities of tokens from hidden states, without the logits of all of them in memory.
 
 Logits over a large vocabulary are most of a pass's memory, and reading and writing them much of its time. Where there
-are more of them than `logit_rows` allows, they are computed for a few rows at a time and thrown away:
+are more of them than `logit_rows` allows, some are computed at a time and thrown away:
 
-- with a frozen linear head (LoRA) the gradient of each row's hidden state is computed with the row's logits, so that
-  the backward pass multiplies nothing;
-- with a linear head that is trained the backward pass computes the logits again, and adds the gradient of the weights
-  of each chunk to one sum in place;
-- in all other cases autograd's checkpointing does so, in larger chunks: each makes a gradient of all weights.
+- a linear head is multiplied with all rows for a part of the vocabulary at a time, which keeps products large, and sums
+  over the vocabulary are carried from part to part, as attention's are in Dao et al. 2022, section 3.1. If it is frozen
+  (LoRA), the gradient of hidden states is computed with the logits, and the backward pass multiplies nothing; if it is
+  trained, the backward pass computes the logits again, and the gradient of each part's weights is complete at once;
+- in all other cases a few rows are multiplied with all weights at a time, and autograd's checkpointing computes them
+  again, in larger chunks: each makes a gradient of all weights.
 
 Left out: fused kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -24,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 MOST_ROWS = 4096
-MOST_LOGITS = {"cpu": 2**24}  # in memory at a time: 64 MiB of each of the few tensors that a chunk has; others 2**26,
-# since a GPU that multiplies few rows waits for the weights
+MOST_LOGITS = {"cpu": 2**22}  # in memory at a time: 16 MiB of each of the few tensors that a part has, for the system
+# maps and clears those over 32 MiB anew (`models/heap.py`); others 2**26, since a GPU waits where products are small
 CHECKPOINTED = 4  # times as many rows where autograd's checkpointing is used
 HEADS = ("Linear", "HeldLinear")  # classes of layers that are the product with a matrix
 HALF_SCALE = 2.0**10  # of gradients in float16, which would lose small ones
@@ -43,13 +44,14 @@ def head_logprobs(
     """Log-probability of each target, and if requested entropy and (for label smoothing) mean log-probability.
 
     hidden (N, H), targets (N,) -> (N,) float32 tensors, None for what was not requested: over a large vocabulary each
-    costs about as much again. Logits exist for `chunk_size` rows at a time (`logit_rows`), in the backward pass too, so
-    that (N, V) is never in memory.
+    costs about as much again. As many logits as `chunk_size` rows have (`logit_rows`) exist at a time, in the backward
+    pass too, so that (N, V) is never in memory.
     """
+    if len(targets) > chunk_size and not (with_entropy or with_mean) and is_linear(head):
+        count = chunk_size * len(head.weight)
+        return LinearHead.apply(hidden, head.weight, head.bias, targets, temperature, count), None, None
     needs_grad = torch.is_grad_enabled()
     if needs_grad and len(targets) > chunk_size:
-        if not (with_entropy or with_mean) and is_linear(head):
-            return LinearHead.apply(hidden, head.weight, head.bias, targets, temperature, chunk_size), None, None
         chunk_size = min(CHECKPOINTED * chunk_size, max(MOST_ROWS, chunk_size))
 
     def chunk(h: Tensor, target: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ def head_logprobs(
 
 
 def logit_rows(vocab_size: int, device: str = "cpu") -> int:
-    """Rows of logits over a vocabulary that `head_logprobs` computes at a time on a type of device."""
+    """Rows of logits over a vocabulary that `head_logprobs` computes at a time on a device, or as many logits."""
     return max(min(MOST_ROWS, MOST_LOGITS.get(device, 2**26) // vocab_size), 1)
 
 
@@ -85,7 +87,7 @@ def is_linear(head: Any) -> TypeGuard[nn.Linear]:
 
 
 class LinearHead(torch.autograd.Function):
-    """Log-probabilities (N,) of targets under a linear head (V, H), chunk by chunk.
+    """Log-probabilities (N,) of targets under a linear head (V, H), for a part of the vocabulary at a time.
 
     With p the probabilities of a row, the gradient of its log-probability by its logits is onehot(target) - p.
     """
@@ -98,25 +100,36 @@ class LinearHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        rows: int,
+        count: int,
     ) -> Tensor:
+        """count: of logits that are computed at a time."""
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.temperature, ctx.rows, is_frozen = temperature, rows, not ctx.needs_input_grad[1]
-        logprobs, log_sums = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
-        gradient = torch.empty_like(hidden) if is_frozen else None  # (N, H)
+        ctx.temperature, ctx.count = temperature, count
+        is_frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        log_sums = torch.full_like(logprobs, -torch.inf)  # over the parts so far
+        gradient = torch.zeros_like(hidden, dtype=torch.float32) if is_frozen else None  # (N, H)
         scale = HALF_SCALE if ctx.dtype is torch.float16 else 1.0
         with torch.autocast(device, enabled=False):
             states, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)  # (N, H), (V, H)
             added = None if bias is None else bias.to(ctx.dtype)
-            for start in range(0, len(hidden), rows):
-                chunk = slice(start, start + rows)
-                logits = _scaled(F.linear(states[chunk], matrix, added).float(), 1 / temperature)  # (n, V)
-                log_sums[chunk] = logits.logsumexp(-1)
-                logprobs[chunk] = logits.gather(-1, targets[chunk, None])[:, 0] - log_sums[chunk]
-                if gradient is not None:
-                    slope = _scaled(_by_logits(logits, targets[chunk], log_sums[chunk]), scale / temperature)
-                    gradient[chunk] = _scaled((slope.to(ctx.dtype) @ matrix).to(hidden.dtype), 1 / scale)
+            for rows, part, target, is_there in _parts(targets, len(weight), count):
+                logits = F.linear(states[rows], matrix[part], None if added is None else added[part])  # (n, v)
+                logits = _scaled(logits.float(), 1 / temperature)
+                own = logits.gather(1, target)  # (n, 1)
+                logprobs[rows] = torch.where(is_there, own, logprobs[rows, None])[:, 0]
+                before = log_sums[rows].clone()
+                log_sums[rows] = torch.logaddexp(before, logits.logsumexp(-1))
+                if gradient is not None:  # of log_sums without the target, by probabilities over the parts so far
+                    probs = logits.sub_(log_sums[rows, None]).exp_()
+                    probs.scatter_(1, target, probs.gather(1, target).masked_fill_(is_there, 0.0))
+                    others = _scaled((_scaled(probs, scale).to(ctx.dtype) @ matrix[part]).float(), 1 / scale)
+                    gradient[rows] = gradient[rows].mul_((before - log_sums[rows]).exp_()[:, None]).add_(others)
+            logprobs -= log_sums
+            if gradient is not None:
+                gradient = torch.addcmul(-gradient, -logprobs.expm1()[:, None], matrix[targets].float())
+                gradient = _scaled(gradient, 1 / temperature).to(hidden.dtype)
         ctx.save_for_backward(*((hidden, weight, targets, log_sums) if gradient is None else (gradient,)))
         return logprobs
 
@@ -127,32 +140,39 @@ class LinearHead(torch.autograd.Function):
             (gradient,) = ctx.saved_tensors
             return (grad[:, None] * gradient).to(gradient.dtype), None, None, None, None, None
         hidden, weight, targets, log_sums = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weight)
         by_row = grad[:, None] / ctx.temperature  # (N, 1)
         is_half = ctx.dtype is torch.float16  # then multiplied before small numbers are lost, else where it costs less
         with torch.autocast(hidden.device.type, enabled=False):
             states, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)  # (N, H), (V, H)
             weighted = states if is_half else (by_row * states).to(ctx.dtype)
-            for start in range(0, len(hidden), ctx.rows):
-                chunk = slice(start, start + ctx.rows)
-                logits = _scaled(F.linear(states[chunk], matrix).float(), 1 / ctx.temperature)  # (n, V)
-                slope = _by_logits(logits, targets[chunk], log_sums[chunk])
-                slope = (slope.mul_(by_row[chunk]) if is_half else slope).to(ctx.dtype)
-                grad_hidden[chunk] = slope @ matrix
-                if ctx.dtype is weight.dtype:
-                    grad_weight.addmm_(slope.t(), weighted[chunk])
-                else:
-                    grad_weight.add_(slope.t() @ weighted[chunk])
-        return grad_hidden if is_half else grad_hidden.mul_(by_row), grad_weight, None, None, None, None
+            for rows, part, target, is_there in _parts(targets, len(weight), ctx.count):
+                logits = _scaled(F.linear(states[rows], matrix[part]).float(), 1 / ctx.temperature)  # (n, v)
+                slope = logits.sub_(log_sums[rows, None]).exp_().neg_()
+                slope.scatter_add_(1, target, is_there.float())  # in float32: 1 - p of a likely target is small
+                slope = (slope.mul_(by_row[rows]) if is_half else slope).to(ctx.dtype)
+                grad_hidden[rows] += slope @ matrix[part]
+                grad_weight[part] += slope.t() @ weighted[rows]
+        grad_hidden = grad_hidden if is_half else grad_hidden.mul_(by_row)
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _parts(targets: Tensor, size: int, count: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Rows and parts of a vocabulary of `size` tokens that have at most `count` logits, or one a row.
+
+    With each, of its rows: the target's place in the part, or another one, and whether it is there, (n, 1) both.
+    """
+    for start in range(0, len(targets), MOST_ROWS):
+        rows = slice(start, start + MOST_ROWS)
+        wanted = targets[rows, None]
+        width = max(count // len(wanted), 1)
+        width -= width % 64 if width > 64 else 0  # products of odd widths are slower
+        for first in range(0, size, width):
+            part = slice(first, min(first + width, size))
+            is_there = (wanted >= part.start) & (wanted < part.stop)
+            yield rows, part, (wanted - first).clamp(0, part.stop - first - 1), is_there
 
 
 def _scaled(values: Tensor, factor: float) -> Tensor:
     """Values times a factor, in place."""
     return values if factor == 1 else values.mul_(factor)
-
-
-def _by_logits(logits: Tensor, targets: Tensor, log_sums: Tensor) -> Tensor:
-    """onehot(target) - p of each row, in place: (n, V); float32, since beside a likely target the rest is small."""
-    slope = logits.sub_(log_sums[:, None]).exp_().neg_()
-    slope[torch.arange(len(targets), device=targets.device), targets] += 1
-    return slope

@@ -84,9 +84,12 @@ def gradients(head: nn.Module, chunk_size: int, temperature: float, likely: floa
     return [logprobs.detach(), hidden.grad, *([] if head.weight.grad is None else [head.weight.grad])]
 
 
+@pytest.mark.parametrize("most_rows", [4096, 10])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_in_chunks_have_the_values_and_gradients_of_autograd(kind, temperature, monkeypatch):
+def test_heads_in_parts_have_the_values_and_gradients_of_autograd(kind, temperature, most_rows, monkeypatch):
+    """Of all rows, ten columns of the vocabulary of 50 at a time; of ten rows, 25."""
+    monkeypatch.setattr(heads, "MOST_ROWS", most_rows)
     used, apply = [], heads.LinearHead.apply
     monkeypatch.setattr(heads.LinearHead, "apply", lambda *args: used.append(args) or apply(*args))
     whole, parts = (gradients(KINDS[kind](), rows, temperature) for rows in (23, 5))
@@ -115,6 +118,28 @@ def test_chunks_under_autocast_are_as_exact_as_autograd(kind, dtype, monkeypatch
             assert own_error <= 3 * error + 1e-3, (kind, likely)  # 30 times as large where p is rounded first
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_in_parts_have_the_same_values_without_gradients(kind, monkeypatch):
+    used, apply = [], heads.LinearHead.apply
+    monkeypatch.setattr(heads.LinearHead, "apply", lambda *args: used.append(args) or apply(*args))
+    head = KINDS[kind]()
+    hidden, targets = torch.randn(23, 6), torch.randint(50, (23,))
+    with torch.inference_mode():
+        whole, parts = (heads.head_logprobs(hidden, head, targets, chunk_size=rows)[0] for rows in (23, 5))
+    assert torch.allclose(whole, parts, atol=1e-6) and len(used) == 1
+
+
+def test_parts_are_whole_and_have_so_many_logits():
+    targets = torch.randint(1000, (4100,))
+    for count, width in ((2**20, 2**20 // 4096), (300_000, 64), (250_000, 61), (7, 1)):
+        parts = [(rows, part) for rows, part, *_ in heads._parts(targets[:4096], 1000, count)]
+        assert {rows.stop for rows, _ in parts} == {4096} and parts[0][1] == slice(0, width)
+        assert [part.start for _, part in parts[1:]] == [part.stop for _, part in parts[:-1]]
+        assert parts[-1][1].stop == 1000
+    rows = [rows for rows, part, *_ in heads._parts(targets, 1000, 2**30)]
+    assert rows == [slice(0, 4096), slice(4096, 8192)]
+
+
 def test_heads_of_other_kinds_are_left_to_autograd():
     """A bias that is trained, adapters, and logits that are no product of weights."""
     others = (trained(bias=True), nn.Sequential(trained()), nn.Identity(), lambda h: h)
@@ -124,5 +149,5 @@ def test_heads_of_other_kinds_are_left_to_autograd():
 
 
 def test_rows_at_a_time_follow_from_the_vocabulary():
-    assert [heads.logit_rows(size) for size in (50, 4096, 49152, 2**17, 2**30)] == [4096, 4096, 341, 128, 1]
+    assert [heads.logit_rows(size) for size in (50, 4096, 49152, 2**17, 2**30)] == [4096, 1024, 85, 32, 1]
     assert [heads.logit_rows(size, "cuda") for size in (50, 49152, 2**17)] == [4096, 1365, 512]
