@@ -34,7 +34,6 @@ def test_chat_in_a_browser(page):
     message = message_of(page)
     wait_for(lambda: message.input_value() == "Could I get a large oat latte and two muffins, please?")
     press(page, "Send")
-    page.get_by_text("Loading rlhf-ppo step 1 …").wait_for()
     page.locator("#dialogue .scores").wait_for()
     (first,) = answers(page)
     assert "reward" not in first and message.input_value() == ""
