@@ -56,6 +56,7 @@ def test_a_dialogue_is_busy_while_an_answer_is_written():
     question = user_turn("Hello", "Hello")
     pending = {"role": "assistant", "content": "", "label": "ppo", "pending": "Loading ppo …"}
     writing = {"role": "assistant", "content": "Hi", "label": "ppo", "streaming": True}
+    assert "Loading ppo …" in dialogue_as_html([question, pending])
     for turns, is_busy in (([question], False), ([question, pending], True), ([question, writing], True)):
         assert ('aria-busy="true"' in dialogue_as_html(turns)) == is_busy
         assert 'aria-busy="true"' not in dialogue_as_html(settled(turns))
