@@ -107,8 +107,8 @@ class LinearHead(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.temperature, ctx.count = temperature, count
         is_frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        log_sums = torch.full_like(logprobs, -torch.inf)  # over the parts so far
+        log_sums = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)  # over the parts so far
+        logprobs = torch.full_like(log_sums, torch.nan)  # stays so for a target that is not in the vocabulary
         gradient = torch.zeros_like(hidden, dtype=torch.float32) if is_frozen else None  # (N, H)
         scale = HALF_SCALE if ctx.dtype is torch.float16 else 1.0
         with torch.autocast(device, enabled=False):

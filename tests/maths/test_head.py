@@ -129,6 +129,14 @@ def test_heads_in_parts_have_the_same_values_without_gradients(kind, monkeypatch
     assert torch.allclose(whole, parts, atol=1e-6) and len(used) == 1
 
 
+@pytest.mark.parametrize("target", [-100, 50])
+def test_a_target_outside_of_the_vocabulary_has_no_log_probability(target):
+    targets = torch.randint(50, (23,))
+    targets[7] = target
+    logprobs = heads.head_logprobs(torch.randn(23, 6), trained(), targets, chunk_size=5)[0]
+    assert logprobs.isnan().nonzero().tolist() == [[7]]
+
+
 def test_parts_are_whole_and_have_so_many_logits():
     targets = torch.randint(1000, (4100,))
     for count, width in ((2**20, 2**20 // 4096), (300_000, 64), (250_000, 61), (7, 1)):
