@@ -260,10 +260,9 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         cut = {"batch": batch, "accumulation": accumulation, "options": options, "steps": scale.steps}
         return bench.trl("sft", f"SFTTrainer, {label}", models, data, bf16, **cut)
 
-    def own(rows: int, packing: bool = False) -> Side:
-        label = f"passes of {rows} rows{', packed' if packing else ''}"
-        cut = {"micro_batch_size": rows, "packing": packing}
-        return bench.program("lightrlhf.sft", label, flags, bf16, scale.steps, data, **cut)
+    def own(rows: int) -> Side:
+        label = f"passes of {rows} rows"
+        return bench.program("lightrlhf.sft", label, flags, bf16, scale.steps, data, micro_batch_size=rows)
 
     return Case(
         what=f"SFT, {scale.size}",
@@ -271,7 +270,7 @@ def sft(bench: Bench, scale: Scale, bf16: bool) -> Case:
         units=tokens,
         goal=2,
         limit_goal=0.5 if bench.cuda else None,
-        ours=[*map(own, sorted({max(micro // 2, 1), micro, larger})), own(larger, packing=True)],
+        ours=list(map(own, sorted({max(micro // 2, 1), micro, larger}))),
         peers=[
             peer("one batch", batch, 1),
             peer("by length", micro, batch // micro, train_sampling_strategy="group_by_length"),

@@ -49,7 +49,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_rows, sources
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
+from lightrlhf.data.splits import Row, check_vocabulary, token_keys
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.maths.ops import wins
 from lightrlhf.maths.preference import (
@@ -71,7 +71,7 @@ from lightrlhf.maths.preference import (
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
 from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
@@ -254,7 +254,7 @@ def train(
     policy = load_start(policy, args, tokenizer)
     check_vocabulary(pairs + validation, vocabulary_size(policy), args.data_name)
     check_positions(pairs + validation, policy, args.data_name)
-    share_prefixes(policy, longest_text(pairs + validation))
+    enable_packing(policy)
     if args.loss_type == "simpo" and args.beta < 1:
         notes.append(f"--beta {args.beta} is small for simpo, whose rewards are per token; its authors use 2 to 10")
     for note in notes:

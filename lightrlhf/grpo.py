@@ -56,7 +56,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
     check_start,
@@ -91,7 +91,7 @@ from lightrlhf.maths.policy_losses import (
 )
 from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -280,7 +280,7 @@ def train(
     actor = load_start(policy, args, tokenizer, args.strategy not in ("fsdp", "deepspeed"))
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
-    share_prefixes(actor, longest_text(examples) + args.max_new_tokens, args.num_generations)
+    enable_packing(actor)
     reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
     rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor, once=run.once)
     if args.finetune_mode == "lora" and args.learning_rate <= FULL_TUNING_RATE:
@@ -384,7 +384,7 @@ def numbered(run: Run[GRPOArgs], rollout: Rollout, groups: Sequence[int]) -> Rol
 def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
     """The rollout with the policy as its own reference: what a forward pass gives for what was sampled.
 
-    Of separate rows, as where a pass gives the log-probabilities of the rollout: a packed one rounds differently.
+    Without groups, as where a pass gives the log-probabilities of the rollout: packed otherwise they round differently.
     """
     batch, module = rollout.extend(Batch, group=None), getattr(model, "module", model)
     with run.autocast(), unsharded(module):  # ranks run different numbers of passes

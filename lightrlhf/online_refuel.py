@@ -43,7 +43,7 @@ from lightrlhf.generation.users import recorded_user
 from lightrlhf.maths.ops import whiten
 from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -146,7 +146,7 @@ def train(
     run = Run(args, "online_refuel", on_step, given, data, split_from=args.SPLIT_FROM)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer, args.verify)
     policy = load_start(policy, args, tokenizer)
-    share_prefixes(policy, args.total_length)
+    enable_packing(policy)
     rows = with_room(run, policy, dialogues["train"])
     held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]
     reference = run.freeze(policy.reference())

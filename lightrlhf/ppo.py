@@ -67,6 +67,7 @@ from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_lo
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -245,11 +246,13 @@ def train(
     actor = load_start(policy, args, tokenizer, shares)
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
+    enable_packing(actor)
     reference = run.freeze(actor.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward, actor)
     rewards_of = make_rewards(*settings, keeps_infinite=args.clip_rewards, once=run.once)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, actor, given=policy is not None)
+    enable_packing(critic)
 
     run.mix([len(one) for one in sets])
     num_steps, results = run.num_steps(len(examples), args.rollout_size), {}

@@ -42,13 +42,13 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batch_indices
 from lightrlhf.data.rows import Given, load_rows
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.sharding import unsharded
@@ -206,7 +206,7 @@ def train(
     policy = load_start(policy, args, tokenizer)
     check_vocabulary(train_rows, vocabulary_size(policy), args.data_dir)
     check_positions(train_rows, policy, args.data_dir)
-    share_prefixes(policy, longest_text(train_rows))
+    enable_packing(policy)
     pad_id = tokenizer.pad_token_id
     with run.phase("old log-probabilities"):
         places = run.to_score(len(train_rows), len(validation_rows))

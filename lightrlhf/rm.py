@@ -44,13 +44,13 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
 from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_positions, share_prefixes
+from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import inference, vocabulary_size
 from lightrlhf.models.roles import last_token as end_scores
 from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
@@ -182,7 +182,7 @@ def train(
         config.compares_pairs = True
     check_vocabulary(pairs, vocabulary_size(reward_model), args.data_name)
     check_positions(pairs + validation, reward_model, args.data_name)
-    share_prefixes(reward_model, longest_text(pairs + validation))
+    enable_packing(reward_model)
     separate_pad_token(reward_model, tokenizer)
 
     run.mix([len(one) for one in sets])

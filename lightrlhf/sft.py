@@ -14,7 +14,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -27,19 +27,18 @@ from lightrlhf.cli.args import (
     TensorParallelArgs,
     TrainArgs,
     check_args,
-    check_at_least,
     check_data_dir,
     check_positive,
 )
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, finetune_batch, micro_batch_indices, micro_batches, pack
+from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text
+from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.models.given import load_start
-from lightrlhf.models.probes import check_packing, check_positions
+from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import TokenStats, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
@@ -60,10 +59,11 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
     """Loss on the response alone, otherwise on the whole text."""
     label_smoothing: float = field(default=0.0, metadata=RARE)
     """Probability mass of each target that is spread evenly over the vocabulary."""
-    packing: bool = False
-    """Pack several examples into each row; none attends to another."""
-    pack_width: int | None = field(default=None, metadata=RARE)
-    """Tokens of a packed row; by default as many as the longest example of the pass has."""
+
+    REMOVED: ClassVar = {
+        "packing": (..., "the examples of a pass are packed wherever that makes it cheaper; leave it out"),
+        "pack_width": (..., "packed rows have the width that makes a pass the cheapest; leave it out"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +75,6 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
         check_positive(self, "learning_rate")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 1)")
-        if self.pack_width is not None:
-            check_at_least(self, "pack_width", 1)
-            if not self.packing:
-                raise ValueError(f"--pack_width {self.pack_width} requires --packing True")
 
 
 def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -117,8 +113,7 @@ def train(
     policy = load_start(policy, args, tokenizer)
     check_vocabulary(examples, vocabulary_size(policy), args.data_name)
     check_positions(examples + validation, policy, args.data_name)
-    if args.packing:
-        check_packing(policy, args.model_name or "the given policy", longest=longest_text(examples + validation))
+    enable_packing(policy)
 
     run.mix([len(one) for one in sets])
     num_steps, results = run.num_steps(len(examples), args.mini_batch_size), {}
@@ -148,7 +143,7 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
     """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
     args = run.args
     micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
-    batches = [layout(args, [rows[i] for i in micro], pad_id).to(run.device) for micro in micros]
+    batches = [finetune_batch([rows[i] for i in one], pad_id, args.use_targets).to(run.device) for one in micros]
     count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
@@ -160,12 +155,6 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
     return run.total(total) / count, run.optimize("policy")
 
 
-def layout(args: SFTArgs, rows: list[Row], pad_id: int) -> Batch:
-    """A padded batch, or the same rows packed; an example longer than `--pack_width` has a row of its own."""
-    batch = finetune_batch(rows, pad_id, args.use_targets)
-    return pack(batch, args.pack_width or batch.input_ids.shape[1], pad_id) if args.packing else batch
-
-
 def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
@@ -173,7 +162,7 @@ def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) 
     total, count = 0.0, 0
     with inference(model):
         for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
-            batch = layout(args, micro, pad_id).to(run.device)
+            batch = finetune_batch(micro, pad_id, args.use_targets).to(run.device)
             total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
             count += batch.num_actions
     return run.total(total) / max(run.total(count), 1)

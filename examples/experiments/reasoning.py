@@ -102,7 +102,6 @@ BASE_SFT = CPU | {
     "learning_rate": 2e-3,
     "mini_batch_size": 128,
     "micro_batch_size": 64,
-    "packing": True,
     "log_interval": 50,
 }
 RATES = (3e-5, 1e-4, 3e-4)  # of the trials; 3e-4 was the best of (3e-4, 1e-3, 3e-3) for all three at 64 steps

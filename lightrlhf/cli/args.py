@@ -391,8 +391,6 @@ class ModelArgs:
             raise ValueError(f"{flag} runs on CUDA alone, not with --accelerator {accelerator}; leave {flag} out")
         if getattr(self, "precision", None) == "32-true":
             raise ValueError(f"{flag} computes in 16 bits, not with --precision 32-true; give --precision bf16-mixed")
-        if getattr(self, "packing", False):
-            raise ValueError(f"{flag} cannot be given the mask of --packing True; leave one of them out")
         check_package(flag, "flash_attn")
 
     def _check_variants(self) -> None:

@@ -33,7 +33,6 @@ class Batch:
     input_ids: Tensor  # (B, T)   int64
     attention_mask: Tensor  # (B, T)   bool, False on padding
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
-    sequence_ids: Tensor | None = None  # (B, T) int64, packed rows only: 1, 2, … per example, 0 on padding
     places: Tensor | None = None  # (B,) int64, of each row in its rank's part of a step's batch, for error messages
     group: Tensor | None = None  # (B,) int64, equal in rows that share a prompt, which need not be adjacent
 
@@ -220,35 +219,6 @@ def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
     ids = [[*prompt, *response] for prompt, response in zip(prompts, responses)]
     actions = [_response_actions(len(prompt), len(row)) for prompt, row in zip(prompts, ids)]
     return _collate(ids, actions, pad_id)
-
-
-def pack(batch: Batch, width: int, pad_id: int) -> Batch:
-    """Pack the rows of a right-padded batch into rows of `width` tokens (first-fit decreasing).
-
-    `sequence_ids` numbers the examples of a row: attention is restricted to each, and positions restart. The last token
-    of an example is no action, since it does not predict the first token of the next.
-    """
-    lengths = batch.attention_mask.sum(1).tolist()
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(range(len(batch)), key=lambda i: -lengths[i]):
-        fits = next((b for b, free in enumerate(room) if free >= lengths[row]), None)
-        if fits is None:
-            bins.append([])
-            room.append(max(width, lengths[row]))
-            fits = len(bins) - 1
-        bins[fits].append(row)
-        room[fits] -= lengths[row]
-    ids, actions, sequences = [], [], []
-    for members in bins:
-        ids.append([t for i in members for t in batch.input_ids[i, : lengths[i]].tolist()])
-        actions.append([a for i in members for a in [*batch.action_mask[i, : lengths[i] - 1].tolist(), False]][:-1])
-        sequences.append([n for n, i in enumerate(members, start=1) for _ in range(lengths[i])])
-    packed = _collate(ids, actions, pad_id)
-    packed.sequence_ids = torch.zeros_like(packed.input_ids)  # (B, T)
-    for row, numbers in enumerate(sequences):
-        packed.sequence_ids[row, : len(numbers)] = torch.tensor(numbers)
-    return packed
 
 
 def _response_actions(prompt_len: int, length: int) -> Tensor:

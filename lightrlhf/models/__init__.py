@@ -1,1 +1,1 @@
-"""Models: roles on one backbone, loading, saving, LoRA, quantisation, sharding, prefix sharing."""
+"""Models: roles on one backbone, loading, saving, LoRA, quantisation, sharding, packing."""

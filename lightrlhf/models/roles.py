@@ -22,7 +22,7 @@ from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
 from lightrlhf.models.frozen import HeldLinear, activation_dtype
-from lightrlhf.models.prefix_sharing import PackedGroups, pack_groups
+from lightrlhf.models.packing import PackedTexts, pack_texts
 from lightrlhf.models.quantisation import is_quantised
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Role(nn.Module):
     """
 
     model: PreTrainedModel
-    shares_prefixes = False  # within groups; see `probes.share_prefixes`
+    packs = False  # the texts of a pass into fewer rows; see `probes.enable_packing`
 
     def __init__(
         self,
@@ -79,16 +79,20 @@ class Role(nn.Module):
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        sequence_ids: Tensor | None = None,
         group: Tensor | None = None,
-    ) -> tuple[dict[str, Any], PackedGroups | None]:
-        """Arguments of a forward pass without a KV cache, and the packed groups if prefixes are shared."""
-        if group is not None and self.shares_prefixes:
-            hidden_size = getattr(self.model.config, "hidden_size", 1024)  # a rare architecture has no such name
-            packed = pack_groups(input_ids, attention_mask, group, hidden_size)
+    ) -> tuple[dict[str, Any], PackedTexts | None]:
+        """Arguments of a forward pass without a KV cache, and the packed texts if they are packed.
+
+        The mask of packed texts ignores sliding windows, so none may exceed one; GPT-Neo's counts columns.
+        """
+        config = self.model.config
+        if self.packs and input_ids.shape[1] <= (getattr(config, "sliding_window", None) or input_ids.shape[1]):
+            hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
+            most_columns = getattr(config, "window_size", None)
+            packed = pack_texts(input_ids, attention_mask, group, hidden_size, most_columns)
             if packed is not None:
-                return group_inputs(self.model, packed), packed
-        return model_inputs(self.model, input_ids, attention_mask, sequence_ids), None
+                return packed_inputs(self.model, packed), packed
+        return model_inputs(self.model, input_ids, attention_mask), None
 
     def train(self, mode: bool = True) -> Role:
         if self.shares:
@@ -127,7 +131,7 @@ class Policy(Role):
         if self.shares:
             known = {"shares": True, "trainable": False, "head_is_plain": self.head_is_plain}
             reference = Policy(self.model, self.adapters[: -len(own)], self.base, **known)
-            reference.shares_prefixes = self.shares_prefixes
+            reference.packs = self.packs
             return reference
         reference = copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
         if len(own) > 1:
@@ -141,7 +145,6 @@ class Policy(Role):
         input_ids: Tensor,
         attention_mask: Tensor,
         action_mask: Tensor,
-        sequence_ids: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_mean: bool = False,
@@ -152,15 +155,15 @@ class Policy(Role):
         """(B, T) ids and masks -> log-probabilities of the actions at `temperature`; entropies and means on request.
 
         label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
-        group, sequence_ids: as in `Batch`.
+        group: as in `Batch`.
         """
         if not len(input_ids):
             ids, mask, actions = _dummy_batch(input_ids)
-            return self.forward(ids, mask, actions, None, temperature, with_entropy, with_mean).map(lambda row: row[:0])
+            return self.forward(ids, mask, actions, temperature, with_entropy, with_mean).map(lambda row: row[:0])
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if label_ids is None:
             with self.active():
-                states, head = self._states(input_ids, attention_mask, action_mask, sequence_ids, group=group)
+                states, head = self._states(input_ids, attention_mask, action_mask, group=group)
                 rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
                 stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean, rows))
         else:
@@ -205,13 +208,14 @@ class Policy(Role):
         input_ids: Tensor,
         attention_mask: Tensor,
         action_mask: Tensor,
-        sequence_ids: Tensor | None = None,
         cache: Any = None,
         group: Tensor | None = None,
     ) -> tuple[Tensor, nn.Module]:
         """Hidden states (N, H) that predict the N actions, and the head that maps them to logits."""
-        inputs, packed = self._inputs(input_ids, attention_mask, sequence_ids, group)
-        if cache is not None:
+        if cache is None:
+            inputs, packed = self._inputs(input_ids, attention_mask, group)
+        else:
+            inputs, packed = model_inputs(self.model, input_ids, attention_mask), None
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
             inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
         if self.head_is_plain:
@@ -249,7 +253,7 @@ class ScalarModel(Role):
         """(B, T) ids and mask -> (B, T) float32 values of the head; group: as in `Batch`."""
         if not len(input_ids):
             return self.forward(*_dummy_batch(input_ids)[:2])[:0]
-        inputs, packed = self._inputs(input_ids, attention_mask, group=group)
+        inputs, packed = self._inputs(input_ids, attention_mask, group)
         with self.active():
             hidden = self.model.base_model(**inputs).last_hidden_state
         head = self.score if self.shares else scalar_head(self.model)
@@ -281,25 +285,21 @@ def policy_inputs(batch: Batch) -> dict[str, Any]:
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
         "action_mask": batch.action_mask,
-        "sequence_ids": batch.sequence_ids,
         "group": batch.group,
     }
 
 
-def model_inputs(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, sequence_ids: Tensor | None = None
-) -> dict[str, Any]:
-    """Arguments of a forward pass without a KV cache: explicit positions, and attention within each packed example."""
-    if sequence_ids is None:
-        positions, mask = position_ids(attention_mask), attention_mask.long()
-    else:
-        positions, mask = _packed_positions(sequence_ids), _packed_attention(sequence_ids, activation_dtype(model))
-    return {"input_ids": input_ids, "attention_mask": mask, "use_cache": False, **position_inputs(model, positions)}
+def model_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Arguments of a forward pass without a KV cache, with explicit positions."""
+    positions = position_inputs(model, position_ids(attention_mask))
+    return {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False, **positions}
 
 
-def group_inputs(model: PreTrainedModel, packed: PackedGroups) -> dict[str, Any]:
-    """`model_inputs` for groups that share their common prefix."""
-    mask = _additive_mask(packed.visible, activation_dtype(model))
+def packed_inputs(model: PreTrainedModel, packed: PackedTexts) -> dict[str, Any]:
+    """`model_inputs` for packed texts."""
+    dtype = activation_dtype(model)
+    mask = torch.zeros(packed.visible.shape, dtype=dtype, device=packed.visible.device)
+    mask = mask.masked_fill_(~packed.visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
     positions = position_inputs(model, packed.positions)
     return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
 
@@ -458,24 +458,3 @@ def trial_ids(model: PreTrainedModel, count: int) -> Tensor:
     """
     rows = embedding_rows(model)
     return (torch.arange(1, 1 + count, device=model.device) * max(rows // (count + 1), 1)).remainder(rows)[None]
-
-
-def _packed_positions(sequence_ids: Tensor) -> Tensor:
-    """Positions that restart with each example: (B, T) -> (B, T)."""
-    index = torch.arange(sequence_ids.shape[1], device=sequence_ids.device).expand_as(sequence_ids)
-    starts = torch.ones_like(sequence_ids, dtype=torch.bool)
-    starts[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
-    return index - torch.where(starts, index, torch.zeros_like(index)).cummax(1).values
-
-
-def _packed_attention(sequence_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask within each example: (B, T) -> (B, 1, T, T), 0 where visible."""
-    width = sequence_ids.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool, device=sequence_ids.device).tril()
-    return _additive_mask((sequence_ids[:, :, None] == sequence_ids[:, None, :]) & causal, dtype)
-
-
-def _additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T, T) bool -> (B, 1, T, T), 0 where visible."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]

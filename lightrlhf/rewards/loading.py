@@ -16,8 +16,9 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
 from lightrlhf.models.loading import check_weights, load_scalar
 from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import RewardFunction, RewardFunctions
 from lightrlhf.rewards.scorers import (
@@ -161,6 +162,8 @@ def load_scorer(
         else:
             model, tokenizer = model.model, _plain(source)  # an encoder
     model = model.requires_grad_(False).eval().to(device)
+    if isinstance(model, ScalarModel):
+        enable_packing(model)
     longest = None if single else getattr(config, "max_position_embeddings", None)
     encoding = Encoding(tokenizer, wrap_prompts, longest)
     if getattr(config, "compares_pairs", False) and not single:

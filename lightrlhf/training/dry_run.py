@@ -41,7 +41,6 @@ class Fed:
     input_ids: Tensor  # (B, T)
     attention_mask: Tensor  # (B, T) bool
     trained: Tensor  # (B, T) bool: the loss counts the token, or the score at it
-    sequence_ids: Tensor | None  # (B, T), packed rows only
     group: Tensor | None  # (B,)
 
 
@@ -145,8 +144,8 @@ def texts_of_sample(row: Row, tokenizer: Any) -> list[str]:
 
 def kept(given: Mapping[str, Any], output: Any) -> Fed:
     """A micro-batch by the arguments of a model's pass, and its output, whose gradient shows the scores in the loss."""
-    names = ("input_ids", "attention_mask", "sequence_ids", "group")
-    ids, mask, sequences, group = (None if given.get(n) is None else given[n].detach().cpu().clone() for n in names)
+    names = ("input_ids", "attention_mask", "group")
+    ids, mask, group = (None if given.get(n) is None else given[n].detach().cpu().clone() for n in names)
     assert ids is not None and mask is not None
     trained = torch.zeros_like(mask, dtype=torch.bool)
     if "action_mask" in given:
@@ -157,7 +156,7 @@ def kept(given: Mapping[str, Any], output: Any) -> Fed:
             trained.copy_(gradient != 0)
 
         output.register_hook(read)
-    return Fed(ids, mask.bool(), trained, sequences, group)
+    return Fed(ids, mask.bool(), trained, group)
 
 
 def texts_of(name: str, fed: Fed | None, tokenizer: Any, pairs: bool) -> list[str]:
@@ -175,10 +174,9 @@ def texts_of(name: str, fed: Fed | None, tokenizer: Any, pairs: bool) -> list[st
     if pairs and fed.group is not None and torch.equal(fed.group, torch.arange(number // 2).repeat(2)):
         sides = ["chosen", "rejected"]
     for side, row in zip(sides, (0, number // 2)):
-        here = fed.attention_mask[row] if fed.sequence_ids is None else fed.sequence_ids[row] == 1  # (T,)
+        here = fed.attention_mask[row]  # (T,)
         flags = fed.trained[row][here].tolist()
-        packed = "" if fed.sequence_ids is None else f", the first of {int(fed.sequence_ids[row].max())} in its row"
-        shown.append(f"{name}, {side}: {len(flags):,} tokens, {sum(flags):,} trained{packed}")
+        shown.append(f"{name}, {side}: {len(flags):,} tokens, {sum(flags):,} trained")
         shown.append(marked_text(tokenizer, fed.input_ids[row][here].tolist(), spans_of(flags)))
     return shown
 

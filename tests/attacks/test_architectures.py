@@ -9,9 +9,9 @@ from helpers.zoo import capped, enlarged, model_types, zoo_model
 
 from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import pack, preference_batch
+from lightrlhf.data.batch import preference_batch
 from lightrlhf.generation.engine import generate
-from lightrlhf.models.probes import check_packing, share_prefixes
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs
 
 ROW = "architectures"
@@ -65,27 +65,14 @@ def as_policy(model, batch):
     return error < 1e-4 and slope < 1e-2, f"exact to {error:.0e}, gradients {slope:.0e}"
 
 
-def as_packed(policy, batch):
-    check_packing(policy, policy.model.config.model_type, longest=batch.input_ids.shape[1])
-    sums, slopes = [], []
-    for layout in (batch, pack(batch, 20, 1)):
-        logprobs = policy(**policy_inputs(layout)).logprobs
-        logprobs.pow(2).sum().backward()
-        sums.append(logprobs.detach()[layout.action_mask].sort().values)
-        slopes.append(gradients(policy))
-    error, slope = gap(*sums), worst_gradient(slopes[1], slopes[0])
-    return error < 1e-4 and slope < 1e-2, f"exact to {error:.0e}, gradients {slope:.0e}"
-
-
-def with_prefixes(role):
-    share_prefixes(role, longest=12)
-    if not role.shares_prefixes:
-        return True, "pairs stay separate"
-    batch = preference_batch(PAIRS, 0)
+def as_packed(role, batch):
+    enable_packing(role)
+    if not role.packs:
+        return True, "texts stay separate"
     weights = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(0)) * batch.attention_mask
     found, slopes = [], []
-    for shares in (False, True):
-        role.shares_prefixes = shares
+    for packs in (False, True):
+        role.packs = packs
         if isinstance(role, Policy):
             values = role(**policy_inputs(batch)).logprobs
             (values * weights[:, 1:]).sum().backward()
@@ -95,7 +82,7 @@ def with_prefixes(role):
         found.append(values.detach())
         slopes.append(gradients(role))
     error, slope = gap(*found), worst_gradient(slopes[1], slopes[0])
-    return error < 1e-4 and slope < 1e-2, f"shared, exact to {error:.0e}, gradients {slope:.0e}"
+    return error < 1e-4 and slope < 1e-2, f"packed, exact to {error:.0e}, gradients {slope:.0e}"
 
 
 def as_sampler(policy):
@@ -120,7 +107,7 @@ def as_reward_model(model, batch):
     role, rows = ScalarModel(model).eval(), [alone(batch, row).input_ids for row in range(3)]
     expected = torch.cat([model(input_ids=ids, use_cache=False).logits[:, 0] for ids in rows])
     scores = last_token(role(batch.input_ids, batch.attention_mask), batch.attention_mask)
-    held, seen = with_prefixes(role)
+    held, seen = as_packed(role, preference_batch(PAIRS, 0))
     return held and gap(scores, expected) < 1e-4, f"exact to {gap(scores, expected):.0e}; {seen}"
 
 
@@ -139,7 +126,7 @@ def test_every_role_of_every_architecture_is_exact_or_refused(spread, case):
         if not line.startswith("refused"):
             policy = Policy(model).eval()
             case(f"{name}, packing", *attempt(as_packed, policy, batch))
-            case(f"{name}, prefixes", *attempt(with_prefixes, policy))
+            case(f"{name}, prefixes", *attempt(as_packed, policy, preference_batch(PAIRS, 0)))
             case(f"{name}, engine", *attempt(as_sampler, policy))
         model = zoo_model(kind, spread, scalar=True)
         if model is not None:
@@ -205,8 +192,7 @@ def test_probes_change_neither_weights_nor_random_numbers_nor_hooks(kind, case):
     model = zoo_model(kind).train()
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     policy = Policy(model)
-    attempt(check_packing, policy, kind)
-    share_prefixes(policy, 12)
+    enable_packing(policy)
     attempt(generate, policy, [[2, 3]], GenerationArgs(max_new_tokens=2), [], torch.full((1, 2), 0.5))
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     case(f"{kind}: weights", same)

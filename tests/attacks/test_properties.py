@@ -15,13 +15,13 @@ from helpers.rollouts import advantages_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrlhf.data.batch import Batch, epoch_order, inference_batches, pack, response_batch
+from lightrlhf.data.batch import Batch, epoch_order, inference_batches, response_batch
 from lightrlhf.maths import head as heads
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
 from lightrlhf.maths.preference import DIVERGENCES, LOSSES, REFERENCE_FREE, Pairs
 from lightrlhf.maths.unpaired import Responses, bco, kto
-from lightrlhf.models.prefix_sharing import pack_groups
+from lightrlhf.models.packing import pack_texts
 from lightrlhf.rewards.kl import AdaptiveKL
 from lightrlhf.rewards.scorers import read_together
 
@@ -425,26 +425,6 @@ def batch_of(rows) -> Batch:
     return response_batch(prompts, [[100 * i + 50 + t for t in range(r)] for i, (_, r) in enumerate(rows, start=1)], 0)
 
 
-@holds(ROWS, st.integers(2, 20))
-def packing_keeps_every_example_whole(rows, width):
-    batch = batch_of(rows)
-    packed = pack(batch, width, 0)
-    found = []
-    for row, numbers in zip(packed.input_ids, packed.sequence_ids):
-        found += [row[numbers == n].tolist() for n in range(1, int(numbers.max()) + 1)]
-    assert sorted(found) == sorted(ids[kept].tolist() for ids, kept in zip(batch.input_ids, batch.attention_mask))
-
-
-@holds(ROWS, st.integers(2, 20))
-def packing_keeps_targets_and_crosses_no_border(rows, width):
-    batch = batch_of(rows)
-    packed = pack(batch, width, 0)
-    targets = sorted(batch.input_ids[:, 1:][batch.action_mask].tolist())
-    assert sorted(packed.input_ids[:, 1:][packed.action_mask].tolist()) == targets
-    same = packed.sequence_ids[:, 1:] == packed.sequence_ids[:, :-1]
-    assert not (packed.action_mask & ~same).any()
-
-
 @holds(ROWS)
 def every_response_token_is_one_action(rows):
     batch = batch_of(rows)
@@ -473,17 +453,26 @@ def an_epoch_is_a_permutation(count, seed, epoch):
     assert sorted(epoch_order(count, seed, epoch)) == list(range(count))
 
 
-@holds(SEED, st.integers(1, 9), st.integers(0, 4), st.integers(1, 6), st.sampled_from([1, 8, 4096]))
-def a_shared_prefix_shows_each_text_itself_alone(seed, common, more, count, hidden_size):
+@holds(
+    SEED,
+    st.integers(1, 9),
+    st.integers(0, 4),
+    st.integers(1, 6),
+    st.sampled_from([1, 8, 4096]),
+    st.booleans(),
+    st.sampled_from([None, 16]),
+)
+def a_packed_row_shows_each_text_itself_alone(seed, common, more, count, hidden_size, is_grouped, most_columns):
     """Each token of each text stands in the packed row, at its own position, and sees its own text up to itself."""
     g = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(1, 4, (common + i,), generator=g).tolist() for i in range(2)]
     ends = [torch.randint(1, 4, (1 + more * (i % 3),), generator=g).tolist() for i in range(count + 2)]
     group = torch.randint(0, 2, (count + 2,), generator=g)
     batch = response_batch([prompts[i] for i in group], ends, 0)
-    packed = pack_groups(batch.input_ids, batch.attention_mask, group, hidden_size)
+    packed = pack_texts(batch.input_ids, batch.attention_mask, group if is_grouped else None, hidden_size, most_columns)
     if packed is None:
         return
+    assert packed.input_ids.shape[1] <= (most_columns or 10**9)
     for i, (ids, kept) in enumerate(zip(batch.input_ids, batch.attention_mask)):
         own, row = packed.columns[i][kept], packed.rows[i]
         assert torch.equal(packed.input_ids[row, own], ids[kept])

@@ -117,8 +117,11 @@ def test_a_file_with_two_warm_ups_is_refused(cafe_data, tmp_path, capsys):
 
 
 def test_booleans_and_none_are_written_as_words(cafe_data):
-    args = parse(SFTArgs, [*good("sft", cafe_data), "--use_targets=True", "--packing", "False", "--max_steps=null"])
-    assert (args.use_targets, args.packing, args.max_steps) == (True, False, None)
+    args = parse(
+        SFTArgs,
+        [*good("sft", cafe_data), "--use_targets=True", "--activation_checkpointing", "False", "--max_steps=null"],
+    )
+    assert (args.use_targets, args.activation_checkpointing, args.max_steps) == (True, False, None)
 
 
 def test_the_alias_of_model_name_is_accepted(cafe_data):

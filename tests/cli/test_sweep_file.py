@@ -30,11 +30,11 @@ def values(sweep: Sweep) -> list[tuple]:
 
 # --------------------------------------------------------------------------------------------------------- combinations
 def test_a_grid_has_every_combination_as_the_program_reads_it(tmp_path):
-    sweep = read(tmp_path, HEAD + "grid: {learning_rate: [1e-4, 0.1], packing: [True, False]}\n")
+    sweep = read(tmp_path, HEAD + "grid: {learning_rate: [1e-4, 0.1], use_targets: [True, False]}\n")
     assert (sweep.program, sweep.metric, sweep.lower_is_better, sweep.seeds) == ("sft", "val/loss", True, [1, 2])
     assert values(sweep) == [(1e-4, True), (1e-4, False), (0.1, True), (0.1, False)]
-    assert sweep.combinations[1].name == "learning_rate=0.0001+packing=False"
-    assert sweep.combinations[1].args.seed == 1 and sweep.combinations[1].args.packing is False
+    assert sweep.combinations[1].name == "learning_rate=0.0001+use_targets=False"
+    assert sweep.combinations[1].args.seed == 1 and sweep.combinations[1].args.use_targets is False
 
 
 def test_a_larger_number_of_samples_keeps_the_first_ones(tmp_path):
@@ -73,7 +73,16 @@ def test_names_of_folders_are_short_and_tell_values_apart(tmp_path):
 
 def test_the_words_of_arguments_are_these_arguments_again(tmp_path):
     typed = ["--data_dir", "a,b", "c d", "--model_name=x=y", "--epochs", "2", "--lr_warmup_steps", "5"]
-    typed += ["--learning_rate", "3e-5", "--packing", "--data_weights", "1", "2.5", "3", "--eval_iters=null"]
+    typed += [
+        "--learning_rate",
+        "3e-5",
+        "--activation_checkpointing",
+        "--data_weights",
+        "1",
+        "2.5",
+        "3",
+        "--eval_iters=null",
+    ]
     args = parse(args_class("sft"), typed)
     assert parse(args_class("sft"), non_default_words(args)) == args
     grpo = ["--model_name=tiny", "--reward_function", "a.b:c", "--stop_strings", "x, y", "\n", "--rollout_size=32"]
@@ -134,10 +143,13 @@ def test_the_examples_are_valid(path, monkeypatch):
         (SAMPLE, "num_samples None is not a whole number from 1"),
         (SAMPLE + "num_samples: 2\nsample_seed: x\n", "sample_seed x is not a whole number"),
         (
-            HEAD + "num_samples: 2\nsample: {packing: {choice: [True]}}\n",
+            HEAD + "num_samples: 2\nsample: {use_targets: {choice: [True]}}\n",
             "num_samples 2 is more than the 1 that sample has",
         ),
-        (HEAD + "num_samples: 2\nsample: {packing: [True]}\n", "sample: packing [True] is not one of choice, uniform"),
+        (
+            HEAD + "num_samples: 2\nsample: {use_targets: [True]}\n",
+            "sample: use_targets [True] is not one of choice, uniform",
+        ),
         (HEAD + "num_samples: 2\nsample: {learning_rate: {log_uniform: [0, 1]}}\n", "is not two numbers above 0"),
         (HEAD + "num_samples: 2\nsample: {learning_rate: {uniform: [1]}}\n", "is not two numbers in ascending order"),
         (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import rows_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrlhf.cli.errors import UsageError
@@ -20,7 +19,6 @@ from lightrlhf.data.batch import (
     micro_batches,
     mismatched_rows,
     mix_seed,
-    pack,
     preference_batch,
     response_batch,
     unpaired_batch,
@@ -136,7 +134,7 @@ def test_decoding_gives_back_the_text_with_its_spaces(tokenizer):
     assert decode(tokenizer, encode_response(tokenizer, text)) == text
 
 
-# --------------------------------------------------------------------------------------------- selecting, packing
+# --------------------------------------------------------------------------------------------- selecting
 def test_select_cuts_to_the_longest_of_the_rows():
     batch = response_batch([[5, 6], [7], [8, 9, 10]], [[11, EOS], [11], [12, 13, 14, EOS]], 0)
     part = batch.select(torch.tensor([1, 0]))
@@ -221,34 +219,6 @@ def test_rows_of_one_token_still_make_a_batch():
     assert batch.input_ids.shape == (1, 2) and batch.num_actions == 0
     wider = response_batch([[5], [5, 6, 7]], [[], [8]], 0)
     assert wider.select(torch.tensor([0])).input_ids.shape == (1, 2)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=9), st.integers(0, 10))
-def test_packing_keeps_every_token_and_action_once_and_overfills_no_row(sizes, extra):
-    prompts = [row[:n] for row, (n, _) in zip(rows_of(*(n for n, _ in sizes)), sizes)]
-    responses = rows_of(*(m for _, m in sizes))
-    batch = response_batch(prompts, responses, 0)
-    width = batch.input_ids.shape[1] + extra
-    packed = pack(batch, width, 0)
-    assert packed.input_ids.shape[1] <= max(width, 2)
-    assert packed.num_actions == batch.num_actions
-    found = []
-    for row in range(len(packed)):
-        for number in range(1, int(packed.sequence_ids[row].max()) + 1):
-            here = packed.sequence_ids[row] == number
-            ids = packed.input_ids[row][here].tolist()
-            targets = packed.input_ids[row, 1:][packed.action_mask[row] & here[1:]].tolist()
-            start = int(here.nonzero()[0, 0])
-            assert start == 0 or not packed.action_mask[row, start - 1]  # nothing predicts the first token of the next
-            found.append((ids, targets))
-    alone = [(p + r, r) for p, r in zip(prompts, responses)]
-    assert sorted(found) == sorted(alone)
-
-
-def test_packing_fills_rows_instead_of_padding_them():
-    batch = response_batch(rows_of(*[4] * 8), rows_of(*[4] * 8), 0)
-    assert pack(batch, 32, 0).input_ids.shape == (2, 32)
 
 
 # ------------------------------------------------------------------------------------------------------- batching

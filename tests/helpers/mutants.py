@@ -43,7 +43,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/generation/graphs.py": "generation/test_graphs.py",
     "lightrlhf/generation/sampling.py": "generation/test_engine.py",
     "lightrlhf/generation/prefix_cache.py": "generation/test_prefix_cache.py generation/test_engine.py",
-    "lightrlhf/models/prefix_sharing.py": "models/test_prefix_sharing.py",
+    "lightrlhf/models/packing.py": "models/test_packing.py",
     "lightrlhf/models/saving.py": "models/test_loading.py models/test_lora.py storage/test_checkpoint.py",
     "lightrlhf/storage/checkpoint.py": "storage/test_checkpoint.py training/test_run.py training/test_best.py",
 }

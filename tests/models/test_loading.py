@@ -16,7 +16,7 @@ from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import response_batch
 from lightrlhf.models.loading import choose_attention, load_policy, load_scalar, separate_pad_token
-from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.probes import enable_packing, note_flash
 from lightrlhf.models.roles import count_parameters, last_token, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import export as write_checkpoint
 from lightrlhf.models.saving import hash_weights, merged_model
@@ -277,7 +277,6 @@ def batch_of(batch) -> tuple:
     [
         ({"accelerator": "cpu"}, "runs on CUDA alone, not with --accelerator cpu"),
         ({"precision": "32-true"}, "computes in 16 bits, not with --precision 32-true"),
-        ({"packing": True, "precision": "bf16-mixed"}, "cannot be given the mask of --packing True"),
     ],
 )
 def test_flash_attention_is_refused_where_it_cannot_run(flags, error):
@@ -300,9 +299,11 @@ def test_flash_attention_is_refused_without_a_gpu_and_for_an_architecture_that_h
         choose_attention(model, args, "m")
 
 
-def test_flash_attention_shares_no_prefixes_and_says_so(capsys):
+def test_flash_attention_packs_no_texts_and_says_so_once(capsys):
     policy = tiny_policy("llama")
     policy.model.config._attn_implementation = "flash_attention_2"
-    share_prefixes(policy, 20)
-    assert not policy.shares_prefixes
-    assert "flash_attention_2: common prefixes are not shared" in capsys.readouterr().out
+    note_flash.cache_clear()
+    enable_packing(policy)
+    enable_packing(policy)
+    assert not policy.packs
+    assert capsys.readouterr().out.count("flash_attention_2: texts are not packed") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from helpers import (
@@ -24,10 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import pack
 from lightrlhf.maths import head as heads
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.probes import check_packing
 from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, inference, last_token, policy_inputs
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
@@ -187,57 +183,6 @@ def test_a_policy_trains_what_its_head_shares_with_its_embedding():
     logprobs[batch.action_mask].sum().backward()
     assert_same_gradients(found, gradients(policy), atol=2e-6)
     assert policy.model.get_input_embeddings().weight.shape[0] == VOCABULARY
-
-
-# --------------------------------------------------------------------------------------------------------- packing
-@pytest.mark.parametrize("architecture", PACKS)
-def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(architecture):
-    policy, batch = tiny_policy(architecture, **WIDE.get(architecture, {})), mixed_batch()
-    check_packing(policy, architecture, longest=batch.input_ids.shape[1])
-    packed = pack(batch, 20, 1)
-    assert len(packed) < len(batch)
-    sums, grads = [], []
-    for layout in (batch, packed):
-        logprobs = policy(**policy_inputs(layout)).logprobs
-        logprobs.pow(2).sum().backward()
-        sums.append(logprobs.detach()[layout.action_mask].sort().values)
-        grads.append(gradients(policy))
-    assert torch.allclose(*sums, atol=1e-4)
-    assert_same_gradients(*grads, atol=1e-5)
-
-
-@pytest.mark.parametrize("architecture, changes", [("bloom", {}), ("falcon", {"alibi": True})])
-def test_packing_is_refused_where_positions_come_from_the_mask(architecture, changes):
-    with pytest.raises(UsageError, match="--packing True"):
-        check_packing(tiny_policy(architecture, **changes), architecture)
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_packing_is_refused_for_rows_longer_than_the_sliding_window(architecture):
-    with pytest.raises(UsageError, match="12 tokens and the longest row 13"):
-        check_packing(tiny_policy(architecture, **WIDE[architecture]), architecture, longest=13)
-
-
-@pytest.mark.parametrize("kind", ["jamba", "lfm2", "falcon_h1", "zamba", "inkling_text"])
-def test_packing_is_refused_where_a_layer_leaks_though_small_weights_hide_it(kind):
-    with pytest.raises(UsageError, match=r"--packing True.*attend to each other \(in model.layers"):
-        check_packing(Policy(zoo_model(kind)), kind)
-
-
-def test_packing_is_refused_where_examples_attend_to_each_other(monkeypatch):
-    """Simulates an architecture that ignores the mask by a mask that shows all earlier tokens."""
-    from lightrlhf.models import roles
-
-    monkeypatch.setattr(roles, "_packed_attention", lambda sequence_ids, dtype: torch.ones_like(sequence_ids))
-    with pytest.raises(UsageError, match="--packing True.*attend to each other"):
-        check_packing(tiny_policy("llama"), "llama")
-
-
-def test_checking_packing_leaves_the_model_as_it_was():
-    policy = tiny_policy("llama").train()
-    before = copy.deepcopy(policy.state_dict())
-    check_packing(policy, "llama")
-    assert policy.training and all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------------------- inference

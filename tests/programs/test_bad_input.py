@@ -397,13 +397,6 @@ def test_rows_longer_than_the_positions_are_refused(world, tokenizer, capsys):
     assert not experiments(world)
 
 
-def test_packing_is_refused_for_an_architecture_without_support(world, tokenizer, capsys):
-    bloom = save_model("bloom", world["tmp"] / "bloom", tokenizer)
-    flags = [*good_flags("sft", world), "--model_name", bloom, "--packing", "True"]
-    assert "--packing False" in refused("sft", flags, capsys)
-    assert not experiments(world)
-
-
 # -------------------------------------------------------------------------------------------------- wrong directories
 def damaged(world, sft_dir: str, keep_before: bool) -> Path:
     folder = world["tmp"] / "damaged"

@@ -30,7 +30,7 @@ from lightrlhf.grpo import (
 from lightrlhf.maths.groups import ADVANTAGES
 from lightrlhf.maths.policy_losses import AGGREGATIONS, LOSSES
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.probes import share_prefixes
+from lightrlhf.models.probes import enable_packing
 from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Scores
 from lightrlhf.training.run import Run
 
@@ -67,8 +67,8 @@ def batch_of(args: GRPOArgs, seed: int = 0) -> GRPOBatch:
 def policy(base_model, tokenizer):
     args = ModelArgs(model_name=str(base_model), disable_dropout=True)
     policy = load_policy(str(base_model), args, tokenizer, "--model_name")
-    share_prefixes(policy, 32, 4)
-    assert policy.shares_prefixes
+    enable_packing(policy)
+    assert policy.packs
     return policy
 
 
@@ -101,11 +101,11 @@ def test_the_gradient_does_not_depend_on_micro_batches_padding_or_sharing(change
         cut = dataclasses.replace(whole, micro_batch_size=size, mini_batch_size=size * 2)
         assert_same_gradients(gradients_of(policy, cut, batch), expected, atol=2e-6)
     alone = dataclasses.replace(batch, input_ids=batch.input_ids)
-    policy.shares_prefixes = False
+    policy.packs = False
     try:
         assert_same_gradients(gradients_of(policy, whole, alone), expected, atol=2e-6)
     finally:
-        policy.shares_prefixes = True
+        policy.packs = True
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
     assert_same_gradients(gradients_of(policy, whole, batch.select(order)), expected, atol=2e-6)
 

@@ -19,6 +19,7 @@ from lightrlhf.data.batch import response_batch
 from lightrlhf.generation.rollout import rollout_metrics, score_logprobs
 from lightrlhf.maths.macro_actions import fixed
 from lightrlhf.maths.ops import gae, policy_loss, whiten
+from lightrlhf.models import packing, roles
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.ppo import (
     PPOArgs,
@@ -129,7 +130,8 @@ def test_the_gradients_of_an_update_are_the_same_for_every_micro_batch_size(
     batch = ppo_batch()
     batch.logprobs = score_logprobs(actor, batch, 0.7, 4) + 0.1 * torch.randn_like(batch.logprobs) * batch.action_mask
     found, reported = [], []
-    for micro_batch_size in (4, 1, 2):
+    for micro_batch_size, packs in ((4, False), (1, False), (2, False), (4, True)):
+        actor.packs = critic.packs = packs
         changes = {"micro_batch_size": micro_batch_size, "temperature": 0.7, "entropy_coeff": entropy_coeff}
         run = RunOfOneStep(ppo_args(cafe_data, **changes), policy=actor, critic=critic)
         reported.append(update_minibatch(run, actor, critic, batch))
@@ -138,7 +140,7 @@ def test_the_gradients_of_an_update_are_the_same_for_every_micro_batch_size(
         for name in ("policy", "critic"):
             assert_same_gradients(found[0][name], other[name], atol=2e-6)
     for name, value in reported[0].items():
-        assert [row[name] for row in reported] == pytest.approx([value] * 3, abs=1e-5)
+        assert [row[name] for row in reported] == pytest.approx([value] * 4, abs=1e-5)
 
 
 def test_the_gradient_of_an_update_is_that_of_the_formula_at_the_sampling_temperature(base_model, cafe_data, tokenizer):
@@ -406,6 +408,29 @@ def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero(flags, cafe
     assert first["policy/clipfrac"] == 0
     assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert second["objective/kl"] != first["objective/kl"]
+
+
+def test_actor_critic_reference_and_reward_model_compute_packed_texts(
+    cafe_data, base_model, rm_dir, tmp_path, monkeypatch
+):
+    inputs, packed = roles.Role._inputs, set()
+
+    def noted(role, *given):
+        found = inputs(role, *given)
+        if found[1] is not None:
+            packed.add((id(role), type(role).__name__, role.training))
+        return found
+
+    monkeypatch.setattr(roles.Role, "_inputs", noted)
+    sample = ppo.sample_rollout
+    monkeypatch.setattr(ppo, "sample_rollout", lambda *given: packed.clear() or sample(*given))  # leaves out the trials
+    monkeypatch.setattr(packing, "MOST_COST", 9.0)  # whether it pays or not
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
+    main([*flags, "--rm_experiment_dir", rm_dir, *SMALL, "--eval_interval", "0", *CPU])
+    kinds = sorted((kind, training) for _, kind, training in packed)
+    expected = [("Policy", False), ("Policy", True)]  # the reference, and the actor's updates
+    expected += [("ScalarModel", False), ("ScalarModel", False), ("ScalarModel", True)]  # scores, values, and updates
+    assert kinds == expected
 
 
 def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, tmp_path):

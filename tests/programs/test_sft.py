@@ -28,7 +28,7 @@ from lightrlhf.data.splits import load_split
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import policy_inputs
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.sft import SFTArgs, evaluate, layout, main, sft_loss, train_step
+from lightrlhf.sft import SFTArgs, evaluate, main, sft_loss, train_step
 
 EOS = 1
 
@@ -100,33 +100,13 @@ def test_the_gradient_of_a_step_is_the_same_packed_and_padded(micro_batch_size, 
     policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
     rows = rows_with_targets(cafe_data)
     found = []
-    for packing, pack_width in ((False, None), (True, None), (True, 1000)):
-        args = SFTArgs(
-            data_dir=str(cafe_data),
-            model_name="tiny",
-            micro_batch_size=micro_batch_size,
-            packing=packing,
-            pack_width=pack_width,
-            use_targets=True,
-        )
+    for packs in (False, True):
+        args = SFTArgs(data_dir=str(cafe_data), model_name="tiny", micro_batch_size=micro_batch_size, use_targets=True)
+        policy.packs = packs
         run = RunOfOneStep(args, policy=policy)
         train_step(run, policy, rows, tokenizer.pad_token_id)
         found.append(run.gradients["policy"])
-    assert_same_gradients(found[0], found[1], atol=2e-6)
-    assert_same_gradients(found[0], found[2], atol=2e-6)
-
-
-def test_packed_rows_have_the_width_that_is_asked_for(cafe_data, tokenizer):
-    rows = rows_with_targets(cafe_data)
-    lengths = [len(row["input_ids"]) for row in rows]
-    shapes = {}
-    for width in (None, sum(lengths), 1):
-        args = SFTArgs(data_dir=str(cafe_data), model_name="tiny", packing=True, pack_width=width)
-        shapes[width] = tuple(layout(args, rows, tokenizer.pad_token_id).input_ids.shape)
-    assert shapes[None][1] == max(lengths) and shapes[sum(lengths)] == (1, sum(lengths))
-    assert shapes[1] == (len(rows), max(lengths))  # an example is never cut
-    with pytest.raises(ValueError, match="--pack_width 64 requires --packing True"):
-        SFTArgs(data_dir=str(cafe_data), model_name="tiny", pack_width=64)
+    assert_same_gradients(*found, atol=2e-6)
 
 
 @pytest.mark.parametrize("eval_iters", [None, 2])
@@ -212,9 +192,7 @@ def test_two_runs_of_one_seed_are_bitwise_equal_and_of_two_seeds_are_not(cafe_da
     assert one == again and one != other
 
 
-@pytest.mark.parametrize(
-    "flags", [["--finetune_mode", "lora"], ["--finetune_mode", "last_layer"], ["--packing", "True"]]
-)
+@pytest.mark.parametrize("flags", [["--finetune_mode", "lora"], ["--finetune_mode", "last_layer"]])
 def test_the_program_runs_with(flags, cafe_data, base_model, tmp_path):
     more = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     more += ["--max_steps", "2", "--lr_warmup_steps", "0", "--learning_rate", "1e-2", "--micro_batch_size", "4"]
