@@ -41,9 +41,8 @@ from lightrlhf.models import frozen
 from lightrlhf.models.loading import choose_trainable
 from lightrlhf.models.lora import linear_layers
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
-from lightrlhf.models.packing import pack_texts
 from lightrlhf.models.quantisation import MIXED
-from lightrlhf.models.roles import embedding_rows, inference, model_inputs, packed_inputs
+from lightrlhf.models.roles import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
 from lightrlhf.storage.results import print_table
 
 if TYPE_CHECKING:
@@ -347,7 +346,7 @@ def update_inputs(args: EstimateArgs, model: PreTrainedModel, rows: int, length:
         number = torch.arange(rows)
         ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length, dtype=torch.bool)
         ids[:, args.prompt_length :] = (number % args.num_generations)[:, None]
-        packed = pack_texts(ids, mask, number // args.num_generations, model.config.get_text_config().hidden_size)
+        packed = packed_texts(model, ids, mask, number // args.num_generations)
         if packed is not None:
             return without_data(packed_inputs(model, packed), fake)
     return pass_inputs(model, rows, length, fake)

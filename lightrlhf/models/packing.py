@@ -7,7 +7,7 @@ another (prefix sharing, Wang and Hegde 2024, 2410.20305), and other groups, or 
 
 Positions restart after the prefix for each text and at 0 for each group, and an attention mask hides the texts from
 each other. Outputs and gradients equal those of separate rows, for fewer tokens. Attention over a packed row costs its
-width squared, so texts are packed into as many rows as cost least, or not at all.
+width squared, so of several numbers of rows the one that costs least is taken, or texts are not packed at all.
 
 A prefix pass whose keys and values are cached for the texts has less attention to compute. It is no choice here: a
 cache excludes activation checkpointing, and a number of passes that depends on the data desynchronises FSDP's ranks.
@@ -72,7 +72,7 @@ def pack_texts(
     same = (input_ids == input_ids[first]) & mask  # the first row of a group, equal to itself, ends where it ends
     counts = torch.stack([same.long().cumprod(1).sum(1), mask.long().cumprod(1).sum(1), mask.sum(1)])  # (3, B)
     common, ends, lengths = counts.tolist()
-    if ends != lengths:
+    if ends != lengths or not any(lengths):
         return None
     for rows in members:
         for row in rows:

@@ -81,18 +81,11 @@ class Role(nn.Module):
         attention_mask: Tensor,
         group: Tensor | None = None,
     ) -> tuple[dict[str, Any], PackedTexts | None]:
-        """Arguments of a forward pass without a KV cache, and the packed texts if they are packed.
-
-        The mask of packed texts ignores sliding windows, so none may exceed one; GPT-Neo's counts columns.
-        """
-        config = self.model.config
-        if self.packs and input_ids.shape[1] <= (getattr(config, "sliding_window", None) or input_ids.shape[1]):
-            hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
-            most_columns = getattr(config, "window_size", None)
-            packed = pack_texts(input_ids, attention_mask, group, hidden_size, most_columns)
-            if packed is not None:
-                return packed_inputs(self.model, packed), packed
-        return model_inputs(self.model, input_ids, attention_mask), None
+        """Arguments of a forward pass without a KV cache, and the packed texts if they are packed."""
+        packed = packed_texts(self.model, input_ids, attention_mask, group) if self.packs else None
+        if packed is None:
+            return model_inputs(self.model, input_ids, attention_mask), None
+        return packed_inputs(self.model, packed), packed
 
     def train(self, mode: bool = True) -> Role:
         if self.shares:
@@ -293,6 +286,22 @@ def model_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tens
     """Arguments of a forward pass without a KV cache, with explicit positions."""
     positions = position_inputs(model, position_ids(attention_mask))
     return {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False, **positions}
+
+
+def packed_texts(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None
+) -> PackedTexts | None:
+    """The texts of a pass, packed; None where they stay separate.
+
+    The mask of packed rows ignores windows and chunks of attention, so no text may exceed one; GPT-Neo's window counts
+    the columns of a row.
+    """
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(window and input_ids.shape[1] > window for window in windows):
+        return None
+    hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
+    return pack_texts(input_ids, attention_mask, group, hidden_size, getattr(config, "window_size", None))
 
 
 def packed_inputs(model: PreTrainedModel, packed: PackedTexts) -> dict[str, Any]:

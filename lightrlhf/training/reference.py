@@ -25,7 +25,7 @@ from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_key
 from lightrlhf.maths.preference import REFERENCE_FREE
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.probes import check_positions
+from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -138,6 +138,7 @@ def reference_logps(
         reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
         check_vocabulary(rows, vocabulary_size(reference), run.args.data_name)
         check_positions(rows, reference, run.args.data_name)
+        enable_packing(reference)
     digest = fingerprint(reference, rows, mismatches.key if mismatches else ())
     stored = run.resumed["extra"]["reference"] if run.resumed else None
     if stored and stored["fingerprint"] == digest:

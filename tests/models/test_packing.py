@@ -133,6 +133,12 @@ def test_texts_without_groups_are_packed_into_the_rows_that_cost_least(lengths, 
     assert (packed and tuple(packed.input_ids.shape)) == shape
 
 
+def test_rows_without_tokens_stay_separate():
+    empty = torch.zeros(3, 2, dtype=torch.int64)
+    assert pack_texts(empty, empty.bool(), None, 64) is None
+    assert pack_texts(empty[:0], empty[:0].bool(), None, 64) is None
+
+
 def test_rows_that_are_not_right_padded_stay_separate():
     batch = response_batch(rows_of(20, 4, 4, 4), [[] for _ in range(4)], 0)
     right = batch.input_ids, batch.attention_mask
@@ -260,10 +266,17 @@ def test_trials_leave_the_model_as_it_was():
     assert policy.training and all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_texts_that_exceed_a_sliding_window_stay_separate(architecture, monkeypatch):
-    policy = tiny_policy(architecture, sliding_window=16)
+@pytest.mark.parametrize(
+    "architecture, window",
+    [("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("llama", "attention_chunk_size"), ("llama", None)],
+)
+def test_texts_that_exceed_a_window_stay_separate(architecture, window, monkeypatch):
+    policy = tiny_policy(architecture, **({window: 16} if window else {}))
     enable_packing(policy)
+    if window is None:  # that of a text model within a larger one
+        inner = copy.deepcopy(policy.model.config)
+        inner.sliding_window = 16
+        monkeypatch.setattr(type(inner), "get_text_config", lambda *given, **options: inner)
     shapes = shapes_of(policy, monkeypatch)
     for longest in (16, 17):
         policy(**policy_inputs(response_batch(rows_of(*[4] * 9, longest), [[]] * 10, 0)))
