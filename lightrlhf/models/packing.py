@@ -110,7 +110,8 @@ def pack_texts(
     part = packed(part_of.expand_as(input_ids), -1)  # (N, W)
     text = packed(torch.where(is_shared, 0, number_of), -1)  # (N, W): 0 in a prefix
     visible = (text[:, None, :] == 0) | (text[:, None, :] == text[:, :, None])
-    visible = (visible & (part[:, None, :] == part[:, :, None])).tril()
+    visible &= part[:, None, :] == part[:, :, None]
+    visible = (visible | (text[:, :, None] < 0)).tril()  # padding sees all before it, as in separate rows
     columns = torch.where(mask, column, 0)
     return PackedTexts(packed(input_ids, 0), packed(position, 0), visible, place[:, 0], columns)
 

@@ -232,6 +232,19 @@ def test_fewer_tokens_are_computed(monkeypatch):
     assert shapes[1:] == [(1, 13), (2, 10)]
 
 
+def test_gradients_behind_the_zeros_of_padding_are_finite():
+    """The pad token's embedding is 0: where padding saw itself alone, Gemma 3n's gradients of its norm were NaN."""
+    policy = Policy(zoo_model("gemma3n_text", 0.0)).eval()
+    enable_packing(policy)
+    batch = preference_batch(PAIRS, 0)
+    packed = pack_texts(batch.input_ids, batch.attention_mask, batch.group, 32)
+    for row, padding in enumerate((packed.input_ids == 0).tolist()):
+        for column in (column for column, pad in enumerate(padding) if pad):
+            assert packed.visible[row, column].tolist() == [k <= column for k in range(len(padding))]
+    policy(**policy_inputs(batch)).logprobs.sum().backward()
+    assert policy.packs and all(slope.isfinite().all() for slope in gradients(policy).values())
+
+
 LEAKS = ["jamba", "lfm2", "lfm2_moe", "falcon_h1", "zamba", "inkling_text"]
 
 
