@@ -130,7 +130,7 @@ def _layouts(members: list[list[int]], shared: Sequence[int], rests: Sequence[in
         lengths = {i: shared[part[0]] + sum(rests[row] for row in part) for i, part in enumerate(parts)}
         longest = max(lengths.values())
         yield Layout([[part] for part in parts], longest)
-        count = min(len(parts), -(-sum(lengths.values()) // max(longest, 1)))
+        count = min(len(parts), -(-sum(lengths.values()) // longest))
         for fewer in halves(count):
             bins = balanced(lengths, fewer)
             width = max(sum(lengths[i] for i in one) for one in bins)
