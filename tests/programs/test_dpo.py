@@ -575,6 +575,17 @@ def test_validation_and_evaluation_measure_the_implicit_reward(dpo_dir, sft_dir,
     assert low < row["implicit_accuracy"] < high and abs(row["kl"]) > 0
 
 
+@pytest.mark.parametrize("flags", [[], ["--ref_model"]])
+def test_the_reference_is_packed_as_the_policy_is(flags, cafe_data, base_model, tmp_path, monkeypatch):
+    packs, score = [], reference.score_rows
+    monkeypatch.setattr(
+        reference, "score_rows", lambda run, role, *given: packs.append(role.packs) or score(run, role, *given)
+    )
+    given = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
+    main([*given, *(word for flag in flags for word in (flag, str(base_model))), "--max_steps", "1", *CPU])
+    assert packs and all(packs)
+
+
 def test_what_evaluation_takes_as_reference(dpo_dir, sft_dir, tmp_path):
     def reference(*flags: str, **stored: object) -> tuple:
         folder = shutil.copytree(dpo_dir, tmp_path / str(len(list(tmp_path.iterdir()))))
