@@ -34,9 +34,12 @@ def say(
 
 
 def save_endless(folder: Path, tokenizer) -> None:
-    """A model with thousands of positions that hardly ever samples the end token, slow enough for a browser."""
+    """A model with thousands of positions that hardly ever samples the end token.
+
+    So deep that 1,000 tokens take half a minute: a busy browser has to press Stop before they are all there.
+    """
     changes = {
-        "num_hidden_layers": 24,
+        "num_hidden_layers": 240,
         "vocab_size": len(tokenizer),
         "max_position_embeddings": 4096,
         "eos_token_id": tokenizer.eos_token_id,
