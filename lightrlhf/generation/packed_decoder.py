@@ -1,14 +1,14 @@
 """Prompts and decoding steps of Llama-like models on a CPU, with a copy of their weights that oneDNN has packed.
 
 A decoding step multiplies few rows with all weights. With packed weights such products take half to nine tenths of the
-time; queries, keys and values, and the two inputs of the gate, become one product each. Prompts are one row of tokens
-without padding; attention alone has a padded row for each. The copy is made for each call of the engine, with the
-weights of that moment, in the dtype of the products: float32, or under autocast bfloat16. Adapters are merged into it
-in float32; in bfloat16, where small changes would be lost, they stay products of their own.
+time; queries, keys and values, and the two inputs of the gate, become one product each, with the weights of the norm
+before them. Prompts are one row of tokens without padding; attention alone has a padded row for each. The copy is made
+for each call of the engine, with the weights of that moment, in the dtype of the products: float32, or under autocast
+bfloat16. Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of
+their own.
 
-Attention reads the columns of each slot alone (`ragged_cache`), keys in float32 and values in the dtype of products: on
-CPUs torch's own repeats keys and values for each query of a group, and is slow in bfloat16 where a text has a single
-query.
+Attention reads the columns of each slot alone (`ragged_cache`): on CPUs torch's own repeats keys and values for each
+query of a group, and is slow in bfloat16 where a text has a single query.
 
 Left out: other architectures, sliding windows, quantised weights, DoRA, GPUs and processors other than x86, for which
 the engine calls the model.
@@ -37,23 +37,55 @@ MOST_BYTES = 2**31  # of a copy: beyond, its memory matters more
 ROWS = 64  # that the layout is made for; with other numbers it is as fast
 
 
-class PackedLinear:
-    """Linear layers with the same input as one product: (S, in) -> (S, sum of out)."""
+class Norm:
+    """Root mean square norm (Zhang and Sennrich 2019) without its weights: (..., H) -> (..., H) in float32.
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    x / sqrt(mean(x^2) + epsilon) is `scale` times x / hypot(|x|, sqrt(H epsilon)), which is what is computed, in half
+    as many operators; `scale`, sqrt(H), is left to the weights.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        size = norm.weight.numel()
+        self.scale = math.sqrt(size)
+        self.floor = torch.tensor(math.sqrt(size * norm.variance_epsilon))
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.float()
+        length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)  # (..., 1)
+        return inputs / length.hypot(self.floor)
+
+
+class PackedLinear:
+    """Linear layers with the same input, and the norm before them, as one product: (S, in) -> (S, sum of out).
+
+    The norm's weights are multiplied into those of the layers. order: of the outputs, if not that of the layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], dtype: torch.dtype, norm: Any = None, order: Tensor | None = None
+    ) -> None:
         bases: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
-        weight = torch.cat([base.weight.detach().to(dtype) for base in bases])  # (sum of out, in)
-        down, up = adapters_of(layers, dtype)
+        weight = torch.cat([base.weight.detach().float() for base in bases])  # (sum of out, in)
+        down, up = adapters_of(layers)
         if dtype is torch.float32:
             weight, down = weight.addmm_(up, down), down[:0]
+        self.norm = None if norm is None else Norm(norm)
+        if self.norm is not None:
+            by_input = norm.weight.detach().float() * self.norm.scale  # (in,)
+            weight, down = weight * by_input, down * by_input
         biases = [base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases]
         has_bias = any(base.bias is not None for base in bases)
-        self.bias = torch.cat([bias.detach().to(dtype) for bias in biases]) if has_bias else None
-        self.down, self.up = down, up  # (rank, in), (sum of out, rank)
+        bias = torch.cat([bias.detach().to(dtype) for bias in biases]) if has_bias else None
+        if order is not None:
+            weight, up, bias = weight[order], up[order], None if bias is None else bias[order]
+        self.bias, weight = bias, weight.to(dtype)
+        self.down, self.up = down.to(dtype), up.to(dtype)  # (rank, in), (sum of out, rank)
         self.is_packed = packs(dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self.is_packed else weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        if self.norm is not None:
+            inputs = self.norm(inputs)
         inputs = inputs.to(self.up.dtype)
         if self.is_packed:
             outputs = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
@@ -62,31 +94,12 @@ class PackedLinear:
         return torch.addmm(outputs, inputs @ self.down.t(), self.up.t()) if len(self.down) else outputs
 
 
-class RMSNorm:
-    """Root mean square norm (Zhang and Sennrich 2019): (..., H) -> (..., H) in float32.
-
-    x w / sqrt(mean(x^2) + epsilon) as x (w sqrt(H)) / hypot(|x|, sqrt(H epsilon)), which is half as many operators.
-    """
-
-    def __init__(self, norm: Any) -> None:
-        size = norm.weight.numel()
-        self.weight = norm.weight.detach().float() * math.sqrt(size)
-        self.floor = torch.tensor(math.sqrt(size * norm.variance_epsilon))
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        inputs = inputs.float()
-        length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)  # (..., 1)
-        return (inputs / length.hypot(self.floor)).mul_(self.weight)
-
-
 class Layer(NamedTuple):
     """What a step computes in one layer."""
 
-    norm: RMSNorm
     project: PackedLinear  # queries, keys and values
-    head_norms: tuple[RMSNorm, ...]  # of queries and of keys, in Qwen3
+    head_norm: tuple[Norm, Tensor] | None  # with its weights (heads + groups, D), in Qwen3
     output: PackedLinear
-    mlp_norm: RMSNorm
     gate_up: PackedLinear
     activation: Callable[[Tensor], Tensor]
     down: PackedLinear
@@ -96,7 +109,7 @@ class PromptStates(NamedTuple):
     """Keys and values of prompts in one layer."""
 
     keys: Tensor  # (P, groups, W, D), prompts right-aligned
-    values: Tensor  # in the dtype of products
+    values: Tensor
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2]
@@ -111,13 +124,12 @@ class PackedDecoder:
         self.head_size = attention.head_dim
         products = attention.q_proj, attention.k_proj
         self.heads, self.groups = (product.out_features // self.head_size for product in products)
-        self.scale = attention.scaling
-        self.sign = torch.ones(self.head_size)
-        self.sign[: self.head_size // 2] = -1
-        self.embed, self.rotary, self.norm = inner.embed_tokens, inner.rotary_emb, RMSNorm(inner.norm)
-        self.dtype = dtype
+        self.scale = math.sqrt(attention.scaling)  # of queries and of keys
+        self.pairs = torch.arange(self.head_size).view(2, -1).t().flatten()  # (D,): 0, D/2, 1, D/2 + 1, ...
+        self.embed, self.rotary = inner.embed_tokens, inner.rotary_emb
+        self.cache_dtype = torch.float32 if dtype is torch.float32 else torch.float16
         self.layers = [self._packed(layer, dtype) for layer in inner.layers]
-        self.head = PackedLinear([model.get_output_embeddings()], dtype)
+        self.head = PackedLinear([model.get_output_embeddings()], dtype, inner.norm)
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention, caches: Sequence[RaggedLayer]) -> Tensor:
         """Logits (S, V) after the tokens ids (S,) at positions (S,).
@@ -132,7 +144,7 @@ class PackedDecoder:
             return attention(turned, caches[number])
 
         with torch.autocast("cpu", enabled=False):
-            return self.head(self.norm(self._hidden(ids, positions, attend)))
+            return self.head(self._hidden(ids, positions, attend))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PromptStates], Tensor, Tensor]:
         """The states of whole prompts in each layer, their mask (P, W), and the logits (P, V) after each."""
@@ -151,19 +163,19 @@ class PackedDecoder:
             queries, keys, values = parts.split((self.heads, self.groups, self.groups), 1)  # (P, heads, W, D)
             is_grouped = self.heads != self.groups
             outputs = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=is_grouped
+                queries, keys, values, is_causal=True, scale=1.0, enable_gqa=is_grouped
             )
             kept = tokens.new_zeros(count * width, 2 * self.groups, self.head_size)
             kept.index_copy_(0, right, tokens[:, self.heads :])
             parts = kept.view(count, width, -1, self.head_size).transpose(1, 2)
-            keys, values = parts.split(self.groups, 1)
-            states.append(PromptStates(keys, values.to(self.dtype)))
+            keys, values = parts.to(self.cache_dtype).split(self.groups, 1)
+            states.append(PromptStates(keys, values))
             return outputs.transpose(1, 2).reshape(count * width, -1).index_select(0, left)
 
         with torch.autocast("cpu", enabled=False):
             ids = torch.tensor([token for prompt in prompts for token in prompt])  # (N,)
             hidden = self._hidden(ids, left % width, attend)
-            logits = self.head(self.norm(hidden[lengths.cumsum(0) - 1]))
+            logits = self.head(hidden[lengths.cumsum(0) - 1])
         return states, mask, logits
 
     def _hidden(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
@@ -174,32 +186,44 @@ class PackedDecoder:
         """
         hidden = self.embed(ids)  # (N, H)
         cos, sin = (part[:, 0, None].float() for part in self.rotary(hidden, positions[:, None]))  # (N, 1, D)
-        sin = sin * self.sign
+        half = self.head_size // 2
+        turn = torch.complex(cos[..., :half], sin[..., :half]) * self.scale  # (N, 1, D / 2)
         for number, layer in enumerate(self.layers):
-            states = layer.project(layer.norm(hidden)).view(len(ids), -1, self.head_size).float()
+            states = layer.project(hidden).view(len(ids), -1, self.head_size).float()
             turned, values = states.split((self.heads + self.groups, self.groups), 1)
-            hidden = hidden + layer.output(attend(number, self._rotated(layer, turned, cos, sin), values))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+            hidden = hidden + layer.output(attend(number, self._rotated(layer, turned, turn), values))
+            gate, up = layer.gate_up(hidden).chunk(2, -1)
             hidden = hidden + layer.down(layer.activation(gate) * up)
         return hidden
 
-    def _rotated(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries and keys (S, heads + groups, D), rotated by their positions."""
-        if layer.head_norms:
-            parts = states.split((self.heads, self.groups), 1)
-            states = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts)], 1)
-        return torch.addcmul(states * cos, states.roll(self.head_size // 2, -1), sin)
+    def _rotated(self, layer: Layer, states: Tensor, turn: Tensor) -> Tensor:
+        """Queries and keys (S, heads + groups, D), rotated by their positions.
 
-    @staticmethod
-    def _packed(layer: Any, dtype: torch.dtype) -> Layer:
+        Rotary positions turn pairs of numbers, which are next to each other here: numbers of the complex plane.
+        """
+        if layer.head_norm is not None:
+            norm, weight = layer.head_norm
+            states = norm(states) * weight
+        pairs = torch.view_as_complex(states.unflatten(-1, (-1, 2)))  # (S, heads + groups, D / 2)
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    def _packed(self, layer: Any, dtype: torch.dtype) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        turned = self.heads + self.groups
+        order = torch.arange((turned + self.groups) * self.head_size).view(-1, self.head_size)
+        order[:turned] = order[:turned, self.pairs]
+        head_norm = None
+        if norms := norms_of_heads(attention):
+            norm = Norm(norms[0])
+            weights = [one.weight.detach().float() * norm.scale for one in norms]
+            weight = torch.stack([weights[0]] * self.heads + [weights[1]] * self.groups)
+            head_norm = norm, weight[:, self.pairs]
         return Layer(
-            norm=RMSNorm(layer.input_layernorm),
-            project=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
-            head_norms=tuple(map(RMSNorm, norms_of_heads(attention))),
+            project=PackedLinear(projections, dtype, layer.input_layernorm, order.flatten()),
+            head_norm=head_norm,
             output=PackedLinear([attention.o_proj], dtype),
-            mlp_norm=RMSNorm(layer.post_attention_layernorm),
-            gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj], dtype),
+            gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj], dtype, layer.post_attention_layernorm),
             activation=mlp.act_fn,
             down=PackedLinear([mlp.down_proj], dtype),
         )
@@ -253,17 +277,17 @@ def is_plain(layer: Any) -> bool:
     return type(base) in (nn.Linear, HeldLinear) and not others and not any(getattr(layer, "lora_bias", {}).values())
 
 
-def adapters_of(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def adapters_of(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The active adapters of layers with the same input, as one: (rank, in), and (sum of out, rank) with its scale."""
     first: Any = getattr(layers[0], "base_layer", layers[0])
-    downs, ups = [first.weight.new_zeros(0, first.in_features, dtype=dtype)], []
+    downs, ups = [first.weight.new_zeros(0, first.in_features, dtype=torch.float32)], []
     for layer in layers:
         base = getattr(layer, "base_layer", layer)
-        of_layer = [base.weight.new_zeros(base.out_features, 0, dtype=dtype)]
+        of_layer = [base.weight.new_zeros(base.out_features, 0, dtype=torch.float32)]
         for name in getattr(layer, "active_adapters", ()):
             if name in layer.lora_A:
-                downs.append(layer.lora_A[name].weight.detach().to(dtype))
-                of_layer.append((layer.lora_B[name].weight.detach() * layer.scaling[name]).to(dtype))
+                downs.append(layer.lora_A[name].weight.detach().float())
+                of_layer.append(layer.lora_B[name].weight.detach().float() * layer.scaling[name])
         ups.append(torch.cat(of_layer, 1))
     return torch.cat(downs), torch.block_diag(*ups)
 

@@ -6,10 +6,11 @@ their weights times their values, (columns, D). torch's `embedding_bag` sums lis
 head, so no slot reads what is left of its prompt, and sums are made at the rate of the memory: on x86 by FBGEMM, about
 twice as fast as batched products, in which a matrix times a vector is slow. A sum does not depend on other slots.
 
-Values keep the dtype in which the model computed them: of bfloat16 half as much is read, and sums are in float32. Keys
-are float32, since a sum is rounded to the dtype of what is summed, and scores are not to be.
+Under bfloat16 keys and values are float16, of which half as much is read: sums are made in float32 but rounded to the
+dtype of what is summed, and scores in bfloat16 would be too coarse. Numbers of bfloat16 between 6e-5 and 65,504 are
+float16's, too.
 
-Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow.
+Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow; keys, values and scores beyond 65,504.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 32  # columns
+BLOCKS = {torch.float32: 32, torch.float16: 64}  # columns of a block, 128 bytes, by the dtype of the cache
 
 
 class RaggedLayer:
@@ -31,19 +32,21 @@ class RaggedLayer:
     Blocks come first, so that what a step reads is in few places; of fewer slots they are the first ones of each block.
     """
 
-    block = BLOCK  # its number of columns, and those that are dropped, are multiples
+    multiple = max(BLOCKS.values())  # its number of columns, and those that are dropped, are multiples
 
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
         groups, _, size = prefilled.keys.shape[1:]
-        num_blocks = num_columns // BLOCK
-        self.keys = torch.empty(num_blocks, num_slots, groups, size, BLOCK)
-        self.values = torch.empty(num_blocks, num_slots, groups, BLOCK, size, dtype=prefilled.values.dtype)
+        dtype = prefilled.keys.dtype
+        self.block = BLOCKS[dtype]
+        room = num_columns // self.block, num_slots, groups
+        self.keys = torch.empty(*room, size, self.block, dtype=dtype)
+        self.values = torch.empty(*room, self.block, size, dtype=dtype)
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
         self._clear_last_block()
 
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Append one column, (slots, groups, head size) each."""
-        block, column = divmod(self.end, BLOCK)
+        block, column = divmod(self.end, self.block)
         if column == 0:
             self._clear_last_block()
         self.keys[block, : len(keys), :, :, column] = keys
@@ -54,21 +57,21 @@ class RaggedLayer:
         """Copy rows `source` of a prefilled layer into slots, right-aligned at the current column."""
         start = self.end - prefilled.get_seq_length()
         self.start = min(self.start, start)
-        first, stop = start // BLOCK, -(-self.end // BLOCK)
-        around = (0, 0, start - first * BLOCK, stop * BLOCK - self.end)  # whole blocks, since all of one is read
+        first, stop = start // self.block, -(-self.end // self.block)
+        around = 0, 0, start - first * self.block, stop * self.block - self.end  # whole blocks: all of one is read
         for cache, states in ((self.keys.transpose(3, 4), prefilled.keys), (self.values, prefilled.values)):
-            states = F.pad(states[source].to(cache.dtype), around).unflatten(2, (-1, BLOCK))
-            cache[first:stop, slots] = states.permute(2, 0, 1, 3, 4)  # (blocks, rows, groups, BLOCK, D)
+            states = F.pad(states[source].to(cache.dtype), around).unflatten(2, (-1, self.block))
+            cache[first:stop, slots] = states.permute(2, 0, 1, 3, 4)  # (blocks, rows, groups, block, D)
 
     def compact(self, holes: Tensor, movers: Tensor, num_slots: int) -> None:
         """Move rows into the holes among the first `num_slots` slots."""
-        first, stop = self.start // BLOCK, -(-self.end // BLOCK)
+        first, stop = self.start // self.block, -(-self.end // self.block)
         for cache in (self.keys, self.values):
             cache[first:stop, holes] = cache[first:stop, movers]
 
     def drop_columns(self, count: int) -> None:
         """Drop the first columns, a multiple of `block`, which no row attends to any more."""
-        first, stop = count // BLOCK, -(-self.end // BLOCK)
+        first, stop = count // self.block, -(-self.end // self.block)
         for cache in (self.keys, self.values):
             cache[: stop - first] = cache[first:stop].clone()
         self.start, self.end = self.start - count, self.end - count
@@ -78,7 +81,7 @@ class RaggedLayer:
 
         So a cache takes time for the columns that are used, not for all that there is room for.
         """
-        block = self.end // BLOCK
+        block = self.end // self.block
         for cache in (self.keys, self.values):
             cache[block : block + 1] = 0.0  # none where no column is left
 
@@ -87,23 +90,23 @@ class Attention:
     """Attention of one token of each slot, in all layers, until slots change or the block of the next column is full.
 
     mask: (S, columns) what slots attend to; layer: one of the layers, before the token's column is added to it; heads:
-    of queries; scale: of scores. The rest of the last block is read, too, with weights of 0.
+    of queries. The rest of the last block is read, too, with weights of 0.
     """
 
-    def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int, scale: float) -> None:
+    def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int) -> None:
         num_slots = len(mask)
         room, groups, size, _ = layer.keys.shape[1:]  # for slots
-        self.scale = scale
-        self.mask, self.first, self.stop = mask, layer.start // BLOCK, layer.end // BLOCK + 1  # blocks
-        live = mask[:, self.first * BLOCK : self.stop * BLOCK].clone()  # (S, C)
-        live[:, layer.end - self.first * BLOCK :] = True
+        self.block = layer.block
+        self.mask, self.first, self.stop = mask, layer.start // self.block, layer.end // self.block + 1  # blocks
+        live = mask[:, self.first * self.block : self.stop * self.block].clone()  # (S, C)
+        live[:, layer.end - self.first * self.block :] = True
         width = live.shape[1]
         group = torch.arange(heads) // (heads // groups)
         table = torch.arange(num_slots)[:, None] * groups + group  # (S, heads), of a block's keys and values
         place = torch.arange(self.first, self.stop) * room * groups + table[:, :, None]  # (S, heads, blocks)
-        self.scores = torch.zeros(num_slots, heads, width)
+        self.scores = torch.zeros(num_slots, heads, width, dtype=layer.keys.dtype)
 
-        has_live = live.view(num_slots, 1, -1, BLOCK).any(-1).expand(-1, heads, -1)  # (S, heads, blocks)
+        has_live = live.view(num_slots, 1, -1, self.block).any(-1).expand(-1, heads, -1)  # (S, heads, blocks)
         self.blocks = has_live.flatten().nonzero()[:, 0]  # (P,) that are read, of those in `scores`
         head = torch.arange(num_slots)[:, None] * (heads + groups) + torch.arange(heads)  # among queries and keys
         self.queries = head.flatten()[self.blocks // place.shape[-1]]  # (P,)
@@ -112,7 +115,7 @@ class Attention:
 
         is_live = live[:, None].expand(-1, heads, -1)  # (S, heads, C)
         self.columns = is_live.flatten().nonzero()[:, 0]  # (N,) that are read, of those in `scores`
-        columns = place[..., None] * BLOCK + torch.arange(BLOCK)  # (S, heads, blocks, BLOCK)
+        columns = place[..., None] * self.block + torch.arange(self.block)  # (S, heads, blocks, block)
         self.value_rows = columns.flatten()[self.columns].int()  # (N,)
         counts = live.sum(1).repeat_interleave(heads)
         self.value_offsets = F.pad(counts.cumsum(0), (1, 0)).int()  # (S * heads + 1,)
@@ -120,20 +123,20 @@ class Attention:
 
     def holds(self, layer: RaggedLayer) -> bool:
         """Whether the next column of a layer is in the last block."""
-        return layer.end // BLOCK < self.stop
+        return layer.end // self.block < self.stop
 
     def begin_step(self) -> None:
         """Hide the columns that slots do not attend to in this step."""
-        mask = self.mask[:, self.first * BLOCK : self.stop * BLOCK]
+        mask = self.mask[:, self.first * self.block : self.stop * self.block]
         self.bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None]  # (S, 1, C)
 
     def __call__(self, turned: Tensor, layer: RaggedLayer) -> Tensor:
-        """Outputs (S, heads * D) of queries, the first heads of `turned` (S, heads + groups, D)."""
+        """Outputs (S, heads * D) of queries, the first heads of `turned` (S, heads + groups, D), scaled already."""
         size = turned.shape[-1]
-        queries = turned.view(-1, size).index_select(0, self.queries)  # (P, D)
-        scores = sums(layer.keys.view(-1, BLOCK), self.key_rows, self.key_offsets, queries)
-        self.scores.view(-1, BLOCK).index_copy_(0, self.blocks, scores)
-        weights = torch.add(self.bias, self.scores, alpha=self.scale).softmax(-1).to(layer.values.dtype)
+        queries = turned.to(layer.keys.dtype).view(-1, size).index_select(0, self.queries)  # (P, D)
+        scores = sums(layer.keys.view(-1, self.block), self.key_rows, self.key_offsets, queries)
+        self.scores.view(-1, self.block).index_copy_(0, self.blocks, scores)
+        weights = (self.bias + self.scores).softmax(-1).to(layer.values.dtype)
         weights = weights.flatten().index_select(0, self.columns)
         outputs = sums(layer.values.view(-1, size), self.value_rows, self.value_offsets, weights)
         return outputs.view(len(turned), -1)

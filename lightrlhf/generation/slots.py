@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
-# a multiple of a layer's `block`, which must not be larger
+# columns in a number that a layer's `multiple` divides, which must not be larger
 MOST_PADDED = 2  # of packed prompts: columns of attention to tokens of a pass that is full
 LATE_STEPS = 16  # at most, from one look of the engine to the next: columns to spare where no slot is refilled
 
@@ -40,7 +40,7 @@ LATE_STEPS = 16  # at most, from one look of the engine to the next: columns to 
 class SlabLayer:
     """The KV cache of one layer for all slots, updated in place; has the interface of a transformers cache layer."""
 
-    block = 1
+    multiple = 1
     is_compileable = False
     is_sliding = False
     is_croppable = False
@@ -143,7 +143,7 @@ class Slots:
         kind = self.layer_type if self.decoder is None else RaggedLayer
         spare = SPARE_COLUMNS if num_slots < num_rows else min(SPARE_COLUMNS, LATE_STEPS)
         num_columns = self.columns_for(self.longest + args.max_new_tokens + spare)
-        self.num_columns = -(-num_columns // kind.block) * kind.block
+        self.num_columns = -(-num_columns // kind.multiple) * kind.multiple
         self.layers: Sequence[Any] = [kind(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
         self.attention: Attention | None = None  # of the decoder, until slots change
         self.cache = make_cache(model, self.layers)
@@ -187,7 +187,7 @@ class Slots:
         layer = self.layers[0]
         if layer.end == self.num_columns:
             count = min(layer.start, layer.end - self.longest)
-            self._drop_columns(count - count % layer.block)
+            self._drop_columns(count - count % layer.multiple)
         self.mask[:, layer.end] = True
         self._decode(self.mask[:, layer.start : layer.end + 1])
 
@@ -195,7 +195,7 @@ class Slots:
         """Compute and sample the next token of every slot, which attends to the columns of `window` (S, C)."""
         if self.decoder is not None:
             if self.attention is None or not self.attention.holds(self.layers[0]):
-                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads, self.decoder.scale)
+                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads)
             logits = self.decoder(self.next, self.position, self.attention, self.layers)
         else:
             logits = self.model(

@@ -11,7 +11,7 @@ from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
-from lightrlhf.generation.packed_decoder import RMSNorm, pack_decoder
+from lightrlhf.generation.packed_decoder import Norm, pack_decoder
 from lightrlhf.generation.ragged_cache import has_fast_sums
 from lightrlhf.generation.slots import Slots
 from lightrlhf.models import lora
@@ -46,7 +46,8 @@ def logits_after(model, autocast: bool = False) -> tuple[torch.Tensor, torch.Ten
         slots = Slots(model, PROMPTS, args, [], noise(), len(PROMPTS))
         dtype = torch.bfloat16 if autocast else torch.float32
         assert slots.decoder is not None
-        assert slots.decoder.head.up.dtype is slots.layers[0].values.dtype is dtype
+        assert slots.decoder.head.up.dtype is dtype
+        assert slots.layers[0].keys.dtype is (torch.float16 if autocast else dtype)
         slots.admit(torch.arange(len(PROMPTS)))
         sample = slots._sample
         slots._sample = lambda part, logits: (found.append(logits.float()), sample(part, logits))
@@ -76,7 +77,8 @@ def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
         alone = model(input_ids=torch.tensor([prompt]), use_cache=True)
         torch.testing.assert_close(logits[row], alone.logits[0, -1], atol=2e-5, rtol=1e-5)
         for layer, expected in zip(states, alone.past_key_values.layers, strict=True):
-            for found, own in ((layer.keys, expected.keys), (layer.values, expected.values)):
+            keys = layer.keys[..., decoder.pairs.argsort()] / decoder.scale
+            for found, own in ((keys, expected.keys), (layer.values, expected.values)):
                 torch.testing.assert_close(found[row, :, mask[row]], own[0], atol=2e-5, rtol=1e-5)
                 assert not found[row, :, ~mask[row]].any()
 
@@ -111,7 +113,8 @@ def test_norms_are_those_of_float64(shape, size):
     torch.nn.init.normal_(own.weight)
     inputs, weight = size * torch.randn(shape), own.weight.detach().double()
     expected = inputs.double() * weight / (inputs.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(RMSNorm(own)(inputs).double(), expected, atol=0, rtol=1e-6)
+    norm = Norm(own)
+    torch.testing.assert_close(norm(inputs).double() * norm.scale * weight, expected, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

@@ -12,10 +12,11 @@ from helpers import tiny_policy
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.generation import packed_decoder, ragged_cache
 from lightrlhf.generation.engine import generate
-from lightrlhf.generation.ragged_cache import BLOCK, Attention, RaggedLayer, has_fast_sums
+from lightrlhf.generation.ragged_cache import BLOCKS, Attention, RaggedLayer, has_fast_sums
 from lightrlhf.generation.slots import SlabLayer, Slots
 
-SLOTS, GROUPS, SIZE, COLUMNS = 5, 2, 12, 4 * BLOCK
+BLOCK = BLOCKS[torch.float32]
+SLOTS, GROUPS, SIZE, COLUMNS = 5, 2, 12, 4 * RaggedLayer.multiple
 pytestmark = pytest.mark.skipif(not has_fast_sums(), reason="torch has no FBGEMM here")
 
 
@@ -32,11 +33,11 @@ class Unwritten:
 
 def prefilled(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
     keys, values = torch.randn(2, rows, GROUPS, columns, SIZE)
-    return SimpleNamespace(keys=keys, values=values.to(dtype), get_seq_length=lambda: columns)
+    return SimpleNamespace(keys=keys.to(dtype), values=values.to(dtype), get_seq_length=lambda: columns)
 
 
 def both(columns: int, dtype: torch.dtype = torch.float32) -> tuple[RaggedLayer, SlabLayer]:
-    """The two kinds of cache with the same rows; dtype: of values."""
+    """The two kinds of cache with the same rows."""
     first = prefilled(SLOTS, columns, dtype)
     layers = RaggedLayer(first, SLOTS, COLUMNS), SlabLayer(first, SLOTS, COLUMNS)
     for layer in layers:
@@ -58,14 +59,15 @@ def assert_same(ragged: RaggedLayer, slab: SlabLayer, late: tuple[int, ...] = ()
             assert torch.equal(found[slot, :, part], expected[slot, :, part])
 
 
-def test_rows_come_move_and_leave_as_in_a_slab():
-    ragged, slab = both(BLOCK + 3)
-    for _ in range(BLOCK):
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_rows_come_move_and_leave_as_in_a_slab(dtype):
+    ragged, slab = both(BLOCKS[dtype] + 3, dtype)
+    for _ in range(ragged.multiple):
         keys, values = torch.randn(2, SLOTS, GROUPS, SIZE)
         ragged.update(keys, values)
         slab.update(keys[:, :, None], values[:, :, None])
     assert_same(ragged, slab)
-    late = prefilled(3, 7)
+    late = prefilled(3, 7, dtype)
     for layer in (ragged, slab):
         layer.insert(torch.tensor([3, 1]), late, torch.tensor([2, 0]))
     assert_same(ragged, slab, (3, 1))
@@ -73,8 +75,8 @@ def test_rows_come_move_and_leave_as_in_a_slab():
         layer.compact(torch.tensor([0]), torch.tensor([4]), 4)
     assert_same(ragged, slab, (3, 1))
     for layer in (ragged, slab):
-        layer.start = BLOCK + 1
-        layer.drop_columns(BLOCK)
+        layer.start = ragged.multiple + 1
+        layer.drop_columns(ragged.multiple)
     assert_same(ragged, slab, (3, 1))
 
 
@@ -98,40 +100,43 @@ def test_what_precedes_a_short_prompt_in_its_first_block_is_finite(monkeypatch):
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     mask[: SLOTS - 1, : layer.end + 1] = True
     mask[SLOTS - 1, layer.end - (BLOCK - 7) : layer.end + 1] = True
-    attention = Attention(mask, layer, GROUPS, scale=1.0)
+    attention = Attention(mask, layer, GROUPS)
     attention.begin_step()
     layer.update(*torch.randn(2, SLOTS, GROUPS, SIZE))
     assert attention(torch.randn(SLOTS, 2 * GROUPS, SIZE), layer).isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, columns, dtype):
-    """In bfloat16 the model's values are summed as they are, with weights rounded to it, and so is their sum."""
+@pytest.mark.parametrize("blocks, more", [(1, -1), (1, 0), (2, 5)])
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_attention_is_that_of_float64_over_the_columns_of_each_slot(heads, blocks, more, dtype):
+    """In float16 queries and weights are rounded to it, and so are the scores and the outputs."""
+    columns = blocks * BLOCKS[dtype] + more
     layer, _ = both(columns, dtype)
-    assert layer.values.dtype is dtype
+    assert layer.keys.dtype is layer.values.dtype is dtype
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     for slot in range(SLOTS):  # the last one has the new column alone
         mask[slot, columns * slot // (SLOTS - 1) : columns] = True
     attention = None
-    for _ in range(BLOCK + 2):
+    for _ in range(layer.block + 2):
         mask[:, layer.end] = True
         if attention is None or not attention.holds(layer):
-            attention = Attention(mask, layer, heads, scale=0.3)
+            attention = Attention(mask, layer, heads)
         attention.begin_step()
         keys, values = torch.randn(2, SLOTS, GROUPS, SIZE)
-        layer.update(keys, values.to(dtype).float())  # as they come from a product in this dtype
-        turned = torch.randn(SLOTS, heads + GROUPS, SIZE)
+        layer.update(keys, values)
+        turned = 0.3 * torch.randn(SLOTS, heads + GROUPS, SIZE)
         found = attention(turned, layer)
         states = (part[:, :, : layer.end] for part in keys_and_values(layer))
         keys, values = (part.double().repeat_interleave(heads // GROUPS, 1) for part in states)
-        scores = 0.3 * torch.einsum("shd,shcd->shc", turned[:, :heads].double(), keys)
-        weights = scores.masked_fill(~mask[:, None, : layer.end], -torch.inf).softmax(-1)
+        queries, seen = turned[:, :heads].double(), mask[:, None, : layer.end]
+        weights = torch.einsum("shd,shcd->shc", queries, keys).masked_fill(~seen, -torch.inf).softmax(-1)
         expected = torch.einsum("shc,shcd->shd", weights, values).flatten(1)
         largest = torch.einsum("shc,shcd->shd", weights, values.abs()).flatten(1)
-        rounding = 1e-5 if dtype is torch.float32 else 2 * 2**-8  # of weights, and of their sum
-        assert ((found.double() - expected).abs() <= 1.1 * rounding * largest).all()
+        unit = 1e-6 if dtype is torch.float32 else 2**-11
+        score = (torch.einsum("shd,shcd->shc", queries.abs(), keys.abs()) * seen).amax(-1)  # before numbers cancel
+        rounding = 2 * (2 * unit * score) + 2 * unit  # of queries and scores, in numerator and denominator; of the rest
+        assert ((found.double() - expected).abs() <= 1.1 * rounding.repeat_interleave(SIZE, 1) * largest).all()
 
 
 def test_what_is_left_of_a_prompt_is_not_read():
@@ -139,7 +144,7 @@ def test_what_is_left_of_a_prompt_is_not_read():
     mask = torch.zeros(SLOTS, COLUMNS, dtype=torch.bool)
     mask[:, 3 * BLOCK - 4 :] = True
     mask[0, :BLOCK] = True
-    attention = Attention(mask, layer, GROUPS, scale=1.0)
+    attention = Attention(mask, layer, GROUPS)
     assert len(attention.blocks) == GROUPS * (2 * SLOTS + 1) and attention.first == 0
     assert len(attention.columns) == GROUPS * ((BLOCK + 4) * SLOTS + BLOCK)
 
