@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.inputs import SIZES
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.generation.slots import Slots
+from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.roles import Policy
@@ -126,6 +127,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     use_onednn()
+    use_batched_attention()
     ceilings = measure_ceilings(torch.device("cpu"), torch.bfloat16 if args.bf16 else torch.float32)
     rates = f"{ceilings.flops / 1e9:.0f} GFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
     print(f"{rates}, {args.threads} threads; milliseconds a step")

@@ -19,6 +19,7 @@ from benchmarks.operators import model_of
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.generation import packed_decoder
 from lightrlhf.generation.engine import generate
+from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.roles import Policy
@@ -48,6 +49,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     use_onednn()
+    use_batched_attention()
     for size in args.sizes:
         policy = Policy(model_of(size))
         for bf16 in (False, True):

@@ -21,6 +21,7 @@ from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
+from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
@@ -207,6 +208,7 @@ def load_model(
 
     keep_freed_memory()
     use_onednn()
+    use_batched_attention()
     base, config = base_name(source, flag), None
     if base is None:
         model = auto_class.from_config(tiny_config(tokenizer, **options))

@@ -6,8 +6,9 @@ makers. oneDNN, which is in the same builds and multiplies bfloat16 there, uses 
 their gradients gain without a change to any model. Whether this is done follows from the processor alone, never from a
 measurement, so a run that is resumed on the same machine multiplies in the same order.
 
-Left out: batched products (`bmm`, attention), other types, and packing of the weights beforehand, which gains a tenth
-more where few rows are multiplied, but a copy of the weights would have to follow each update.
+Left out: batched products (those of attention: `batched_attention`), other types, and packing of the weights
+beforehand, which gains a tenth more where few rows are multiplied, but a copy of the weights would have to follow each
+update.
 """
 
 from __future__ import annotations
@@ -42,10 +43,15 @@ def mkl_is_slow() -> bool:
     return info.is_file() and "GenuineIntel" not in info.read_text()
 
 
-def replace_products() -> None:
-    """Replace torch's float32 products on CPUs, in this process."""
+def keep_few_kernels() -> None:
+    """Limit the number of kernels that oneDNN keeps, unless the environment says another."""
     for name, size in CACHES.items():
         os.environ.setdefault(name, size)
+
+
+def replace_products() -> None:
+    """Replace torch's float32 products on CPUs, in this process."""
+    keep_few_kernels()
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are kernels already

@@ -23,6 +23,7 @@ from torch import nn
 from lightrlhf.cli.args import DeviceArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.sharding import shard_layers
@@ -46,6 +47,7 @@ def make_fabric(args: TrainArgs) -> Any:
     check_restarts()
     keep_freed_memory()
     use_onednn()
+    use_batched_attention()
     devices, num_nodes = processes(args)
     if devices * num_nodes % (size := getattr(args, "tensor_parallel", 1)):
         raise UsageError(f"--tensor_parallel {size} does not divide {devices * num_nodes} ranks; change one of them")
