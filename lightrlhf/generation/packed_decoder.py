@@ -72,7 +72,7 @@ class PackedLinear:
         self.norm = None if norm is None else Norm(norm)
         if self.norm is not None:
             by_input = norm.weight.detach().float() * self.norm.scale  # (in,)
-            weight, down = weight * by_input, down * by_input
+            weight, down = weight.mul_(by_input), down.mul_(by_input)
         biases = [base.weight.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases]
         has_bias = any(base.bias is not None for base in bases)
         bias = torch.cat([bias.detach().to(dtype) for bias in biases]) if has_bias else None
@@ -177,6 +177,15 @@ class PackedDecoder:
             hidden = self._hidden(ids, left % width, attend)
             logits = self.head(hidden[lengths.cumsum(0) - 1])
         return states, mask, logits
+
+    def states_of(self, layers: Sequence[Any]) -> list[PromptStates]:
+        """The states of prompts that the model computed, layers of its cache, as they are kept here."""
+        return [
+            PromptStates(
+                (layer.keys[..., self.pairs] * self.scale).to(self.cache_dtype), layer.values.to(self.cache_dtype)
+            )
+            for layer in layers
+        ]
 
     def _hidden(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
         """Hidden states (N, H) of tokens ids (N,) at positions (N,).

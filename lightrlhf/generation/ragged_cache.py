@@ -7,10 +7,10 @@ head, so no slot reads what is left of its prompt, and sums are made at the rate
 twice as fast as batched products, in which a matrix times a vector is slow. A sum does not depend on other slots.
 
 Under bfloat16 keys and values are float16, of which half as much is read: sums are made in float32 but rounded to the
-dtype of what is summed, and scores in bfloat16 would be too coarse. Numbers of bfloat16 between 6e-5 and 65,504 are
-float16's, too.
+dtype of what is summed, and scores in bfloat16 would be too coarse. Beyond 65,504 keys, values and scores become
+infinite, and what is sampled is refused as not finite.
 
-Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow; keys, values and scores beyond 65,504.
+Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RaggedLayer:
             cache[first:stop, holes] = cache[first:stop, movers]
 
     def drop_columns(self, count: int) -> None:
-        """Drop the first columns, a multiple of `block`, which no row attends to any more."""
+        """Drop the first columns, a multiple of `multiple`, which no row attends to any more."""
         first, stop = count // self.block, -(-self.end // self.block)
         for cache in (self.keys, self.values):
             cache[: stop - first] = cache[first:stop].clone()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
-# columns in a number that a layer's `multiple` divides, which must not be larger
+# a number of columns that a layer's `multiple` divides, which must not exceed it
 MOST_PADDED = 2  # of packed prompts: columns of attention to tokens of a pass that is full
 LATE_STEPS = 16  # at most, from one look of the engine to the next: columns to spare where no slot is refilled
 
@@ -263,6 +263,7 @@ class Slots:
             layers, mask, logits = decoder.prefill(prompts)
         else:
             layers, mask, logits = self._prefill_by_model(prompts, rows_of)
+            layers = layers if self.decoder is None else self.decoder.states_of(layers)
         seen = None
         if self.args.repetition_penalty != 1:
             seen = torch.zeros_like(logits, dtype=torch.bool)

@@ -39,11 +39,14 @@ def model_of(kind: str, **changes) -> torch.nn.Module:
     return tiny_model(kind.split(" ")[0].rstrip(","), **(KINDS[kind] | changes))
 
 
-def logits_after(model, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, V) after prompts and five sampled tokens: of the decoder, and of the model in one pass of float32."""
+def logits_after(model, autocast: bool = False, prefixes: list | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, V) after prompts and five sampled tokens: of the decoder, and of the model in one pass of float32.
+
+    With `prefixes` the model computes the prompts.
+    """
     args, found = SamplingArgs(max_new_tokens=STEPS), []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        slots = Slots(model, PROMPTS, args, [], noise(), len(PROMPTS))
+        slots = Slots(model, PROMPTS, args, [], noise(), len(PROMPTS), prefixes=prefixes)
         dtype = torch.bfloat16 if autocast else torch.float32
         assert slots.decoder is not None
         assert slots.decoder.head.up.dtype is dtype
@@ -117,10 +120,11 @@ def test_norms_are_those_of_float64(shape, size):
     torch.testing.assert_close(norm(inputs).double() * norm.scale * weight, expected, atol=0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("prefixes", [None, [None] * len(PROMPTS)], ids=["prompts", "prompts by the model"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_under_autocast_logits_are_near_those_of_float32(kind):
-    found, expected = logits_after(model_of(kind), autocast=True)
+def test_under_autocast_logits_are_near_those_of_float32(kind, prefixes):
+    found, expected = logits_after(model_of(kind), autocast=True, prefixes=prefixes and [*prefixes])
     assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 

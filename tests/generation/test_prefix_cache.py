@@ -42,9 +42,11 @@ def test_cached_prompts_give_the_logits_of_uncached_ones(architecture):
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mamba"])
-def test_the_engine_computes_uncached_tokens_only(architecture):
+@pytest.mark.parametrize("steps", [6, 20])  # with the decoder of packed weights, too
+def test_the_engine_computes_uncached_tokens_only(architecture, steps):
     policy = tiny_policy(architecture)
-    args, uniforms = GenerationArgs(max_new_tokens=6), torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    args = GenerationArgs(max_new_tokens=steps)
+    uniforms = torch.rand(4, steps, generator=torch.Generator().manual_seed(1))
     widths: list[int] = []
     policy.model.register_forward_pre_hook(
         lambda _, __, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True

@@ -9,7 +9,15 @@ from helpers import tiny_policy
 
 from lightrlhf.models import batched_attention
 
-MASKS = "none", "causal", "one", "of texts", "of heads", "a text without columns"
+MASKS = {  # shapes before (T, C)
+    "none": None,
+    "causal": None,
+    "one": (),
+    "of rows": (3, 1),
+    "of heads": (3, -1),
+    "of heads, alike in all rows": (1, -1),
+    "a row without columns": (3, 1),
+}
 
 
 @pytest.fixture
@@ -41,10 +49,10 @@ def options(kind: str, heads: int, tokens: int = 7, columns: int = 7) -> dict:
     """Arguments of attention with a kind of mask, in which each query sees a column."""
     if kind in ("none", "causal"):
         return {"is_causal": kind == "causal"}
-    shape = {"one": (), "of heads": (3, heads)}.get(kind, (3, 1))
+    shape = [heads if size < 0 else size for size in MASKS[kind]]
     mask = torch.rand(*shape, tokens, columns, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[..., 0] = True
-    if kind == "a text without columns":
+    if kind == "a row without columns":
         mask[1] = False
     return {"attn_mask": mask}
 
@@ -73,30 +81,39 @@ def test_outputs_and_gradients_are_those_of_float64(heads, groups, kind, scale, 
     states, chosen = inputs(heads, groups), options(kind, heads) | {"scale": scale}
     found = attend(states, **chosen)
     assert_near_float64(found, states, **chosen)
-    if kind == "a text without columns":
+    if kind == "a row without columns":
         assert not found[0][1].any() and not found[1][1].any()
 
 
 @pytest.mark.parametrize("tokens, columns", [(1, 5), (4, 9), (9, 4)])
-def test_texts_may_have_other_numbers_of_queries_than_of_columns(tokens, columns, replaced):
+def test_rows_may_have_other_numbers_of_queries_than_of_columns(tokens, columns, replaced):
     states = inputs(4, 2, tokens, columns)
-    for kind in ("causal", "of texts"):
+    for kind in ("causal", "of rows"):
         chosen = options(kind, 4, tokens, columns)
         assert_near_float64(attend(states, **chosen), states, **chosen)
 
 
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (3, 1, 1, 7), (1, 6, 1, 7), (3, 6, 7, 1), (1, 1, 1, 1)])
+def test_masks_may_be_the_same_for_all_queries_or_columns(shape, replaced):
+    states = inputs(6, 2)
+    mask = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = attend([one.detach().double() for one in states], attn_mask=mask.double())
+    for one, other in zip(attend(states, attn_mask=mask), expected, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 0.01
+
+
 @pytest.mark.parametrize("kind", MASKS)
-def test_a_few_texts_at_a_time_are_as_all_at_once(kind, replaced, monkeypatch):
+def test_a_few_rows_at_a_time_are_as_all_at_once(kind, replaced, monkeypatch):
     states, chosen = inputs(4, 2), options(kind, 4)
     whole = attend(states, **chosen)
-    for texts in (1, 2):
-        monkeypatch.setattr(batched_attention, "MOST_SCORES", texts * 4 * 7 * 7)
+    for rows in (1, 2):
+        monkeypatch.setattr(batched_attention, "MOST_SCORES", rows * 4 * 7 * 7)
         for one, other in zip(attend(states, **chosen), whole, strict=True):
             assert torch.equal(one, other)
 
 
-def test_other_types_long_texts_and_dropout_are_left_to_torch(replaced, monkeypatch):
-    states, chosen = inputs(4, 4), options("of texts", 4)
+def test_other_types_long_rows_and_dropout_are_left_to_torch(replaced, monkeypatch):
+    states, chosen = inputs(4, 4), options("of rows", 4)
     plain = [one.detach().float() for one in states]
     with pytest.raises(RuntimeError, match="dropout"):  # which torch's kernel has not
         getattr(torch.ops.aten, batched_attention.FORWARD)(*states, 0.5)
@@ -112,7 +129,7 @@ def test_what_is_not_a_number_stays_so(replaced):
     states = inputs(4, 4)
     with torch.no_grad():
         states[0][1, 2, 3] = torch.nan
-    outputs, *_ = attend(states, **options("of texts", 4))
+    outputs, *_ = attend(states, **options("of rows", 4))
     assert outputs[1, 2, 3].isnan().all() and int(outputs.isnan().sum()) == outputs.shape[-1]
 
 
