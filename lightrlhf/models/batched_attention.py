@@ -80,7 +80,7 @@ def _forward(
     attn_mask: Tensor | None = None,  # added to scores: (T or 1, C or 1), or with (B or 1, heads or 1) before
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, heads, T, D), and in place of the scores' log-sums, which `_backward` does not need, nothing."""
+    """Outputs (B, heads, T, D), and zeros in place of the scores' log-sums (B, heads, T), which `_backward` ignores."""
     if not _takes(query, key, value, dropout_p):
         given = query, key, value, dropout_p, is_causal
         outputs: tuple[Tensor, Tensor] = _own[FORWARD].call_boxed(keys, *given, attn_mask=attn_mask, scale=scale)
@@ -94,7 +94,7 @@ def _forward(
         out[rows] = torch.bmm(weights.to(q.dtype), v).view_as(out[rows])
         if is_seen is not None:
             out[rows] *= is_seen
-    return out, query.new_empty(0, dtype=torch.float32)
+    return out, query.new_zeros(query.shape[:3], dtype=torch.float32)  # as large as torch's, which estimates count
 
 
 def _backward(
