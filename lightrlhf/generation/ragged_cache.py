@@ -7,10 +7,10 @@ head, so no slot reads what is left of its prompt, and sums are made at the rate
 twice as fast as batched products, in which a matrix times a vector is slow. A sum does not depend on other slots.
 
 Under bfloat16 keys and values are float16, of which half as much is read: sums are made in float32 but rounded to the
-dtype of what is summed, and scores in bfloat16 would be too coarse. Beyond 65,504 keys, values and scores become
-infinite, and what is sampled is refused as not finite.
+dtype of what is summed, and scores in bfloat16 would be too coarse.
 
-Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow.
+Left out: processors without FBGEMM's kernels, where `embedding_bag` is slow; under bfloat16 keys, values and scores
+beyond 65,504, which float16 does not have.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
-# a number of columns that a layer's `multiple` divides, which must not exceed it
+# a multiple of the layer's `multiple`, which must not be larger than this
 MOST_PADDED = 2  # of packed prompts: columns of attention to tokens of a pass that is full
 LATE_STEPS = 16  # at most, from one look of the engine to the next: columns to spare where no slot is refilled
 

@@ -1,6 +1,6 @@
 """Attention in bfloat16 by oneDNN's batched products, on CPUs that multiply bfloat16 and have no AMX.
 
-There torch's fused kernel of `scaled_dot_product_attention` is no faster in bfloat16 than in float32 for texts of up to
+There torch's fused kernel of `scaled_dot_product_attention` is no faster in bfloat16 than in float32 for rows of up to
 256 tokens. Batched products, which are oneDNN's in bfloat16, and a softmax between them take a third to two thirds of
 its time (howto/speed.md). The two kernels of the CPU, forwards and backwards, are replaced for the process, so models
 gain without a change. Queries are scaled before the product, and they and the scores are rounded to bfloat16; softmax
