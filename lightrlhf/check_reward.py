@@ -48,7 +48,7 @@ from lightrlhf.rewards.workers import Workers
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.results import cell, print_table
 
-ANSWERS = ("answer", "ground_truth", "solution", "completion")  # columns, the first found is taken
+ANSWERS = ("answer", "ground_truth", "solution", "completion")  # columns, the first that a row has is taken
 REPEATS = 100
 WORDS = ("stone", "quickly", "seven", "under", "blue", "maybe", "window", "is", "the", "river", "42", "not")
 RIGHT = "right answer"
@@ -144,27 +144,23 @@ def read_rows(args: CheckRewardArgs) -> list[Row]:
     prompts = load_prompts(args.data_dir, args.split, args.verify)
     names = {name for row in prompts for name in row["columns"]}
     wanted = ANSWERS if args.answer_column is None else (args.answer_column,)
-    column = next((name for name in wanted if name in names), None)
-    if column is None:
+    if names.isdisjoint(wanted):
         found = f"its columns are {', '.join(sorted(names))}" if names else "it has no columns"
         raise UsageError(f"{args.data_dir} has no column {' or '.join(wanted)}; {found}; name one by --answer_column")
-    return [
-        {
-            "index": index,
-            "prompt": decode(tokenizer, [int(token) for token in row["input_ids"]]),
-            "columns": row["columns"],
-            "answer": str(row["columns"][column]),
-        }
-        for index, row in enumerate(prompts)
-        if row["columns"].get(column) is not None
-    ]
+    rows = []
+    for index, row in enumerate(prompts):
+        given = [row["columns"][name] for name in wanted if row["columns"].get(name) is not None]
+        if given:
+            prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
+            rows.append({"index": index, "prompt": prompt, "columns": row["columns"], "answer": str(given[0])})
+    return rows
 
 
 def by_task(args: CheckRewardArgs, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """`--num_prompts` random rows of each task, in their order; one group without a name where there are no tasks."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(str(row["columns"].get("task", "")), []).append(row)
+        groups.setdefault(str(row["columns"].get("task") or ""), []).append(row)
     rng = random.Random(args.seed)
     for task, members in groups.items():
         chosen = rng.sample(range(len(members)), min(args.num_prompts, len(members)))

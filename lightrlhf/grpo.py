@@ -56,6 +56,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
+from lightrlhf.data.schema import share_columns
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
@@ -276,6 +277,7 @@ def train(
     sets = load_sets("prompts", "train", args, prompts, tokenizer)
     examples = [row for one in sets for row in one]
     held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
+    share_columns([*examples, *held_out])
     run = Run(args, "grpo", on_step, given, data=None if prompts is None else "given/prompts")
     actor = load_start(policy, args, tokenizer, args.strategy not in ("fsdp", "deepspeed"))
     check_vocabulary(examples, vocabulary_size(actor), args.data_name)

@@ -44,7 +44,15 @@ from lightrlhf.generation.dialogue_pairs import (
     split_of,
     turn_rollout,
 )
-from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.generation.dialogues import (
+    Dialogue,
+    User,
+    as_row,
+    load_dialogues,
+    roll_out,
+    score_turns,
+    sharing_columns,
+)
 from lightrlhf.generation.samplers import Alone, ServedSampler
 from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
@@ -156,8 +164,10 @@ def train(
     given = given_objects(dialogues=dialogues, user=user, reward=reward)
     args.check_start()
     args.check_reward(reward)
-    if not is_given:
+    if dialogues is None:
         check_data_dir(args)
+    else:
+        dialogues = sharing_columns(dialogues)
 
     @functools.cache
     def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them

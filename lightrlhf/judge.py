@@ -40,6 +40,7 @@ from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import check_responses, read_responses
+from lightrlhf.data.schema import share_columns
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval
@@ -213,6 +214,7 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
             pairs.append({**given, "index": len(pairs), "prompt": row["prompt"], **texts})
     if not pairs:
         raise UsageError(f"--responses_file {' '.join(args.responses_file)} have no prompt in common")
+    share_columns(pairs)
     unmatched = {"only_in_a": len(rows_a) - len(pairs), "only_in_b": len(rows_b) - len(pairs)}
     return pairs[: args.num_pairs], unmatched
 

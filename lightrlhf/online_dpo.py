@@ -48,6 +48,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.responses import ROW
 from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.schema import share_columns
 from lightrlhf.data.splits import IGNORE_INDEX, Row, check_vocabulary, save_split
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.rollout import generate_rollout
@@ -183,8 +184,10 @@ def train(
     args.check_reward(reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = None if prompts is None else load_tokenizer(None, starting_model(args)[0])
-    shards = prompt_shards(args, load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify))
-    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
+    splits = ("train", "validation")
+    examples, held_out = (load_rows("prompts", s, args.data_dir, prompts, tokenizer, args.verify) for s in splits)
+    share_columns([*examples, *held_out])
+    shards, held_out = prompt_shards(args, examples), held_out[: args.eval_prompts]
     given = given_objects(prompts=prompts, reward=reward)
     work = f"{len(shards[0]):,} prompts, {args.num_generations} responses to each"
     data = data_dir or "given/prompts"

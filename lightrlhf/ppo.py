@@ -51,6 +51,7 @@ from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
+from lightrlhf.data.schema import share_columns
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
@@ -241,6 +242,7 @@ def train(
     sets = load_sets("prompts", "train", args, prompts, tokenizer)
     examples = [row for one in sets for row in one]
     held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
+    share_columns([*examples, *held_out])
     run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")
     shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
     actor = load_start(policy, args, tokenizer, shares)

@@ -30,13 +30,13 @@ FENCE = re.compile(r"```[A-Za-z0-9]*\n(.*?)(?:```|\Z)", re.DOTALL)
 NUMBER = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][-+]?[0-9]{1,3})?")
 
 
-def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
-    """Scores (B,) of programs; `tests` is the JSON `{inputs, outputs, fn_name?}` of APPS for each.
+def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float | None]:
+    """Scores (B,) of programs; `tests` is the JSON `{inputs, outputs, fn_name?}` of APPS for each, None where none.
 
     Raises: RunFailure if this system cannot isolate programs and running them without isolation is not permitted.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(score_program, completions, tests))
+        return list(pool.map(lambda text, of: None if of is None else score_program(text, of), completions, tests))
 
 
 def score_program(completion: str, tests: str | None, limits: Limits = Limits()) -> float:  # noqa: B008  (frozen)

@@ -81,13 +81,20 @@ OF_EACH = ("truncated", "response_ids", "rewards")  # as long as `responses`
 def read_responses(path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
     """Rows of a file of responses. needs, optional: the columns that the caller reads; an optional null is as none.
 
+    Where a row has a column of the data, all have it, None where a row has none.
     Raises: UsageError naming the file when it has no rows; row and column, too, when one is missing or of another type.
     """
     rows = read_jsonl(path, needs)
     if not rows:
         raise UsageError(f"{path} has no rows")
     check_responses(rows, path, needs, optional)
-    return rows
+    return with_all_columns(rows)
+
+
+def with_all_columns(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with the data's columns that any has, None where a row has none: a function gets all of them."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in ROW)
+    return [row | {name: None for name in names if name not in row} for row in rows]
 
 
 def check_responses(rows: Sequence[Row], path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> None:

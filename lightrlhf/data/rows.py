@@ -16,7 +16,7 @@ import torch
 from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls, has_generation_tags
-from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows, share_columns
 from lightrlhf.data.splits import SPLITS, differing, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
@@ -33,6 +33,8 @@ def load_rows(
     stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any, verify: bool = True
 ) -> list[Row]:
     """Rows of a split: those given, else those of `--data_dir`, compared with its seal if `verify`.
+
+    Where a row has `columns`, all have the same, see `share_columns`.
 
     Raises: UsageError when the file cannot be read or has changed, or a row lacks a column or holds a bad value.
     """
@@ -59,6 +61,7 @@ def load_rows(
     rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
     if rows:
         check_rows(rows, stage, vocab_size=vocab_size)
+        share_columns(rows)
     return differing(rows) if rows and stage == "preference" else rows
 
 

@@ -9,7 +9,7 @@ Left out: what a program needs beyond the schema, such as both labels for kto.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -89,6 +89,17 @@ def without_equal_pairs(rows: list[Row], source: str = "") -> tuple[list[Row], s
         raise UsageError(f"{where}: chosen and rejected are equal in every row, so there is nothing to learn")
     lost = len(rows) - len(different)
     return different, f"{lost:,} pairs of {where} have two equal responses and are left out" if lost else ""
+
+
+def share_columns(rows: Iterable[Row]) -> None:
+    """Give `columns` of each row the names that those of any row have, None where a row has none.
+
+    A function then gets the same columns in every batch, whichever rows are in it.
+    """
+    rows = list(rows)
+    names: Row = dict.fromkeys(name for row in rows for name in row.get("columns", {}))
+    for row in rows if names else ():
+        row["columns"] = names | row.get("columns", {})
 
 
 def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: bool) -> None:

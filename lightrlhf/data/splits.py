@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, without_equal_pairs
+from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, share_columns, without_equal_pairs
 from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.seals import check_sealed, seal
 from lightrlhf.storage.writing import make_folder, writing
@@ -30,7 +30,8 @@ def load_split(
 ) -> list[Row]:
     """Load the rows of `{data_dir}/{stage}_{split}.pt`; pairs of equal responses are left out, with a note.
 
-    verify: compare the file with the folder's seal; vocab_size: of the tokenizer, above which no token id may lie.
+    Where a row has `columns`, all have the same, see `share_columns`. verify: compare the file with the folder's seal;
+    vocab_size: of the tokenizer, above which no token id may lie.
     Raises: UsageError naming the file when it is missing, damaged, changed, empty, of another stage, holds code, or has
     a bad row.
     """
@@ -51,6 +52,7 @@ def load_split(
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
     check_rows(rows, stage, str(path), vocab_size)
+    share_columns(rows)
     return differing(rows, str(path)) if stage == "preference" else rows
 
 

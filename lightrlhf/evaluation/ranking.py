@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.responses import is_prompt
+from lightrlhf.data.responses import is_prompt, with_all_columns
 from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.maths.ranking import best_of_n, mean_interval, tied_scores, ties_score
@@ -51,7 +51,7 @@ def read_ranking(path: str, num_rows: int | None = None) -> list[Row]:
     for number, row in enumerate(rows, start=1):
         if is_ties(row) and first.setdefault(row["id"], number) != number:
             raise UsageError(f"{path}: row {number} has the id {row['id']!r} of row {first[row['id']]}")
-    return rows
+    return with_all_columns(rows)
 
 
 def checked_row(row: Row, where: str) -> Row:

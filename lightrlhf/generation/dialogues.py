@@ -11,7 +11,7 @@ Left out: templates that rewrite earlier turns, tools, and a KV cache kept betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -137,6 +137,12 @@ def load_dialogues(data_dir: str, split: str, verify: bool = True) -> list[Dialo
         ids = torch.as_tensor(row["input_ids"]).tolist()
         dialogues.append(Dialogue(index, row["messages"], ids, spans, [False] * len(spans), columns))
     return dialogues
+
+
+def sharing_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list[Dialogue]]:
+    """Dialogues by split, each with the columns that any has, None where it has none: functions get all of them."""
+    names: Row = dict.fromkeys(name for ones in dialogues.values() for one in ones for name in one.columns)
+    return {split: [replace(one, columns=names | one.columns) for one in ones] for split, ones in dialogues.items()}
 
 
 def user_turn_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -70,7 +70,7 @@ class UserArgs(RemoteArgs):
 
 def recorded_user(dialogues: Sequence[Dialogue], seed: int) -> list[str | None]:
     """The data's own next message, whatever the assistant replied."""
-    turns = [dialogue.columns.get("user_turns", []) for dialogue in dialogues]
+    turns = [dialogue.columns.get("user_turns") or [] for dialogue in dialogues]
     return [texts[d.num_turns] if d.num_turns < len(texts) else None for d, texts in zip(dialogues, turns)]
 
 
@@ -86,12 +86,13 @@ class ScriptedUser:
         columns = {name: [dialogue.columns.get(name) for dialogue in dialogues] for name in names}
         seeds = [mix_seed(seed, dialogue.index, dialogue.num_turns) for dialogue in dialogues]
         try:
-            texts = list(self.function([dialogue.messages for dialogue in dialogues], seeds, **columns))
+            texts = self.function([dialogue.messages for dialogue in dialogues], seeds, **columns)
         except Exception as problem:  # whatever a user's function raises
             raise RunFailure(f"{self.name} failed with {type(problem).__name__}: {problem}") from problem
-        if len(texts) != len(dialogues) or not all(text is None or isinstance(text, str) for text in texts):
+        is_list = isinstance(texts, list | tuple) and len(texts) == len(dialogues)
+        if not is_list or not all(text is None or isinstance(text, str) for text in texts):
             raise RunFailure(f"{self.name} did not return a text or None for each of {len(dialogues)} dialogues")
-        return texts
+        return list(texts)
 
 
 @dataclass

@@ -4,7 +4,8 @@
     f(data_source, solution_str, ground_truth, extra_info) -> a number       as verl calls `compute_score`, one response
 
 The second is known by its parameters' names. Either may return `{"score": number, …}` for a number, and may be `async`:
-all calls of a batch are then awaited together. None says that a reward does not apply to a response.
+all calls of a batch are then awaited together. None says that a reward does not apply to a response. Anything else is
+refused: the values of a dict, the letters of a text or the rows of a table are no scores of responses.
 
 This module loads no torch: a process that only scores starts in a tenth of a second.
 
@@ -25,7 +26,7 @@ from lightrlhf.cli.functions import parameters_of, scores_one
 
 RewardFunction = Callable[..., Any]
 RewardFunctions = RewardFunction | Sequence[RewardFunction]
-ANSWERS = ("ground_truth", "answer", "solution")  # columns that hold the right answer, the first found is taken
+ANSWERS = ("ground_truth", "answer", "solution")  # columns of right answers, the first that a row has is taken
 
 
 class Response(NamedTuple):
@@ -48,17 +49,28 @@ class Failure(Exception):
 def call_function(function: RewardFunction, responses: Sequence[Response]) -> list[float | None | Failure]:
     """A function's number for each response, None where it returned that, or why there is none.
 
-    Raises: whatever a function of many responses raises; ValueError for another number of scores than responses.
+    Raises: whatever a function of many responses raises; Failure where it returns anything else than one for each.
     """
     if scores_one(function):
         return [number_of(value) for value in finished([call_one(function, response) for response in responses])]
     (scores,) = finished([call_all(function, responses)])
     if isinstance(scores, Exception):
         raise scores
-    values = list(scores)
-    if len(values) != len(responses):
-        raise ValueError(f"returned {len(values)} scores for {len(responses)} completions")
-    return [number_of(value) for value in values]
+    return [number_of(value) for value in one_of_each(scores, len(responses))]
+
+
+def one_of_each(returned: Any, count: int) -> list[Any]:
+    """The values of a list, a tuple or a one-dimensional tensor or array. Raises: Failure unless there are `count`."""
+    values = None
+    if isinstance(returned, Sequence) and not isinstance(returned, str | bytes | bytearray):
+        values = list(returned)
+    elif len(getattr(returned, "shape", ())) == 1 and hasattr(returned, "tolist"):
+        values = returned.tolist()
+    if values is None:
+        raise Failure("errors", f"it returned {shown(returned)}, not a list with a number or None for each response")
+    if len(values) != count:
+        raise Failure("errors", f"it returned {len(values)} scores for {count} completions")
+    return values
 
 
 def call_all(function: RewardFunction, responses: Sequence[Response]) -> Any:
@@ -134,19 +146,34 @@ def run_coroutine(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 def number_of(value: Any) -> float | None | Failure:
-    """What was returned for a response as a number, or why it is none."""
+    """What was returned for a response as a number, or why it is none. True is 1 and False 0; a text is no number."""
+    if isinstance(value, Exception):
+        return failure_of(value)
+    number = value["score"] if isinstance(value, dict) and "score" in value else value
+    if number is None:
+        return None
     try:
-        if isinstance(value, Exception):
-            raise value
-        if isinstance(value, dict):
-            value = value["score"]
-        return None if value is None else float(value)
-    except Exception as problem:  # whatever a user's function or value raises
-        return failure_of(problem)
+        if not hasattr(number, "__float__") or len(getattr(number, "shape", ())):
+            raise TypeError
+        return float(number)
+    except Exception:  # whatever a user's value raises
+        return Failure("errors", f"it returned {shown(value)} for a response, not a number or None")
+
+
+def shown(value: Any) -> str:
+    """The type of a value, and its beginning, in one line."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # whatever a user's class raises
+        text = ""
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} {text[:60]}{'…' if len(text) > 60 else ''}".strip()
 
 
 def failure_of(problem: Exception) -> Failure:
     """An exception with where it was raised, in one line."""
+    if isinstance(problem, Failure):
+        return problem
     frames = traceback.extract_tb(problem.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return Failure("errors", f"{type(problem).__name__}: {first_line(problem)}{where}")

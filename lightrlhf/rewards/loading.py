@@ -102,7 +102,7 @@ def make_rewards(
         timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
         if timeout:
             path = path or path_of(function)
-        name = path or "the reward function"
+        name = path or f"{function.__module__}:{getattr(function, '__qualname__', 'reward')}"
         scorers.append(FunctionScorer(function, name, keeps_infinite, timeout, path, takes_messages=True, once=once))
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)

@@ -279,11 +279,11 @@ class FunctionScorer:
             try:
                 results = call_function(self.function, responses)
             except Exception as problem:  # whatever a user's function raises
-                raise RunFailure(f"{self.name} failed with {failure_of(problem)}") from problem
+                raise RunFailure(f"{self.name} failed: {failure_of(problem)}") from problem
         raised = [result for result in results if isinstance(result, Failure) and result.kind == "errors"]
         self.works = self.works or len(raised) < len(results)
         if raised and not self.works:
-            raise RunFailure(f"{self.name} failed with {raised[0]}, and so for each of {len(results)} responses")
+            raise RunFailure(f"{self.name} failed: {raised[0]}, and so for each of {len(results)} responses")
         return [self._checked(result) for result in results]
 
     def _checked(self, result: float | None | Failure) -> float | None:
@@ -311,7 +311,7 @@ def as_seen(sample: Sample, takes_messages: bool) -> Response:
     A dialogue, which has all of its messages as the column `messages`, is seen as the text of the earlier ones and of
     its last.
     """
-    if isinstance(sample.prompt, str) or "messages" in sample.columns or not takes_messages:
+    if isinstance(sample.prompt, str) or sample.columns.get("messages") or not takes_messages:
         return Response(as_text(sample.prompt), sample.response, sample.response_ids, sample.columns)
     message = {"role": "assistant", "content": sample.response}
     return Response(sample.prompt, [message], sample.response_ids, sample.columns)

@@ -86,11 +86,15 @@ def last_number(text: str) -> float | None:
 
 
 def right_answers(columns: dict[str, Any]) -> list[Any]:
-    """The column of right answers; of GSM8K's what follows `####`. Raises: ValueError without such a column."""
-    name = next((name for name in ANSWERS if name in columns), None)
-    if name is None:
+    """The right answers, None of a row without one; of GSM8K's what follows `####`.
+
+    Raises: ValueError where the data has no column of answers.
+    """
+    given = [columns[name] for name in ANSWERS if name in columns]
+    if not given:
         raise ValueError(f"the data has no column {', '.join(ANSWERS)}: the right answers")
-    return [text.rpartition("####")[2].strip() if isinstance(text, str) else text for text in columns[name]]
+    found = [next((answer for answer in row if answer is not None), None) for row in zip(*given)]
+    return [text.rpartition("####")[2].strip() if isinstance(text, str) else text for text in found]
 
 
 def plain(text: str) -> str:
@@ -149,14 +153,15 @@ def same_mathematics(answer: str, right: str) -> float:
 # ---------------------------------------------------------------------------------------------------- reasoning-gym
 @killable("reasoning_gym")
 def reasoning_gym(
-    prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str], entry: Sequence[Any], **columns: Any
-) -> list[float]:
+    prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str | None], entry: Sequence[Any], **columns: Any
+) -> list[float | None]:
     """What the scorer of `task` gives the answer, in [0, 1]; NaN where it raises. `entry`: the task's item, as JSON.
 
     The answer is in `<answer>…</answer>` or the last line: those scorers pay a part for a long text with the answer in
     it.
     """
-    return [score_entry(tagged_or_last(c), *row) for c, *row in zip(completions, task, entry)]
+    rows = zip(completions, task, entry)
+    return [None if name is None else score_entry(tagged_or_last(c), name, item) for c, name, item in rows]
 
 
 def score_entry(answer: str, task: str, entry: Any) -> float:

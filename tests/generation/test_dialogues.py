@@ -210,6 +210,12 @@ def test_a_scripted_user_that_fails_is_named(policy, tokenizer):
     def fails(dialogues, seeds, **columns):
         raise KeyError("order")
 
-    for function, why in ((fails, "failed with KeyError"), (lambda *_, **__: ["one"], "for each of 4 dialogues")):
+    refused = "for each of 4 dialogues"
+    for function, why in (
+        (fails, "failed with KeyError"),
+        (lambda *_, **__: ["one"], refused),
+        (lambda *_, **__: "four", refused),
+        (lambda *_, **__: dict.fromkeys("abcd"), refused),
+    ):
         with pytest.raises(RunFailure, match=f"the guest.* {why}|the guest did not .*{why}"):
             rolled(policy, tokenizer, openings(tokenizer), user=ScriptedUser(function, "the guest"))

@@ -88,6 +88,10 @@ def too_few(prompts, completions, **columns):
     return [1.0]
 
 
+def digit(prompts, completions, **columns):
+    return "1"
+
+
 def raises(prompts, completions, **columns):
     raise KeyError("answer")
 

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_one_call_of_many_that_raises_costs_its_response_and_all_that_raise_end_
         return {"x": 1.0}[solution_str]
 
     scorer = FunctionScorer(reward, "m:f")
-    with pytest.raises(RunFailure, match="m:f failed with KeyError: 'y'.*test_functions.py"):
+    with pytest.raises(RunFailure, match="m:f failed: KeyError: 'y'.*test_functions.py"):
         scorer.score(samples("y", "z"))
     assert same(scorer.score(samples("x", "y")), [1.0, NAN]) and scorer.failures == {"errors": 1}
     assert "m:f: no score for a response, KeyError: 'y'" in capsys.readouterr().err
@@ -123,6 +125,78 @@ def test_an_async_function_is_awaited_also_inside_a_running_loop():
         return scores(one, "a", "b")
 
     assert asyncio.run(asyncio.wait_for(notebook(), 60)) == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5],
+        (True, False),
+        range(2),
+        np.array([1.0, 0.5], dtype=np.float32),
+        torch.tensor([1.0, 0.5], dtype=torch.bfloat16, requires_grad=True),
+        [torch.tensor(1.0), np.float32(0.5)],
+        [np.True_, Decimal("0.5")],
+        [{"score": 1.0, "parts": [1]}, None],
+    ],
+    ids=lambda returned: type(returned).__name__,
+)
+def test_a_sequence_of_numbers_is_a_result(returned):
+    values = scores(lambda prompts, completions, **columns: returned, "a", "b")
+    assert values[0] in (1.0, 0.0) and values[1] in (0.5, 0.0, 1.0, None)
+    assert all(value is None or type(value) is float for value in values)
+
+
+async def pairs_of_numbers():
+    yield 1.0
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"a": 1.0, "b": 0.5},
+        {1.0, 0.5},
+        "10",
+        b"10",
+        iter([1.0, 0.5]),
+        pairs_of_numbers(),
+        [[1.0], [0.5]],
+        ["1", "0.5"],
+        [torch.ones(1), torch.ones(1)],
+        torch.ones(2, 1),
+        np.ones((2, 2)),
+        np.array(["1", "0.5"]),
+        [{"scores": 1.0}, {"scores": 0.5}],
+        [1.0, 0.5, 0.0],
+        1.0,
+        None,
+    ],
+    ids=lambda returned: type(returned).__name__,
+)
+def test_what_is_no_sequence_of_numbers_ends_the_run_with_the_functions_path(returned):
+    scorer = FunctionScorer(lambda prompts, completions, **columns: returned, "package.rewards:mine")
+    with pytest.raises(RunFailure, match="^package.rewards:mine failed: it returned"):
+        scorer.score(samples("a", "b"))
+
+
+@pytest.mark.parametrize("returned", ["1", {"score": "1"}, {"acc": 1.0}, [1.0], (1.0, {}), np.ones(1)])
+def test_verls_function_returns_a_number_or_none(returned):
+    def verl(data_source, solution_str, ground_truth):
+        return returned
+
+    with pytest.raises(RunFailure, match="^m:f failed: it returned a.* for a response, not a number or None, and so"):
+        FunctionScorer(verl, "m:f").score(samples("a", "b"))
+
+
+def test_a_process_refuses_a_text_of_one_digit():
+    with pytest.raises(RunFailure, match="^helpers.rewards:digit failed: it returned a str '1', not a list"):
+        limited("helpers.rewards:digit", 60.0).score(samples("a"))
+
+
+def test_a_function_given_from_python_is_named_by_its_path():
+    (scorer,) = make(rewards.length).scorers
+    assert scorer.name == "helpers.rewards:length"
 
 
 # ---------------------------------------------------------------------------------------------------------- several

@@ -121,7 +121,7 @@ def test_a_function_may_return_nan(tokenizer):
 
 def test_a_function_that_returns_no_number_is_refused(tokenizer):
     rollout = rollout_of(rows_of(2), [[5, EOS]])
-    with pytest.raises(RunFailure, match="the reward function failed with ValueError"):
+    with pytest.raises(RunFailure, match="the reward function failed: it returned a str 'good' for a response"):
         score_rollout(FunctionScorer(lambda *texts, **columns: ["good"]), rollout, tokenizer)
 
 
