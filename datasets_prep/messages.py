@@ -10,13 +10,9 @@ import re
 from typing import Any
 
 from datasets_prep.turns import BadRow, Messages
+from lightrlhf.data import chat
 
-ROLES = (
-    dict.fromkeys(("user", "human"), "user")
-    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
-    | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
-    | {"system": "system", "developer": "developer"}
-)
+ROLES = chat.ROLES | {"function_call": "assistant"}
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 # columns whose text is never a list of messages written out

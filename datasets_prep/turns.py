@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lightrlhf.cli.errors import first_line
 from lightrlhf.data.chat import (
     MARK,
+    ROLES,
     TEMPLATE_ERRORS,
     controls,
     has_generation_tags,
@@ -30,7 +31,6 @@ from lightrlhf.data.tokens import answer_text
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class BadRow(Exception):
@@ -125,7 +125,7 @@ def check_messages(messages: Any) -> None:
         raise BadRow("no_messages")
     for message in messages:
         role = message["role"]
-        if role not in ROLES:
+        if role not in ROLES.values():
             raise BadRow("unknown_role")
         if message.get("weight", 1) not in (0, 1):
             raise BadRow("message_weight_is_not_0_or_1")

@@ -31,6 +31,12 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, IndexError, KeyError)  
 REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for
+ROLES = (  # of messages in files and requests, by the names that they have there
+    dict.fromkeys(("user", "human"), "user")
+    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")
+    | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
+    | {"system": "system", "developer": "developer"}
+)
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
 MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -249,11 +255,19 @@ def _leaves(value: Any) -> list[str]:
 
 
 def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
-    """Messages as a template gets them: protected, and without what concerns the loss alone."""
+    """Messages as a template gets them: protected, and without what concerns the loss alone.
+
+    Raises: UsageError for a role that is none of `ROLES`, which templates write as any other, or leave out.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            role = str(message["role"])[:20]
+            raise UsageError(f"message {number} has the role {role!r}; use system, developer, user, assistant or tool")
     found, knows_developer = controls(tokenizer), "developer" in template_of(tokenizer)
 
     def shown(message: dict[str, Any]) -> dict[str, Any]:
-        is_answer, role = message["role"] == "assistant", message["role"]
+        role = ROLES[message["role"]]
+        is_answer = role == "assistant"
         result = {"role": "system" if role == "developer" and not knows_developer else role}
         for name in FIELDS:
             if message.get(name) is not None:

@@ -98,8 +98,11 @@ class App:
         try:
             while (piece := await pieces.get()) is not None:
                 index, choice, version = piece
-                row = chunk(self.engine.token_text, asked, head, index, choice, shown.get(index), version)
+                before = shown.get(index)
+                if before is not None and len(choice.text) < len(before.text):
+                    choice = choice._replace(text=before.text)  # half of a character may take back the one before
                 shown[index] = choice
+                row = chunk(self.engine.token_text, asked, head, index, choice, before, version)
                 if row is not None:
                     yield event(row)
             await job
@@ -285,7 +288,7 @@ def whole(token_text: Texts, asked: Completion, head: Row, found: Answer) -> Row
             row["message"] = {"role": "assistant", "content": choice.text}
         else:
             row["text"] = choice.text
-        row["logprobs"] = shown_logprobs(token_text, choice, 0, 0, asked.chat) if asked.logprobs else None
+        row["logprobs"] = shown_logprobs(token_text, choice, 0, asked.chat) if asked.logprobs else None
         if asked.return_token_ids:
             row["token_ids"] = choice.ids
             if not asked.chat:
@@ -304,7 +307,7 @@ def chunk(
 ) -> Row | None:
     """What a choice has more than before; None if nothing shows yet."""
     text, count = (before.text, len(before.ids)) if before else ("", 0)
-    more = choice.text[len(text) :] if choice.text.startswith(text) else ""
+    more = choice.text[len(text) :]
     if not more and count == len(choice.ids) and choice.finish_reason is None:
         return None
     row: Row = {"index": index, "finish_reason": choice.finish_reason}
@@ -312,7 +315,7 @@ def chunk(
         row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
     else:
         row["text"] = more
-    row["logprobs"] = shown_logprobs(token_text, choice, count, len(text), asked.chat) if asked.logprobs else None
+    row["logprobs"] = shown_logprobs(token_text, choice, count, asked.chat) if asked.logprobs else None
     if asked.return_token_ids:
         row["token_ids"] = choice.ids[count:]
         if before is None and not asked.chat:
@@ -323,8 +326,8 @@ def chunk(
     return answer
 
 
-def shown_logprobs(token_text: Texts, choice: Choice, start: int, offset: int, chat: bool) -> Row:
-    """Log-probabilities of a choice's tokens from `start` on, whose text begins at `offset`, in OpenAI's form."""
+def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Row:
+    """Log-probabilities of a choice's tokens from `start` on, in OpenAI's form."""
     values = choice.logprobs[start:]
     tokens = [token_text(index) for index in choice.ids[start:]]
     if chat:
@@ -333,6 +336,7 @@ def shown_logprobs(token_text: Texts, choice: Choice, start: int, offset: int, c
             for token, value in zip(tokens, values)
         ]
         return {"content": content}
+    offset = sum(len(token_text(index)) for index in choice.ids[:start])
     offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 

@@ -10,7 +10,7 @@ Left out: batching several requests into one call, and several devices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,19 +162,25 @@ class Engine:
         return torch.autocast(self.policy.model.device.type, dtype=self.dtype)
 
     def _choice(self, request: Completion, ids: list[int], logprobs: list[float], truncated: bool | None) -> Choice:
-        """A response with its text; truncated: None while it is not complete."""
-        text, stops = decode(self.tokenizer, ids), request.sampling.stop_strings
-        if not request.skip_special_tokens:
-            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if not request.include_stop:
-            starts = [at for stop in stops if (at := text.find(stop)) >= 0]
-            if starts and first_stop(self.tokenizer, ids, stops) is not None:
-                text = text[: min(starts)]
-        if truncated is None:  # what more tokens may change is not shown yet
-            longest = 0 if request.include_stop else max((len(stop) - 1 for stop in stops), default=0)
-            text = text[: len(text) - longest].rstrip("\ufffd")
-            return Choice(text, ids, logprobs, None)
-        return Choice(text, ids, logprobs, "length" if truncated else "stop")
+        """A response with its text; truncated: None while it is not complete.
+
+        What more tokens may change is not shown before it is complete: half of a character, the beginning of a stop
+        text.
+        """
+        text, stops = self._text(request, ids), [] if request.include_stop else request.sampling.stop_strings
+        if (end := first_stop(self.tokenizer, ids, stops)) is not None:
+            known = len(self._text(request, ids[: end - 1]).rstrip("\ufffd"))  # the stop text ends behind it
+            starts = [at for stop in stops if (at := text.find(stop, max(known - len(stop) + 1, 0))) >= 0]
+            text = text[: min(starts, default=None)]
+        elif truncated is None:
+            text = text.rstrip("\ufffd")
+            text = text[: len(text) - begun(text, stops)]
+        return Choice(text, ids, logprobs, None if truncated is None else "length" if truncated else "stop")
+
+    def _text(self, request: Completion, ids: list[int]) -> str:
+        if request.skip_special_tokens:
+            return decode(self.tokenizer, ids)
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def token_text(self, index: int) -> str:
         """The text of one token, remembered; half of a character is U+FFFD."""
@@ -234,3 +240,9 @@ class Engine:
         if name not in self.adapters:
             raise Refusal(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)
+
+
+def begun(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a text that may become a stop text: the longest beginning of one."""
+    lengths = (n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
+    return max(lengths, default=0)

@@ -194,6 +194,15 @@ def test_chat_is_rendered_by_the_template(client, policy, tokenizer):
     assert answer["usage"]["completion_tokens"] == sum(map(len, local.responses))
 
 
+def test_roles_are_those_of_data_preparation(client, tokenizer):
+    body = {"max_tokens": 1, "return_token_ids": True}
+    for name, role in {"human": "user", "gpt": "assistant", "function": "tool", "developer": "system"}.items():
+        answers = [
+            ask(client, {**body, "messages": [*HELLO, {"role": one, "content": "x"}]}, CHAT) for one in (name, role)
+        ]
+        assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+
+
 def test_chat_goes_on_to_the_last_position_by_default(client, policy):
     answer = ask(client, {"messages": HELLO, "seed": 1, "ignore_eos": True}, CHAT)
     assert answer["usage"]["total_tokens"] == policy.model.config.max_position_embeddings
@@ -289,6 +298,13 @@ REFUSED_CHAT = [
     ({"messages": None}, "messages must be a list"),
     ({"messages": []}, "messages must be a list"),
     ({"messages": ["hello"]}, "messages 0 must be an object"),
+    *(
+        ({"messages": [*HELLO, {"role": role, "content": "x"}]}, f"message 1 has the role {role!r}; use system")
+        for role in ("wizard", "User", "", "function_call")
+    ),
+    ({"messages": [{"role": None, "content": "x"}]}, "messages 0 must be an object with a role"),
+    ({"messages": [{"role": "user"}]}, "the content of messages 0 must be a text"),
+    ({"messages": [{"role": "user", "content": None}]}, "the content of messages 0 must be a text"),
     ({"messages": [{"role": "user", "content": 5}]}, "the content of messages 0 must be a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of messages 0"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "messages 0 has 'tool_calls'"),
@@ -298,6 +314,7 @@ REFUSED_CHAT = [
 
 def check_refusal(answer, status: int, words: str) -> None:
     assert answer.status_code == status, answer.text
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
     line = answer.json()["error"]["message"]
     assert words in line and "\n" not in line and "Traceback" not in line, line
 
