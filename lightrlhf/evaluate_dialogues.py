@@ -109,6 +109,7 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
     rows: list[dict[str, Any]] = []
     baseline: list[list[float | None]] = []  # scores of the first model
+    files: dict[str, Path] = {}  # of results, without their suffixes
     for name in [*start, *args.experiment_dir]:
         dialogues = hold_dialogues(args, name, data_dir, openings, user, device)
         scores = score_turns(scorer, dialogues)
@@ -121,14 +122,15 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
         )
         if args.dry_run or is_experiment_dir(name):
             records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
-            write_results(Path(name), f"{args.split}_by_turn", rows[-1], records, to_dict(args))
+            results = write_results(Path(name), f"{args.split}_by_turn", rows[-1], records, to_dict(args))
+            files[name] = Path(name, "eval", results)
         if is_experiment_dir(name) and not args.dry_run:
-            write_turns(Path(name) / "eval" / args.split, dialogues, args.num_turns)
+            write_turns(files[name].with_name(results.replace("_by_turn", "", 1)), dialogues, args.num_turns)
     show(rows)
     if args.dry_run:
         print(f"of {len(openings)} openings; nothing was written; leave --dry_run out to evaluate all")
-    elif Path(args.experiment_dir[0], "args.json").is_file() and len(rows) > 1:
-        print(f"picture: {draw(rows, Path(args.experiment_dir[0], 'eval', f'{args.split}_by_turn.png'))}")
+    elif (first := files.get(args.experiment_dir[0])) and len(rows) > 1:
+        print(f"picture: {draw(rows, first.with_name(f'{first.name}.png'))}")
     return rows
 
 

@@ -61,9 +61,14 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
     if settings is not None:
         write_settings(path, settings)  # a kill between both leaves no seal
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(map(_line, rows))
+        file.write(as_jsonl(rows))
     if settings is not None:
         write_settings(path, settings | _seal_of(path.read_bytes()))
+
+
+def as_jsonl(rows: Iterable[Row]) -> str:
+    """The text of a file of rows."""
+    return "".join(map(_line, rows))
 
 
 class JsonlWriter:
@@ -101,7 +106,7 @@ class JsonlWriter:
             if not self._changed and self._settings is not None:
                 write_settings(self.path, self._settings)  # without the seal of the rows before
             self._changed = True
-            append_whole(self._file, "".join(_line(row) for row in rows).encode("utf-8"))
+            append_whole(self._file, as_jsonl(rows).encode("utf-8"))
         self.rows += rows
 
     def extend(
@@ -178,7 +183,7 @@ def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
     with writing(path):
         is_new = not path.exists()
         with path.open("ab", buffering=0) as file:
-            append_whole(file, "".join(map(_line, rows)).encode("utf-8"))
+            append_whole(file, as_jsonl(rows).encode("utf-8"))
         if is_new:
             sync_folder(path.parent)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import replacing, write_text
+from lightrlhf.storage.checkpoint import checkpoints, replacing, write_text
 from lightrlhf.storage.curves import Curve, smooth
-from lightrlhf.storage.jsonl import stored_settings, write_jsonl
+from lightrlhf.storage.jsonl import as_jsonl, stored_settings, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
 
@@ -171,27 +173,55 @@ def write_results(
     row: Mapping[str, Any],
     records: Iterable[Mapping[str, Any]],
     flags: Mapping[str, Any],
-) -> None:
+) -> str:
     """Write the results to `eval/{name}.json`, one record per line to `eval/{name}.jsonl`, and the flags next to them.
 
-    Results of an earlier call are replaced; where its flags were others, a note says so. In a dry run, as the flags
-    say, the first record is printed instead.
+    Other results of an earlier call stay: then the files are named by what was changed, such as `test-seed=7.json`, and
+    a line says so. Returns the name. In a dry run, as the flags say, the first record is printed instead.
     Raises: RunFailure when they cannot be written.
     """
     if flags.get("dry_run"):
         first = next(iter(records), {})
         print(f"\nfirst record of {row['model']}:")
         show_row(first)
-        return
+        return name
     folder, given = experiment_dir / "eval", json.loads(json.dumps(flags))
+    if existing := checkpoints(experiment_dir):
+        given["checkpoint"] = existing[-1].name  # which was evaluated
+    result, lines = json.dumps(row, indent=1), list(map(dict, records))
     with lock_folder(folder, wait=True):  # two evaluations at once do not mix the files
-        try:
-            earlier = stored_settings(folder / f"{name}.jsonl")
-        except UsageError:  # none, or of an older release
-            earlier = {}
-        changed = [flag for flag in given if flag in earlier and earlier[flag] != given[flag]]
-        if changed:
-            was, now = (json.dumps(values[changed[0]]) for values in (earlier, given))
-            print(f"note: {folder / name}.json replaces results with --{changed[0]} {was}, now {now}")
-        write_text(folder / f"{name}.json", json.dumps(row, indent=1))
-        write_jsonl(folder / f"{name}.jsonl", map(dict, records), settings=given)
+        chosen, note = free_name(folder, name, {".json": result, ".jsonl": as_jsonl(lines)}, given)
+        write_jsonl(folder / f"{chosen}.jsonl", lines, settings=given)
+        write_text(folder / f"{chosen}.json", result)
+    if note:
+        print(note)
+    return chosen
+
+
+def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, str]:
+    """A name of results that no other results have, and a note where it is not `name`; files: contents by suffix."""
+
+    def may_be_written(one: str) -> bool:
+        known = {suffix: folder / f"{one}{suffix}" for suffix in files if (folder / f"{one}{suffix}").exists()}
+        is_whole = ".json" in known  # it is written last
+        return not is_whole or all(path.read_bytes() == files[suffix].encode() for suffix, path in known.items())
+
+    if may_be_written(name):
+        return name, ""
+    try:
+        earlier = stored_settings(folder / f"{name}.jsonl")
+    except UsageError:  # none, or of an older release
+        earlier = {}
+    changed = [flag for flag in flags if flag in earlier and earlier[flag] != flags[flag]]
+    more = [f"and-{len(changed) - 3}-more"] if len(changed) > 3 else []
+    first = "-".join([name, *(short_setting(flag, flags[flag]) for flag in changed[:3]), *more])
+    chosen = next(one for n in count(1) if may_be_written(one := f"{first}-{n}" if n > 1 else first))
+    values = (f"--{flag} {json.dumps(earlier[flag])}, now {json.dumps(flags[flag])}" for flag in changed)
+    why = f"had {'; '.join(values)}" if changed else "had the same settings"
+    return chosen, f"wrote {folder / chosen}.json: {folder / name}.json has other results and stays; it {why}"
+
+
+def short_setting(flag: str, value: Any) -> str:
+    """A setting as part of a file's name; of long values and paths the flag alone."""
+    text = str(value).lower()
+    return f"{flag}={text}" if re.fullmatch(r"[\w.+-]{1,24}", text) else flag

@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import helpers.rewards
 import pytest
 import torch
 from helpers import last_checkpoint, reseal
@@ -15,18 +16,19 @@ from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
 from lightrlhf.evaluation import answers
 from lightrlhf.maths.ops import wilson_interval, win_rate
+from lightrlhf.storage.results import write_results
 
 BY_TURN = ["--by_turn", "True"]
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sft(sft_dir, tmp_path_factory) -> str:
     """A copy of the SFT experiment, to write results into."""
     return shutil.copytree(sft_dir, tmp_path_factory.mktemp("evaluated") / "sft")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reward_model(rm_dir, tmp_path_factory) -> str:
     return shutil.copytree(rm_dir, tmp_path_factory.mktemp("evaluated") / "rm")
 
@@ -77,17 +79,54 @@ def test_perplexity_is_that_of_the_response_tokens(sft, cafe_data):
     assert row["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_results_of_other_flags_are_replaced_with_a_note(sft, capsys):
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_results_of_other_settings_are_another_file_and_all_settings_are_named(sft, capsys):
+    folder = Path(sft) / "eval"
     call("--experiment_dir", sft)
-    capsys.readouterr()
     call("--experiment_dir", sft)
-    assert "note:" not in capsys.readouterr().out
-    call("--experiment_dir", sft, "--num_samples", 2)
-    assert f"note: {sft}/eval/test.json replaces results with --num_samples null, now 2\n" in capsys.readouterr().out
-    flags = json.loads((Path(sft) / "eval" / "test.args.json").read_text())
-    assert flags["num_samples"] == 2 and flags["split"] == "test"
     call("--experiment_dir", sft, "--split", "validation")  # has a file of its own
-    assert "note:" not in capsys.readouterr().out
+    assert "wrote" not in capsys.readouterr().out
+    first = contents(folder)
+    (row,) = call("--experiment_dir", sft, "--num_samples", 2, "--seed", 7, "--temperature", 0.5)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("wrote"))
+    for change in ("--num_samples null, now 2", "--seed 42, now 7", "--temperature 1.0, now 0.5"):
+        assert change in line
+    (path,) = folder.glob("test-*[0-9].json")
+    assert path.name in line and json.loads(path.read_text()) == row
+    assert len(records(sft, path.stem)) == 2
+    flags = json.loads(path.with_suffix(".args.json").read_text())
+    assert flags["num_samples"] == 2 and flags["checkpoint"].startswith("checkpoint-")
+    assert first.items() <= contents(folder).items()
+    call("--experiment_dir", sft, "--num_samples", 2)
+    assert (folder / "test-num_samples=2.json").is_file()
+    call("--experiment_dir", sft, "--num_samples", 2)
+    assert len(list(folder.glob("test*.jsonl"))) == 3 and first.items() <= contents(folder).items()
+
+
+def test_other_results_of_the_same_settings_are_another_file(sft, capsys, monkeypatch):
+    folder = Path(sft) / "eval"
+    flags = ["--experiment_dir", sft, "--reward_function", "helpers.rewards:length", "--num_samples", 2]
+    call(*flags)
+    first = contents(folder)
+    monkeypatch.setattr(helpers.rewards, "length", helpers.rewards.constant)  # a function that was edited meanwhile
+    call(*flags)
+    assert "had the same settings" in capsys.readouterr().out
+    assert first.items() <= contents(folder).items() and (folder / "test-2.json").is_file()
+
+
+def test_names_of_settings_fit_in_names_of_files(tmp_path):
+    flags = {"a": 1, "b": "/some/where", "c": [1], "d": True, "e": "x" * 99, "experiment_dir": ["run"]}
+    write_results(tmp_path, "test", {"n": 1}, [], flags)
+    other = {"a": None, "b": "else/where", "c": [1, 2], "d": False, "e": "y", "experiment_dir": ["run", "two"]}
+    assert write_results(tmp_path, "test", {"n": 2}, [], other) == "test-a=none-b-c-and-3-more"
+    assert write_results(tmp_path, "test", {"n": 3}, [], other) == "test-a=none-b-c-and-3-more-2"
+    assert write_results(tmp_path, "test", {"n": 2}, [], other) == "test-a=none-b-c-and-3-more"
+    assert write_results(tmp_path, "test", {"n": 4}, [], flags | {"d": False, "e": "y"}) == "test-d=false-e=y"
+    (tmp_path / "eval" / "test.json").unlink()  # as a user asks for the plain name again
+    assert write_results(tmp_path, "test", {"n": 5}, [], other) == "test"
 
 
 def test_the_records_hold_what_the_table_averages(sft, cafe_data):

@@ -52,6 +52,11 @@ def test_the_results_are_in_the_experiment_dir(experiment, talk_data, tmp_path, 
     assert "score after each turn" in printed and "0.500 [" in printed
     assert (Path(experiment) / "eval" / "test_by_turn.png").stat().st_size > 5_000
     assert evaluate.main(["--by_turn", "True", *flags]) == [first, second]
+    before = {path: path.read_bytes() for path in Path(twin, "eval").rglob("*.jsonl")}
+    evaluate_dialogues.main([*flags, "--seed", "7"])
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(read_jsonl(folder / "test-seed=7" / "turn-2.jsonl")) == 4
+    assert (Path(experiment) / "eval" / "test_by_turn-seed=7.png").is_file()
 
 
 def test_by_turn_ties_count_half_and_missing_scores_do_not_count():

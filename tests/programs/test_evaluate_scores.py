@@ -20,13 +20,13 @@ from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sft(sft_dir, tmp_path_factory) -> str:
     """A copy of the SFT experiment, to write results into."""
     return shutil.copytree(sft_dir, tmp_path_factory.mktemp("scored") / "sft")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reward_model(rm_dir, tmp_path_factory) -> str:
     return shutil.copytree(rm_dir, tmp_path_factory.mktemp("scored") / "rm")
 
