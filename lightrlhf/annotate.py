@@ -48,7 +48,7 @@ from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Encoding, GroupScorer, samples_of_row, score_rows
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.jsonl import JsonlWriter, to_json
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import show_trial
 from lightrlhf.storage.run_dir import stored
@@ -307,7 +307,7 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
             else:
                 (folder / f"preference_{split}.pt").unlink(missing_ok=True)
         store_tokenizer(tokenizer, folder)
-        write_text(folder / "report.json", json.dumps(report, indent=1))
+        write_text(folder / "report.json", to_json(report, indent=1))
         write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
         seal(folder, ["args.json"])
     return f"{folder}: {counted(counts)}, mean margin {mean:.3f}"

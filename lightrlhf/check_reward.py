@@ -46,6 +46,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import Failure, Response
 from lightrlhf.rewards.workers import Workers
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import to_json
 from lightrlhf.storage.results import cell, print_table
 
 ANSWERS = ("answer", "ground_truth", "solution", "completion")  # columns, the first that a row has is taken
@@ -132,7 +133,7 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
         workers.close()
     show(results)
     if args.output_file is not None:
-        write_text(Path(args.output_file), json.dumps(results, indent=1))
+        write_text(Path(args.output_file), to_json(results, indent=1))
         print(f"wrote {args.output_file}")
     return results
 

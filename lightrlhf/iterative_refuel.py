@@ -62,7 +62,7 @@ from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import data_dir_of, read_growing
 from lightrlhf.storage.writing import writing
@@ -440,7 +440,7 @@ def evaluate_iteration(
         "truncated_ratio": mean(flag for row in dialogues for flag in row.truncated),
     }
     write_jsonl(folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
-    write_text(folder / "evaluation.json", json.dumps(results, indent=1))
+    write_text(folder / "evaluation.json", to_json(results, indent=1))
 
 
 def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
@@ -458,7 +458,7 @@ def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
         if (folder / "evaluation.json").is_file():
             row |= json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
         rows.append({**row, "reward_queries": queries})
-    write_text(directory / "results.json", json.dumps(rows, indent=1))
+    write_text(directory / "results.json", to_json(rows, indent=1))
     logged = [
         {
             "step": row["iteration"],

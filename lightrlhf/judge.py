@@ -49,7 +49,7 @@ from lightrlhf.rewards.functions import as_text
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, Sample, samples_of_row
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, show_trial
 
 CHUNK = 32  # pairs scored between two writes
@@ -189,7 +189,7 @@ def run(args: JudgeArgs) -> Row | list[str]:
         records = writer.rows
     results: Row = {"a": args.responses_file[0], "b": args.responses_file[1], "judge": args.judge}
     results |= {**unmatched, "left": len(pairs) - len(records), **summary(records, args.seed)}
-    write_text(output.with_suffix(".json"), json.dumps(results, indent=1))
+    write_text(output.with_suffix(".json"), to_json(results, indent=1))
     if results["judged"]:
         draw(results, output.with_suffix(".png"))
     show(results, output)

@@ -64,7 +64,7 @@ from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Encoding, Sample, finite, samples_of_row
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.gguf_files import check_model_exists
-from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import data_dir_of, stored
@@ -431,7 +431,7 @@ def evaluate_iteration(
     before = read_jsonl(first) if first.is_file() and folder.name != "iteration-00" else records
     add_scores(args, records, before, reward, data_dir_of(str(folder.parent)))
     write_jsonl(folder / "evaluation.jsonl", records, settings={})
-    write_text(folder / "evaluation.json", json.dumps(summary(records, before), indent=1))
+    write_text(folder / "evaluation.json", to_json(summary(records, before), indent=1))
 
 
 def add_scores(
@@ -500,11 +500,12 @@ def report(args: OnlineDPOArgs, directory: Path) -> Metrics:
     Returns the metrics of the last iteration.
     """
     rows = results_of(directory)
-    write_text(directory / "results.json", json.dumps(rows, indent=1))
+    write_text(directory / "results.json", to_json(rows, indent=1))
     names = {"reward": "val/score", "gold": "val/gold", "kl": "objective/kl", "mean_length": "completions/mean_length"}
     names |= {"truncated_ratio": "completions/truncated_ratio", "win_rate": "val/win_rate"}
     logged: list[Metrics] = [
-        {"step": row["iteration"], **{names[k]: v for k, v in row.items() if k in names}} for row in rows
+        {"step": row["iteration"], **finite_metrics({names[k]: v for k, v in row.items() if k in names})}
+        for row in rows
     ]
     write_jsonl(directory / "metrics.jsonl", logged)
     if len(rows) > args.iterations:

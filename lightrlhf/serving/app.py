@@ -34,6 +34,7 @@ from lightrlhf.serving.engine import Answer, Choice, Engine
 from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, required
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
+LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
 Row = dict[str, Any]
 Texts = Callable[[int], str]  # of token ids
 
@@ -328,7 +329,7 @@ def chunk(
 
 def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Row:
     """Log-probabilities of a choice's tokens from `start` on, in OpenAI's form."""
-    values = choice.logprobs[start:]
+    values = [max(value, LEAST) for value in choice.logprobs[start:]]
     tokens = [token_text(index) for index in choice.ids[start:]]
     if chat:
         content = [
@@ -344,7 +345,8 @@ def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) ->
 def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Row | None]:
     """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
     return [None] + [
-        {str(index): {"logprob": value, "decoded_token": token_text(index)}} for index, value in zip(prompt[1:], values)
+        {str(index): {"logprob": max(value, LEAST), "decoded_token": token_text(index)}}
+        for index, value in zip(prompt[1:], values)
     ]
 
 

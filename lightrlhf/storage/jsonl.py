@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,6 +65,27 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
         file.write(as_jsonl(rows))
     if settings is not None:
         write_settings(path, settings | _seal_of(path.read_bytes()))
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON, which has neither NaN nor infinite numbers: they become null, which readers take as undefined."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_with_nulls(value), allow_nan=False, **options)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> Row:
+    """The metrics that are finite numbers, for `metrics.jsonl`: an undefined one is left out of its step."""
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
 def as_jsonl(rows: Iterable[Row]) -> str:
@@ -248,7 +270,7 @@ def _seal_of(content: bytes) -> Row:
 
 
 def _line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return to_json(row, ensure_ascii=False) + "\n"
 
 
 def _parse(line: str | bytes, path: Path, number: int) -> Row:

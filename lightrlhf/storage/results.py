@@ -13,7 +13,7 @@ from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints, replacing, write_text
 from lightrlhf.storage.curves import Curve, smooth
-from lightrlhf.storage.jsonl import as_jsonl, stored_settings, write_jsonl
+from lightrlhf.storage.jsonl import as_jsonl, stored_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
 
@@ -188,7 +188,7 @@ def write_results(
     folder, given = experiment_dir / "eval", json.loads(json.dumps(flags))
     if existing := checkpoints(experiment_dir):
         given["checkpoint"] = existing[-1].name  # which was evaluated
-    result, lines = json.dumps(row, indent=1), list(map(dict, records))
+    result, lines = to_json(row, indent=1), list(map(dict, records))
     with lock_folder(folder, wait=True):  # two evaluations at once do not mix the files
         chosen, note = free_name(folder, name, {".json": result, ".jsonl": as_jsonl(lines)}, given)
         write_jsonl(folder / f"{chosen}.jsonl", lines, settings=given)

@@ -6,6 +6,7 @@ A card goes to the hub with its checkpoint, so paths in it are their last two pa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -70,7 +71,8 @@ def model_card(
     made = ", ".join(f"{name} {number}" for name, number in versions().items())
     lines = ["---", data.to_yaml(), "---", f"# {title}", "", summary, "", "## How to use it", "", how]
     if isinstance(results, Mapping):
-        results = ["| result | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
+        known = {name: value for name, value in results.items() if math.isfinite(value)}
+        results = ["| result | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in known.items())]
     if len(results) > 2:  # a heading and its rule alone are left out
         lines += ["## Results", "", *results, ""]
     if stages:

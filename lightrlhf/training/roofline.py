@@ -10,7 +10,6 @@ Weights that stay in a processor's cache move faster than the measured bandwidth
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -25,6 +24,7 @@ from torch import nn
 
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import to_json
 
 OPTIMIZER_BYTES = 7 * 4  # per weight: AdamW reads weight, gradient and two moments, writes weight and moments
 
@@ -316,5 +316,5 @@ def write_profile(
     ceilings = measure_ceilings(device, compute_dtype(args))
     shapes = {name: Shape.of(role.model, role) for name, role in roles.items()}
     phases = profile(timed, shapes, args, ceilings, world_size)
-    write_text(directory / "profile.json", json.dumps({"phases": phases, **ceilings._asdict()}, indent=1))
+    write_text(directory / "profile.json", to_json({"phases": phases, **ceilings._asdict()}, indent=1))
     write_text(directory / "profile.md", table(phases, ceilings))

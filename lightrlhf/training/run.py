@@ -45,7 +45,7 @@ from lightrlhf.storage.checkpoint import (
     write_text,
 )
 from lightrlhf.storage.hub import shown
-from lightrlhf.storage.jsonl import append_jsonl
+from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
 from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.results import USUAL_METRICS
 from lightrlhf.storage.run_dir import (
@@ -176,6 +176,7 @@ class Run(Generic[AnyArgs]):
         self.best = Best(args, self.resumed.get("best") if self.resumed else None)  # older runs have none
         self._improved = False  # the current step has the best value and is not saved yet
         self._logged: dict[str, None] = {}  # names of metrics, in order
+        self._infinite: set[str] = set()  # those of them that a note names
         self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
         self._endings = ExitStack()  # of what the loop opened
@@ -671,7 +672,10 @@ class Run(Generic[AnyArgs]):
 
     def _write_metrics(self, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        row: dict[str, Any] = {"step": self.step, **{k: v for k, v in values.items() if not math.isnan(v)}}
+        for name in sorted(name for name, value in values.items() if math.isinf(value) and name not in self._infinite):
+            self._infinite.add(name)
+            self.print0(f"note: {name} is {values[name]} at step {self.step}; infinite values are not in metrics.jsonl")
+        row: dict[str, Any] = {"step": self.step, **finite_metrics(values)}
         if self.args.profile and "time/rollout" in row:
             self._timed.append(row)
         with self.writing("logs"):

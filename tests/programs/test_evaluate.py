@@ -38,7 +38,8 @@ def call(*argv: object) -> list[dict]:
 
 
 def records(folder: str | Path, split: str = "test") -> list[dict]:
-    lines = (Path(folder) / "eval" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    last = max(Path(folder, "eval").glob(f"{split}*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    lines = last.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -115,6 +116,16 @@ def test_other_results_of_the_same_settings_are_another_file(sft, capsys, monkey
     call(*flags)
     assert "had the same settings" in capsys.readouterr().out
     assert first.items() <= contents(folder).items() and (folder / "test-2.json").is_file()
+
+
+def test_undefined_results_are_null(tmp_path):
+    row, records = {"kl": math.nan, "interval": (0.5, math.inf)}, [{"gold": {"score": -math.inf}, "text": "é"}]
+    for _ in range(2):
+        assert write_results(tmp_path, "test", row, records, {}) == "test"
+    found = json.loads((tmp_path / "eval" / "test.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"kl": None, "interval": [0.5, None]}
+    (line,) = (tmp_path / "eval" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {"gold": {"score": None}, "text": "é"}
 
 
 def test_names_of_settings_fit_in_names_of_files(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_ppo_trains_given_objects_and_records_them(tokenizer, tmp_path):
     card = (last_checkpoint(folder) / "README.md").read_text()
     assert given["policy"] in card and given["reward"] in card
     assert folder.parent.name == "prompts" and folder.parent.parent.name == "given"
+
+
+def test_no_file_of_a_run_has_numbers_that_json_does_not_know(tokenizer, tmp_path, capsys):
+    def endless(prompts, completions, **columns):
+        return [math.inf if row % 2 else 1.0 for row in range(len(completions))]
+
+    seen = []
+    objects = {"policy": model_of(tokenizer), "tokenizer": tokenizer, "prompts": PROMPTS, "reward": endless}
+    args = ppo_args(tmp_path, max_steps=2, clip_rewards=True)
+    folder = ppo.train(args, **objects, on_step=lambda step, row: seen.append(row["reward/endless"]))
+    assert seen == [math.inf] * 2 and "objective/score" in metrics(folder)[0]
+    files = [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]
+    lines = [line for path in files if path.suffix == ".jsonl" for line in path.read_text().splitlines()]
+    for text in [*lines, *(path.read_text() for path in files if path.suffix == ".json")]:
+        json.loads(text, parse_constant=pytest.fail)
+    assert not any("reward/endless" in row for row in metrics(folder))
+    assert capsys.readouterr().out.count("note: reward/endless is inf at step 1") == 1
 
 
 def test_grpo_trains_given_objects_on_several_rewards(tokenizer, tmp_path):

@@ -157,6 +157,15 @@ def test_log_probabilities_of_the_prompts_tokens(client, policy):
         assert [row[str(index)]["logprob"] for row, index in rows] == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_probability_of_0_by_rounding_is_a_number_of_json(client):
+    body = {"prompt": PROMPTS[0], "max_tokens": 20, "n": 4, "seed": 1, "ignore_eos": True, "logprobs": 0}
+    body |= {"temperature": 0.0005, "repetition_penalty": 10.0}  # which is not in the log-probabilities
+    values = [value for choice in ask(client, body)["choices"] for value in choice["logprobs"]["token_logprobs"]]
+    assert min(values) == -9999.0 and max(values) <= 0
+    streamed = [value for row in events(client, body) for value in row["choices"][0]["logprobs"]["token_logprobs"]]
+    assert min(streamed) == -9999.0
+
+
 def test_special_tokens_are_shown_when_asked_for(client, tokenizer):
     end = tokenizer.eos_token_id
     body = {"prompt": [5], "max_tokens": 2, "allowed_token_ids": [end], "ignore_eos": True}
