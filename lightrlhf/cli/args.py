@@ -19,7 +19,7 @@ from lightrlhf.cli.addresses import check_addresses
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.hub import check_repository
-from lightrlhf.cli.latest import follow_latest
+from lightrlhf.cli.latest import follow_latest, why_missing
 from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
 from lightrlhf.cli.packages import check_package
 
@@ -786,7 +786,7 @@ def check_reward_model(name: str | None) -> None:
             f"--rm_experiment_dir {name}: a GGUF file holds a language model, not a reward model; "
             f"train one on it: python -m lightrlhf.rm --model_name {name}"
         )
-    raise UsageError(f"--rm_experiment_dir {name} does not exist")
+    raise UsageError(f"--rm_experiment_dir {name} {why_missing(name)}")
 
 
 def check_data_dir(args: Any) -> None:

@@ -22,3 +22,10 @@ def follow_latest(path: str) -> str:
             if Path(run).name == run:  # a neighbour; other links are not ours
                 return str(Path(link.parent, run, *parts[place + 1 :]))
     return path
+
+
+def why_missing(path: str) -> str:
+    """Why a path is no folder, in words; a link such as `best` may lead to a checkpoint that was deleted."""
+    if not os.path.islink(path):
+        return "does not exist"
+    return f"links to {os.readlink(path)}, which does not exist; give {Path(path).parent} for its newest checkpoint"

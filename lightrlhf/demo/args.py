@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightrlhf.cli.args import RARE, GenerationArgs, SealArgs, check_at_least, check_types
+from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.packages import check_package
 from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
@@ -68,7 +69,7 @@ class DemoArgs(GenerationArgs, SealArgs):
             check_model_exists(self.reference_dir, "--reference_dir")
         for flag in ("rm_experiment_dir", "data_dir"):
             if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
-                raise ValueError(f"--{flag} {getattr(self, flag)} does not exist")
+                raise ValueError(f"--{flag} {getattr(self, flag)} {why_missing(getattr(self, flag))}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"--overlap {self.overlap} must lie in [0, 1]")
         if not 1 <= self.port <= 65535:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.latest import why_missing
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
 from lightrlhf.storage.gguf_files import from_gguf
@@ -55,8 +56,9 @@ def resolve(name: str, flag: str = "--model_name") -> str:
         return str(from_gguf(name, flag))
     path = follow_best(Path(name))
     if not path.is_dir():
-        if flag != "--model_name" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UsageError(f"{flag} {name} does not exist")
+        is_local = os.path.islink(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+        if flag != "--model_name" or is_local:
+            raise UsageError(f"{flag} {name} {why_missing(name)}")
         check_hub(name, flag)
         return name
     is_model = (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file()

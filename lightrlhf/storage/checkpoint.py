@@ -42,6 +42,7 @@ def save_checkpoint(
             shutil.rmtree(leftover)
         write_folder(target, write)
         link_best(experiment_dir, best)
+        drop_lost_best(experiment_dir)
     for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
         if best is None or old != checkpoint_path(experiment_dir, best):
             shutil.rmtree(old, ignore_errors=True)
@@ -79,7 +80,7 @@ def follow_best(path: Path) -> Path:
 
 
 def final_checkpoint(experiment_dir: Path) -> Path:
-    """What a finished run leaves: the checkpoint of `--keep_best`, else its newest."""
+    """What a finished run leaves: the checkpoint of `--keep_best`, else, also where that was deleted, its newest."""
     best = experiment_dir / BEST
     return follow_best(best) if best.is_dir() else checkpoints(experiment_dir)[-1]
 
@@ -160,10 +161,18 @@ def set_aside(folder: Path) -> Path:
         kept = kept.with_name(f"{kept.name}x")
     with writing(kept):
         rename(folder, kept)
-    best = folder.parent / BEST
-    if best.is_symlink() and not best.exists():
-        best.unlink()
+    drop_lost_best(folder.parent)
     return kept
+
+
+def drop_lost_best(experiment_dir: Path) -> str | None:
+    """Remove the link `best` where its checkpoint is gone; returns the name that the checkpoint had, if so."""
+    link = experiment_dir / BEST
+    if not link.is_symlink() or link.exists():
+        return None
+    name = os.readlink(link)
+    link.unlink()
+    return name
 
 
 def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:

@@ -29,6 +29,7 @@ import torch
 
 from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.errors import UsageError, first_line, write_problem
+from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.storage.checkpoint import damage, sha256, write_folder
@@ -114,7 +115,7 @@ def check_model_exists(name: str, flag: str) -> None:
     if is_gguf(name):
         gguf_file(name, flag)
     elif not Path(name).is_dir():
-        raise UsageError(f"{flag} {name} does not exist")
+        raise UsageError(f"{flag} {name} {why_missing(name)}")
 
 
 def described(name: str, flag: str = "--model_name") -> str:

@@ -37,6 +37,7 @@ from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.storage.checkpoint import (
     BEST,
     checkpoints,
+    drop_lost_best,
     last_good,
     link_best,
     save_checkpoint,
@@ -805,7 +806,8 @@ class Run(Generic[AnyArgs]):
                 rows = read_growing(self.directory / "metrics.jsonl") or []
                 print_summary(f"lightrlhf.{self.program}", self.directory, rows, memory)
             if self.best.step is not None:
-                self.print0(f"{self.best}: {self.directory / BEST}")
+                link = self.directory / BEST
+                self.print0(f"{self.best}: {link if link.exists() else 'its checkpoint was deleted'}")
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
             if self.args.push_to_hub:
                 last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
@@ -868,6 +870,10 @@ class Run(Generic[AnyArgs]):
                 for name in ("metrics", "samples", "rollouts"):
                     forget_rows_after(self.directory / f"{name}.jsonl", self.step)
                 link_best(self.directory, self.best.step)  # a kill may have come before it
+                if lost := drop_lost_best(self.directory):
+                    self.print0(
+                        f"note: the best checkpoint, {lost}, was deleted; there is none until a better one is saved"
+                    )
         elif self.is_first:
             if not self.args.output_dir:
                 self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")

@@ -16,7 +16,7 @@ from lightrlhf.cli.args import best_metric
 from lightrlhf.evaluate import EvaluateArgs
 from lightrlhf.models.names import resolve
 from lightrlhf.sft import SFTArgs
-from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint
+from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint, save_checkpoint
 from lightrlhf.storage.run_dir import choices, data_dir_of
 from lightrlhf.training.best import Best
 
@@ -79,6 +79,30 @@ def test_a_damaged_best_is_refused_by_its_name(whole, tmp_path, capsys):
             ["--data_dir", str(data_dir_of(str(folder))), "--model_name", str(folder / "best"), "--max_steps", "1"]
         )
     assert f"{final_checkpoint(folder)} is damaged" in capsys.readouterr().err
+
+
+def test_a_deleted_best_is_one_clear_line_and_a_resumed_run_drops_the_link(whole, cafe_data, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "copy", symlinks=True)
+    gone, name = final_checkpoint(folder), str(folder / "best")
+    shutil.rmtree(gone)
+    for program, flags in {
+        "evaluate": ["--experiment_dir", name],
+        "generate": ["--model_name", name, "--output_file", str(tmp_path / "out.jsonl")],
+        "serve": ["--model_name", name],
+        "rm": ["--sft_experiment_dir", name],
+        "ppo": ["--sft_experiment_dir", str(folder), "--rm_experiment_dir", name],
+    }.items():
+        data = [] if program == "serve" else ["--data_dir", str(cafe_data)]
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(f"lightrlhf.{program}").main([*flags, *data])
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 2 and f"{name} links to {gone.name}, which does not exist; give {folder}" in line
+    assert final_checkpoint(folder) == last_checkpoint(folder)
+    sft.main(["--resume_from", str(folder)])
+    assert not os.path.lexists(name) and f"{gone.name}, was deleted" in capsys.readouterr().out
+    os.symlink(gone.name, name)
+    save_checkpoint(folder, 999, lambda path: None, best=int(gone.name.partition("-")[2]))
+    assert not os.path.lexists(name)
 
 
 @pytest.mark.parametrize("copied", [False, True])
