@@ -184,10 +184,10 @@ def train(
     args.check_reward(reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = None if prompts is None else load_tokenizer(None, starting_model(args)[0])
-    splits = ("train", "validation")
-    examples, held_out = (load_rows("prompts", s, args.data_dir, prompts, tokenizer, args.verify) for s in splits)
-    share_columns([*examples, *held_out])
-    shards, held_out = prompt_shards(args, examples), held_out[: args.eval_prompts]
+    rows = load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify)
+    shards = prompt_shards(args, rows)
+    held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
+    share_columns([*rows, *held_out])
     given = given_objects(prompts=prompts, reward=reward)
     work = f"{len(shards[0]):,} prompts, {args.num_generations} responses to each"
     data = data_dir or "given/prompts"

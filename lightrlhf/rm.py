@@ -19,6 +19,7 @@ Left out: ranked lists of more than two answers, margins and regression on ratin
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,6 @@ from lightrlhf.models.roles import inference, vocabulary_size
 from lightrlhf.models.roles import last_token as end_scores
 from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
 from lightrlhf.rewards.loading import STATISTICS
-from lightrlhf.storage.jsonl import to_json
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 
@@ -203,7 +203,7 @@ def train(
                 results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
             run.log(results)
         if save_now or run.save_due(num_steps):  # on_step or the evaluation may have changed it
-            run.save(reward_model, tokenizer, files={STATISTICS: to_json(statistics)})
+            run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
     return run.finish(results)
 
 
