@@ -28,4 +28,5 @@ def why_missing(path: str) -> str:
     """Why a path is no folder, in words; a link such as `best` may lead to a checkpoint that was deleted."""
     if not os.path.islink(path):
         return "does not exist"
-    return f"links to {os.readlink(path)}, which does not exist; give {Path(path).parent} for its newest checkpoint"
+    remedy = f"; give {Path(path).parent} for its newest checkpoint" if Path(path).name == "best" else ""
+    return f"links to {os.readlink(path)}, which does not exist{remedy}"

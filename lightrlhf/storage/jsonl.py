@@ -62,7 +62,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
     if settings is not None:
         write_settings(path, settings)  # a kill between both leaves no seal
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write(as_jsonl(rows))
+        file.writelines(map(_line, rows))
     if settings is not None:
         write_settings(path, settings | _seal_of(path.read_bytes()))
 

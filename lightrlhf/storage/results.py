@@ -216,7 +216,8 @@ def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[
     more = [f"and-{len(changed) - 3}-more"] if len(changed) > 3 else []
     first = "-".join([name, *(short_setting(flag, flags[flag]) for flag in changed[:3]), *more])
     chosen = next(one for n in count(1) if may_be_written(one := f"{first}-{n}" if n > 1 else first))
-    values = (f"--{flag} {json.dumps(earlier[flag])}, now {json.dumps(flags[flag])}" for flag in changed)
+    names = {flag: flag if flag == "checkpoint" else f"--{flag}" for flag in changed}
+    values = (f"{shown} {json.dumps(earlier[flag])}, now {json.dumps(flags[flag])}" for flag, shown in names.items())
     why = f"had {'; '.join(values)}" if changed else "had the same settings"
     return chosen, f"wrote {folder / chosen}.json: {folder / name}.json has other results and stays; it {why}"
 

@@ -312,6 +312,10 @@ def test_unreadable_tests_mask_the_sample(tests):
     assert math.isnan(score_program("print(1)", tests, QUICK))
 
 
+def test_a_row_without_tests_has_no_score():
+    assert adaptive_score(["", ""], ["print(1)"] * 2, tests=[None, None]) == [None, None]
+
+
 def test_failed_machinery_masks_the_sample(monkeypatch):
     monkeypatch.setattr(sandbox.subprocess, "Popen", _no_process)
     assert math.isnan(score_program("print(1)", PRINT, QUICK))

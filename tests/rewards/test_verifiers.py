@@ -125,5 +125,6 @@ def test_scorers_of_reasoning_gym(capsys):
     broken = {"task": "prime_factorization", "entry": json.dumps(gym.create_dataset("prime_factorization", size=1)[0])}
     assert math.isnan(score(reasoning_gym, "I do not know", **broken))
     assert "the scorer of prime_factorization raised ValueError" in capsys.readouterr().err
+    assert score(reasoning_gym, "1", task=None, entry=None) is None  # a row of another set
     with pytest.raises(ValueError, match="no_such_task"):
         score(reasoning_gym, "1", task="no_such_task", entry="{}")
