@@ -24,11 +24,12 @@ from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.models import export_check as checks
 from lightrlhf.models import gguf_writer, lora
-from lightrlhf.models.export_check import Finding, Pair
+from lightrlhf.models.export_check import Finding, Observed, Pair
 from lightrlhf.models.loading import load_model, load_policy, load_scalar
 from lightrlhf.models.modelfile import modelfile
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.quantisation import is_quantised
+from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import write_folder
 from lightrlhf.storage.gguf_files import ends_of, read_gguf
@@ -136,9 +137,8 @@ def write_merged(args: ExportArgs, source: str, folder: Path, name: str) -> Find
     """Write a folder of transformers with all weights."""
     from transformers import AutoTokenizer
 
-    model, tokenizer = load_merged(args, source)
+    model, tokenizer, before = load_merged(args, source)
     dtype = "bfloat16" if args.to == "safetensors-bf16" else args.dtype
-    before = checks.observe(model, tokenizer)
     save_rounded(model, dtype, folder)
     tokenizer.save_pretrained(folder)
     write_card(args, folder, name, source)
@@ -201,10 +201,9 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
     """Write a GGUF file, for Ollama with its Modelfile."""
     if holds_reward_model(source):
         raise UsageError(f"--to {args.to}: {args.model_name} holds a reward model; llama.cpp reads language models")
-    model, tokenizer = load_merged(args, source)
+    model, tokenizer, before = load_merged(args, source)
     described = gguf_writer.metadata(model, tokenizer)
     file = folder / f"{name}-{args.gguf_type}.gguf"
-    before = checks.observe(model, tokenizer)
     if args.to == "ollama":
         stored = model.generation_config.temperature if model.generation_config else None
         temperature = args.temperature if args.temperature is not None else stored or 1.0
@@ -238,16 +237,18 @@ def auto_class(source: str) -> Any:
     return AutoModelForSequenceClassification if holds_reward_model(source) else AutoModelForCausalLM
 
 
-def load_merged(args: ExportArgs, source: str) -> tuple[Any, Any]:
-    """A model with its adapters merged, in float32, and its tokenizer."""
+def load_merged(args: ExportArgs, source: str) -> tuple[Any, Any, Observed]:
+    """A model with its adapters merged, in float32, its tokenizer, and what it did before the merge."""
     tokenizer = load_tokenizer(None, source)
+    role: Role
     if holds_reward_model(source):
-        model = load_scalar(source, model_args(args), None, seed=0).model
-        model.config.pad_token_id = tokenizer.pad_token_id
+        role = load_scalar(source, model_args(args), None, seed=0, merges=False)
+        role.model.config.pad_token_id = tokenizer.pad_token_id
     else:
-        model = load_policy(source, model_args(args), tokenizer).model
-    check_unquantised(args, model)
-    return model.eval(), tokenizer
+        role = load_policy(source, model_args(args), tokenizer, merges=False)
+    check_unquantised(args, role.model)
+    before = checks.observe(role.model.eval(), tokenizer)
+    return lora.merge(role.model, role.adapters), tokenizer, before
 
 
 def check_unquantised(args: ExportArgs, model: Any) -> None:

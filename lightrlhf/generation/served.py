@@ -26,6 +26,7 @@ from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size
+from lightrlhf.models.tied import would_untie
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.training.run import Run
@@ -198,6 +199,13 @@ class ServedPolicy:
     def _connect(self) -> None:
         """Find the servers. Raises: RunFailure when one samples from another distribution than the run's."""
         args = self.run.args
+        model, started_from = self.policy.model, [name for name, _ in self.policy.loaded.values()]
+        unties = would_untie(model, self.policy.adapters) and not would_untie(model, started_from)
+        if unties and not args.exchange_adapter:
+            raise UsageError(
+                "--rollout_server: an adapter on the output layer cannot be merged for a server where that is tied to "
+                "the embedding; leave it out of --lora_targets, or add --exchange_adapter True"
+            )
         self.servers = RolloutServers(args, vocabulary_size(self.policy))
         try:
             for url, settings in self.servers.settings():

@@ -1,5 +1,7 @@
 """Checks of an exported model: what was written is loaded again and must be the model that it was made of.
 
+That model was observed before its adapters were merged, so a merge that lost something shows, too.
+
 Compared are the token ids of texts that are hard to split, the rendered chat template, what ends a response, each
 weight, the logits of a few prompts and the tokens that greedy decoding adds to them.
 
@@ -232,6 +234,7 @@ def largest_error(value: Tensor, kind: str) -> Tensor:
 @torch.no_grad()
 def sensitivity(model: PreTrainedModel, observed: Observed, types: dict[str, str]) -> float:
     """How far random errors of the largest size on all weights, of either sign, move a logit. Changes the weights."""
+    before = [logits(model, row) for row in observed.sequences]  # its own: what was observed may be another model
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         value = weight.detach().float().cpu()
@@ -239,5 +242,5 @@ def sensitivity(model: PreTrainedModel, observed: Observed, types: dict[str, str
         error = torch.maximum(error, value.abs() * ROUNDINGS * 2.0**-24)
         sign = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8) * 2 - 1
         weight.copy_(value + error * sign)
-    changes = [(logits(model, row) - mine).abs().max() for row, mine in zip(observed.sequences, observed.logits)]
+    changes = [(logits(model, row) - mine).abs().max() for row, mine in zip(observed.sequences, before)]
     return float(max(changes))

@@ -45,9 +45,17 @@ MAX_ADDED_TOKENS = 256
 ALIGNMENT = 64  # bytes
 
 
-def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model_name", shares: bool = False) -> Policy:
+def load_policy(
+    name: str,
+    args: ModelArgs,
+    tokenizer: Any,
+    flag: str = "--model_name",
+    shares: bool = False,
+    merges: bool = True,
+) -> Policy:
     """Load a policy with the trainable parameters of `args.finetune_mode`; with LoRA it may share its backbone.
 
+    merges: as in `choose_trainable`.
     Raises: UsageError naming `flag` when the model cannot be loaded or is a reward model.
     """
     from transformers import AutoModelForCausalLM
@@ -62,7 +70,7 @@ def load_policy(name: str, args: ModelArgs, tokenizer: Any, flag: str = "--model
     if merge_below_dora(model, args, loaded, f"{flag} {name}"):
         base = None
     store_ends(model, tokenizer)
-    adapters = choose_trainable(model, args, loaded, "policy")
+    adapters = choose_trainable(model, args, loaded, "policy", merges)
     policy = Policy(model, adapters, base, shares=shares and bool(adapters))
     policy.loaded = loaded
     choose_attention(model, args, f"{flag} {name}")
@@ -78,11 +86,13 @@ def load_scalar(
     needs_head: bool = False,
     backbone: Policy | None = None,
     may_be_encoder: bool = False,
+    merges: bool = True,
 ) -> ScalarModel:
     """Load a model with a scalar head: a reward model, or a language model with a new head drawn from `seed`.
 
     backbone: policy whose backbone is used if it is shared and has the same base; unless `args.finetune_mode` is LoRA
-    the adapters on it are frozen. may_be_encoder: the caller uses a model without a head `score` whole.
+    the adapters on it are frozen. may_be_encoder: the caller uses a model without a head `score` whole. merges: as in
+    `choose_trainable`.
     Raises: UsageError naming `flag` when it cannot be loaded, or is not a reward model although `needs_head`.
     """
     from transformers import AutoModelForSequenceClassification
@@ -109,7 +119,7 @@ def load_scalar(
         head = scalar_head(model)
         head.weight.data.copy_(new_head(head.in_features, seed))
     is_encoder = may_be_encoder and not hasattr(model, "score")
-    module = ScalarModel(model, choose_trainable(model, args, loaded, "scalar"), base, is_encoder=is_encoder)
+    module = ScalarModel(model, choose_trainable(model, args, loaded, "scalar", merges), base, is_encoder=is_encoder)
     choose_attention(model, args, f"{flag} {name}")
     return module
 
@@ -125,7 +135,7 @@ def scalar_on_backbone(backbone: Policy, source: str | None, args: ModelArgs, se
     adapters: tuple[str, ...] = (start,) if start else ()
     trainable = args.finetune_mode == "lora"
     if trainable:
-        adapters += lora.add_adapter(model, "scalar", args, adapters)
+        adapters += lora.add_adapter(model, "scalar", args, adapters, for_logits=False)
     lora.configure(model, active=backbone.adapters, trainable=("policy", "scalar"))
     width = model.get_output_embeddings().weight.shape[1]
     score = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=model.device)  # draws no random numbers
@@ -170,6 +180,11 @@ def _add_rows(model: PreTrainedModel, size: int) -> None:
         raise UsageError(
             f"the tokenizer has {size} tokens, the model fewer, and the vocabulary of a quantised model cannot grow; "
             "give unquantised weights without --load_in_8bit and --load_in_4bit"
+        )
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        raise UsageError(
+            f"the tokenizer has {size} tokens, the model fewer, and the adapter on its output layer cannot grow; "
+            "merge it first (lightrlhf export --to merged) and start from that"
         )
     rows = embedding_rows(model)
     model.resize_token_embeddings(size, mean_resizing=False)
@@ -313,10 +328,13 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
 
 
 # ---------------------------------------------------------------------------------------------------- fine-tuning modes
-def choose_trainable(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdapters, new: str) -> tuple[str, ...]:
+def choose_trainable(
+    model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdapters, new: str, merges: bool = True
+) -> tuple[str, ...]:
     """Freeze what `args.finetune_mode` does not train; returns the adapters, with LoRA a `new` one last.
 
-    Without LoRA loaded adapters are merged into the weights; on quantised weights they stay active and frozen.
+    Without LoRA loaded adapters are merged into the weights; on quantised weights, and if not `merges`, they stay
+    active and frozen.
     """
     adapters = tuple(name for name, _ in loaded.values())
     if args.finetune_mode == "lora":
@@ -325,7 +343,7 @@ def choose_trainable(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
         lora.configure(model, active=adapters, trainable=(new,))
         if hasattr(model, "score"):
             model.get_submodule("score").requires_grad_(True)
-    elif adapters and (is_quantised(model) or frozen.is_held(model)):
+    elif adapters and (not merges or is_quantised(model) or frozen.is_held(model)):
         lora.configure(model, active=adapters, trainable=())
     elif adapters:
         lora.merge(model, adapters).requires_grad_(True)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.models.rounding import rounded
+from lightrlhf.models.tied import check_layers, is_tied, untie
 from lightrlhf.storage.gguf_files import converted_here
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ PREFIX = "base_model.model."  # of parameter names in peft's files, from its wra
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")  # the modules of an adapter in a layer; the last of DoRA alone
 HEADS = {"score", "classifier"}
 INITIAL = "-initial"  # ends the name of the frozen adapter that subtracts where a trained one began
+MERGE_FIRST = "merge it into its base first (peft: merge_and_unload) and give the merged folder"
+NOT_LINEAR = ("layer_replication", "target_parameters", "trainable_token_indices", "use_qalora")  # of peft's configs
 KEEP_THE_BASE = {"True", "False", "gaussian", "orthogonal", "eva"}  # of peft's initialisations
 
 
@@ -69,10 +72,7 @@ def adapter_config(source: str, flag: str) -> Any | None:
     plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
     plain = plain and not (config.lora_bias or config.bias != "none" or _other_variants(config))
     if not plain or not set(config.modules_to_save or []) <= HEADS:
-        raise UsageError(
-            f"{flag} {source} holds an adapter other than LoRA and DoRA; "
-            "merge it into its base first (peft: merge_and_unload) and give the merged folder"
-        )
+        raise UsageError(f"{flag} {source} holds an adapter other than LoRA and DoRA on linear layers; {MERGE_FIRST}")
     if str(config.init_lora_weights) not in KEEP_THE_BASE:
         raise UsageError(
             f"{flag} {source} holds an adapter relative to a base that its initialisation {config.init_lora_weights} "
@@ -84,7 +84,7 @@ def adapter_config(source: str, flag: str) -> Any | None:
 def _other_variants(config: Any) -> list[str]:
     """Names of the variants of LoRA in a peft config, besides DoRA."""
     names = [one.name for one in fields(config) if one.metadata.get("is_lora_variant") and one.name != "use_dora"]
-    return [name for name in names if getattr(config, name)]
+    return [name for name in (*names, *NOT_LINEAR) if getattr(config, name, None)]
 
 
 def holds_dora(source: str, flag: str) -> bool:
@@ -112,10 +112,13 @@ def base_of(config: Any, source: str, flag: str) -> str:
     return base
 
 
-def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs, below: Sequence[str] = ()) -> tuple[str, ...]:
+def add_adapter(
+    model: PreTrainedModel, name: str, args: ModelArgs, below: Sequence[str] = (), for_logits: bool = True
+) -> tuple[str, ...]:
     """Add a new adapter to the layers of `args.lora_targets`; returns the names of all that belong to it, its own last.
 
-    With them the model is initially as with the adapters `below` alone.
+    With them the model is initially as with the adapters `below` alone. for_logits: also to the output layer, if it is
+    named there; a role with a scalar head does not use it.
     """
     from peft import LoraConfig
 
@@ -126,12 +129,14 @@ def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs, below: Seque
     if unknown := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
         layers = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers(model)}))
         raise UsageError(f"--lora_targets {unknown[0]} names no layer of the model; its linear layers are {layers}")
+    output = model.get_output_embeddings()
     alpha: Any = args.lora_alpha  # a float, which peft stores and applies as well as an int
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=alpha,
         lora_dropout=args.lora_dropout,
         target_modules=targets,
+        exclude_modules=None if for_logits else [name for name, layer in model.named_modules() if layer is output],
         fan_in_fan_out=_is_transposed(model),
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
@@ -140,6 +145,7 @@ def add_adapter(model: PreTrainedModel, name: str, args: ModelArgs, below: Seque
         config.init_lora_weights = args.init_lora_weights
     try:
         _inject(config, model, name)
+        check_layers(model, lora_layers(model), name, f"--lora_targets {args.lora_targets}", "leave it out")
         if args.init_lora_weights not in ("pissa", "olora"):
             return (name,)
         config.lora_dropout = 0.0  # the twin takes away the same part in every pass
@@ -219,8 +225,11 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
             _inject(config, model, name)
     except ValueError as problem:
         raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
+    check_layers(model, lora_layers(model), name, f"{source} holds an adapter of another kind", MERGE_FIRST)
     stored = {key.removeprefix(PREFIX): value for key, value in load_peft_weights(source, device="cpu").items()}
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)
+    if hasattr(model, "score"):  # it lacks the output layer of a language model, whose name has no dot
+        stored = {key: value for key, value in stored.items() if "." in key.partition(".lora_")[0]}
     try:
         result: Any = set_peft_model_state_dict(model, stored, adapter_name=name)  # torch's named tuple of keys
     except RuntimeError as problem:  # another shape; the first line of its message says nothing
@@ -247,6 +256,8 @@ def _inject(config: Any, model: PreTrainedModel, name: str) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are intended
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge` unties it
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to True")  # of GPT-2, but not for its output layer
         inject_adapter_in_model(config, model, adapter_name=name)
 
 
@@ -408,9 +419,15 @@ def save_adapter(
 
 
 def merge(model: PreTrainedModel, adapters: Sequence[str]) -> PreTrainedModel:
-    """Merge these adapters into the weights, in place, and remove all adapters."""
+    """Merge these adapters into the weights, in place, and remove all adapters.
+
+    An output layer that is tied to the embedding is untied if one of them is on it.
+    """
     for name, layer in lora_layers(model).items():
-        layer.merge(adapter_names=[adapter for adapter in adapters if adapter in layer.lora_A])
+        own = [adapter for adapter in adapters if adapter in layer.lora_A]
+        if own and is_tied(model, layer):
+            untie(model, layer)
+        layer.merge(adapter_names=own)
         parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
         setattr(parent, name.rpartition(".")[2], layer.get_base_layer())
     if hasattr(model, "peft_config"):

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
+
+from helpers import save_model
+from lightrlhf.cli.args import ModelArgs
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.saving import export
 
 
 def train_a_little(module) -> None:
@@ -30,3 +37,16 @@ def plain(folder, scalar: bool = False):
 
 def config_of(folder) -> dict:
     return json.loads((folder / "adapter_config.json").read_text())
+
+
+def tied_adapter(architecture: str, folder: Path, tokenizer, **lora) -> tuple[Policy, Path]:
+    """A model whose output layer is tied, with a trained adapter on that and other layers, and its saved folder."""
+    base = save_model(architecture, folder / "tied", tokenizer, tie_word_embeddings=True)
+    targets = {"llama": "lm_head,q_proj", "gpt2": "lm_head,c_attn", "falcon": "lm_head,dense"}[architecture]
+    policy = load_policy(str(base), ModelArgs(finetune_mode="lora", lora_targets=targets, **lora), tokenizer)
+    train_a_little(policy)
+    saved = folder / "adapter"
+    saved.mkdir()
+    export(policy, saved, folder / "base")
+    tokenizer.save_pretrained(saved)
+    return policy, saved

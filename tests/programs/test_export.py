@@ -10,6 +10,7 @@ from helpers import CPU, save_model, tiny_model
 from helpers.data import CHATML_TEMPLATE, byte_level, gpt2_like, llama3_like, sentencepiece_like
 from helpers.go_template import render as render_go
 from helpers.templates import ZOO
+from helpers.trained import tied_adapter
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,7 +22,7 @@ from lightrlhf import export, sft
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.chat import render
-from lightrlhf.models import export_check, gguf_tokens, gguf_writer
+from lightrlhf.models import export_check, gguf_tokens, gguf_writer, lora
 from lightrlhf.models.export_check import largest_error
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.modelfile import chat_texts
@@ -108,6 +109,18 @@ def test_the_adapter_of_a_run_is_merged_or_exported_for_the_hub(lora_dir, tmp_pa
     assert "resume.pt" not in names and "model.safetensors" not in names
     file = next(exported(lora_dir, "gguf", tmp_path / "gguf", "--gguf_type", "f32").glob("*.gguf"))
     assert torch.allclose(logits_of(read(file)), source, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["merged", "gguf"])
+def test_an_adapter_on_a_tied_output_layer_is_exported_whole(kind, tokenizer, tmp_path, monkeypatch):
+    policy, folder = tied_adapter("llama", tmp_path, tokenizer)
+    flags = ["--gguf_type", "f32"] if kind == "gguf" else []
+    out = exported(folder, kind, tmp_path, *flags)
+    model = read(next(out.glob("*.gguf"))) if kind == "gguf" else AutoModelForCausalLM.from_pretrained(out)
+    assert torch.allclose(logits_of(model), logits_of(policy.model), atol=1e-4)
+    monkeypatch.setattr(lora, "untie", lambda model, layer: None)  # as if a merge changed the embedding
+    with pytest.raises(RunFailure, match="its logits differ"):
+        export.run(export.ExportArgs(model_name=str(folder), to=kind, destination_dir=str(tmp_path / "doubled")))
 
 
 def test_an_adapter_can_name_its_base_on_the_hub(lora_dir, tmp_path):
