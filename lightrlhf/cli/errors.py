@@ -15,8 +15,9 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from pickle import UnpicklingError
 from typing import Any
 
 from lightrlhf.cli.packages import missing_line
@@ -66,6 +67,21 @@ class StopTraining(Exception):
 def first_line(problem: BaseException) -> str:
     """First non-empty line of an exception's message, or the name of its class."""
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+
+
+def read_problem(problem: BaseException) -> str:
+    """Why a file of weights cannot be read, in one line."""
+    if isinstance(problem, UnpicklingError):  # whose message recommends to load it all the same
+        return "it is a pickle with more than tensors in it, which might run code"
+    if isinstance(problem, LookupError | AttributeError | TypeError):  # whose messages are about the reader's code
+        return f"it is damaged ({type(problem).__name__})"
+    return first_line(problem)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first three of several names, and how many more there are."""
+    found = list(names)
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def write_problem(problem: BaseException) -> str | None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrlhf.models.lora import HEADS
+from lightrlhf.models.complete import HEADS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, listed
 from lightrlhf.models import frozen, lora
+from lightrlhf.models.complete import HEADS
 from lightrlhf.models.loading import (
     check_weights,
     choose_attention,
@@ -91,7 +92,12 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
                 f"policy: transformers has no {AutoModelForSequenceClassification.__name__} of the architecture "
                 f"{config.model_type}, so it cannot start a critic; take one such as Llama, Qwen or GPT-2"
             ) from None
-    model.load_state_dict(lora.base_state_dict(policy.model), strict=False)
+    missing = model.load_state_dict(lora.base_state_dict(policy.model), strict=False).missing_keys
+    if other := [key for key in missing if key.split(".")[0] not in HEADS]:
+        raise UsageError(
+            f"policy: its weights lack {listed(other)} of a {type(model).__name__} by its config, so they cannot start "
+            "a critic or reward model; give a model that is whole"
+        )
     if args.base_dtype == "bfloat16":
         frozen.hold(model)
     head = scalar_head(model)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.errors import UsageError, first_line, read_problem
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.batched_attention import use_batched_attention
+from lightrlhf.models.complete import check_complete
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
@@ -236,7 +237,7 @@ def load_model(
         with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is drawn again from the seed
             dtype = getattr(torch, args.base_dtype)
             options["trust_remote_code"] = args.trust_remote_code
-            model = _from_pretrained(auto_class, base, flag, dtype=dtype, **options)
+            model = from_pretrained(auto_class, base, flag, dtype=dtype, **options)
         if args.base_dtype == "bfloat16":
             frozen.restore_buffers(model)
             note_rounding(base, flag)
@@ -312,10 +313,12 @@ def check_weights(model: nn.Module, named: str, head: Tensor | None = None) -> N
         raise UsageError(f"{named} has weights that are not finite: {bad[0]}{more}; give an intact copy of the model")
 
 
-def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> PreTrainedModel:
+def from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> PreTrainedModel:
+    """A model as a class of transformers reads it, whole. Raises: UsageError naming `flag` when it cannot be."""
     quiet_libraries()
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused by name
     try:
-        return auto_class.from_pretrained(source, **options)
+        model, found = auto_class.from_pretrained(source, **options)
     except Exception as problem:  # a damaged or hostile file makes it raise anything
         if "Unrecognized configuration class" in str(problem):  # the whole message lists all classes that there are
             kind = saved_config(source).get("model_type")
@@ -324,7 +327,15 @@ def _from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) ->
                 f"{flag} {source} has the architecture {kind}, of which transformers has no {auto_class.__name__}, "
                 f"so it cannot be a {role}; take one such as Llama, Qwen or GPT-2 for it"
             ) from None
-        raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
+        if "automatic conversion" in str(problem):  # the rest of the message points to a report that is not shown
+            raise UsageError(
+                f"{flag} {source} cannot be loaded: of tensors that transformers joins some are missing; "
+                "give an intact copy of the model"
+            ) from None
+        raise UsageError(f"{flag} {source} cannot be loaded: {read_problem(problem)}") from None
+    lacks_head = "num_labels" in options and not holds_reward_model(source)
+    check_complete(model, found, source, f"{flag} {source}", lacks_head)
+    return model
 
 
 # ---------------------------------------------------------------------------------------------------- fine-tuning modes

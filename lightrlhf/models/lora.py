@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
 from lightrlhf.models.rounding import rounded
 from lightrlhf.models.tied import check_layers, is_tied, untie
 from lightrlhf.storage.gguf_files import converted_here
@@ -45,7 +46,6 @@ LoadedAdapters = dict[str, tuple[str, Tensor | None]]  # by source: name of the 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # of parameter names in peft's files, from its wrapper
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")  # the modules of an adapter in a layer; the last of DoRA alone
-HEADS = {"score", "classifier"}
 INITIAL = "-initial"  # ends the name of the frozen adapter that subtracts where a trained one began
 MERGE_FIRST = "merge it into its base first (peft: merge_and_unload) and give the merged folder"
 NOT_LINEAR = ("layer_replication", "target_parameters", "trainable_token_indices", "use_qalora")  # of peft's configs
@@ -216,8 +216,9 @@ def is_dora(model: nn.Module) -> bool:
 
 def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) -> Tensor | None:
     """Load the adapter of `source` into the model; returns the scalar head saved with it, if any."""
-    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
+    has_head = bool(config.modules_to_save)
     config.lora_dropout, config.modules_to_save, config.inference_mode = 0.0, None, True  # it is frozen
     config.init_lora_weights = True
     try:
@@ -226,8 +227,10 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
     except ValueError as problem:
         raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
     check_layers(model, lora_layers(model), name, f"{source} holds an adapter of another kind", MERGE_FIRST)
-    stored = {key.removeprefix(PREFIX): value for key, value in load_peft_weights(source, device="cpu").items()}
+    stored = {key.removeprefix(PREFIX): value for key, value in adapter_weights(source).items()}
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)
+    if has_head and head is None:
+        raise UsageError(f"{source} holds an adapter that lacks the scalar head of its {ADAPTER_CONFIG}; restore it")
     if hasattr(model, "score"):  # it lacks the output layer of a language model, whose name has no dot
         stored = {key: value for key, value in stored.items() if "." in key.partition(".lora_")[0]}
     try:
@@ -415,7 +418,7 @@ def save_adapter(
         stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")) | {"compares_pairs": True}
         (folder / ADAPTER_CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
     weights = {name: rounded(name, weight, dtype) for name, weight in weights.items()}
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / ADAPTER_FILES[0], metadata={"format": "pt"})
 
 
 def merge(model: PreTrainedModel, adapters: Sequence[str]) -> PreTrainedModel:

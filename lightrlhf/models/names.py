@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that is refused then
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -14,8 +14,8 @@ from torch import nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
-from lightrlhf.models.loading import check_weights, load_scalar
-from lightrlhf.models.names import holds_reward_model, quiet_libraries, resolve
+from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
+from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy, ScalarModel
@@ -182,14 +182,11 @@ def _config(source: str) -> dict[str, Any]:
 
 
 def _load_custom(source: str, flag: str) -> tuple[nn.Module, Any]:
-    quiet_libraries()
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(None, source)
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, trust_remote_code=True)
-    except Exception as problem:  # the folder's code may raise anything
-        raise UsageError(f"{flag} {source} cannot be loaded: {first_line(problem)}") from None
+    options = {"dtype": torch.float32, "trust_remote_code": True}
+    model: Any = from_pretrained(AutoModelForSequenceClassification, source, flag, **options)
     check_weights(model, f"{flag} {source}")
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", torch.float32)

@@ -158,6 +158,8 @@ def load_trained(weights: dict[str, Tensor], module: nn.Module, directory: str) 
     for key, value in weights.items():
         if key not in now or now[key].shape != value.shape:
             raise UsageError(f"--resume_from {directory} was trained with another model: {key}")
+    if missing := [key for key, parameter in now.items() if parameter.requires_grad and key not in weights]:
+        raise UsageError(f"--resume_from {directory} lacks trained weights: {missing[0]}")
     module.load_state_dict(weights, strict=False)
 
 
