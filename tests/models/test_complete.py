@@ -120,6 +120,15 @@ def test_a_tied_output_layer_need_not_be_stored(architecture, key, tokenizer, tm
     assert capsys.readouterr().out == ""
 
 
+def test_an_architecture_with_another_head_is_refused_as_such(tokenizer, tmp_path):
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    BertLMHeadModel(BertConfig(vocab_size=len(tokenizer), is_decoder=True, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="the architecture bert cannot be a reward model or critic"):
+        load_scalar(str(tmp_path), ModelArgs(), tokenizer, 0)
+
+
 def test_quantised_weights_are_drawn_of_no_missing_tensor(copied, tokenizer):
     pytest.importorskip("bitsandbytes")
     with pytest.raises(UsageError, match=f"lacks {KEY}"):
