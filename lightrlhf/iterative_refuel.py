@@ -64,7 +64,7 @@ from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.run_dir import data_dir_of, read_growing
+from lightrlhf.storage.run_dir import data_dir_of, iterations, read_growing
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.iterate import (
     as_given,
@@ -449,8 +449,8 @@ def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
     Returns the metrics of the last iteration.
     """
     rows, queries = [], 0
-    for folder in sorted(directory.glob("iteration-*")):
-        row: Row = {"iteration": int(folder.name.partition("-")[2])}
+    for number, folder in iterations(directory).items():
+        row: Row = {"iteration": number}
         if (folder / "pairs" / "report.json").is_file():
             pairs = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
             queries += pairs["reward_queries"]

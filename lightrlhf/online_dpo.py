@@ -67,7 +67,7 @@ from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
-from lightrlhf.storage.run_dir import data_dir_of, stored
+from lightrlhf.storage.run_dir import data_dir_of, iterations, stored
 from lightrlhf.training.iterate import (
     check_one_machine,
     find_started_run,
@@ -481,10 +481,10 @@ def results_of(directory: Path) -> list[Metrics]:
     """One row per evaluated iteration, with the pairs and reward queries up to it."""
     rows: list[Metrics] = []
     pairs = queries = 0
-    for folder in sorted(directory.glob("iteration-*")):
+    for number, folder in iterations(directory).items():
         if not (folder / "evaluation.json").is_file():
             continue
-        row: Metrics = {"iteration": int(folder.name.partition("-")[2])}
+        row: Metrics = {"iteration": number}
         if (folder / "pairs" / "report.json").is_file():
             report = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
             pairs += report["counts"]["pairs"]

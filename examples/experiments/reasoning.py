@@ -41,7 +41,7 @@ from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import label, panels, print_table, save_figure
 
@@ -208,9 +208,9 @@ def write_base(folder: Path, tasks: Sequence[str], smoke: bool) -> str:
     num_train, num_base = (64, 64) if smoke else (NUM_TRAIN, NUM_BASE)
     for task in tasks:
         write_data(folder / "data" / task, task, TASKS[task], num_train, model)
-    runs = [run for run in (folder / "logs" / "base").rglob("checkpoint-*") if run.is_dir()]
+    runs = [args.parent for args in (folder / "logs" / "base").rglob("args.json") if checkpoints(args.parent)]
     if runs:
-        return str(runs[-1].parent)
+        return str(runs[-1])
     ranges = [(task, i, options) for task in (tasks if smoke else BASE) for i, options in enumerate(BASE[task])]
     sets = [write_data(folder / "base" / f"{task}-{i}", task, options, num_base, model) for task, i, options in ranges]
     where = {"data_dir": sets, "log_dir": folder / "logs", "experiment_name": "base", "model_name": model}

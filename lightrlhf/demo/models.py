@@ -36,7 +36,7 @@ from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
-from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.checkpoint import checkpoints, step_of
 from lightrlhf.storage.run_dir import choices, located, stored
 from lightrlhf.storage.seals import check_sealed
 
@@ -145,7 +145,7 @@ class ModelCache:
         source, experiment = self._choice(label)
         keys = ("ref_model", "sft_experiment_dir", "model_name")
         name = self.reference_dir or next((located(experiment, key) for key in keys if stored(experiment, key)), None)
-        untrained = stored(experiment, "program") is None or not Path(source).name.startswith("checkpoint-")
+        untrained = stored(experiment, "program") is None or step_of(Path(source)) is None
         if name is None or name in ("tiny", source) or (untrained and self.reference_dir is None):
             return None
         return self._load(name, self.data(label))

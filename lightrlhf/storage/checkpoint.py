@@ -14,8 +14,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.writing import rename, sync_folder, writing
 
 MANIFEST, BEST = "manifest.json", "best"
+CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 
 
 def save_checkpoint(
@@ -63,14 +65,22 @@ def checkpoint_path(experiment_dir: Path, step: int) -> Path:
 
 
 def link_best(experiment_dir: Path, step: int | None) -> None:
-    """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes."""
+    """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes.
+
+    A file or folder of that name is left alone, and a line says so, unless a checkpoint that is there is the same: a copy
+    of the experiment dir may have followed the link.
+    """
     if step is None or not checkpoint_path(experiment_dir, step).is_dir():
         return
     link, temporary = experiment_dir / BEST, experiment_dir / f".{BEST}.partial"
-    if link.is_dir() and not link.is_symlink():  # a copy of the experiment dir may have followed the link
+    target = checkpoint_path(experiment_dir, step).name
+    if link.exists() and not link.is_symlink():
+        if not _is_copy(link, checkpoints(experiment_dir)):
+            print(f"note: {link} is no link and is left alone; the best is {target}")
+            return
         shutil.rmtree(link)
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(checkpoint_path(experiment_dir, step).name)
+    temporary.symlink_to(target)
     rename(temporary, link)
 
 
@@ -85,9 +95,20 @@ def final_checkpoint(experiment_dir: Path) -> Path:
     return follow_best(best) if best.is_dir() else checkpoints(experiment_dir)[-1]
 
 
+def step_of(folder: Path) -> int | None:
+    """The step of a checkpoint by the name of its folder; None for any other folder.
+
+    Whatever else a user keeps in a run, `checkpoint-000500-backup` for one, is never read nor removed.
+    """
+    named = CHECKPOINT.fullmatch(folder.name)
+    return int(named[1]) if named else None
+
+
 def checkpoints(experiment_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted((path for path in Path(experiment_dir).glob("checkpoint-*") if path.is_dir()), key=_age)
+    by_step = {path: step_of(path) for path in Path(experiment_dir).glob("checkpoint-*") if path.is_dir()}
+    numbered = [(step, path.name, path) for path, step in by_step.items() if step is not None]
+    return [path for *_, path in sorted(numbered)]
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -98,8 +119,9 @@ def verify_checkpoint(folder: Path) -> None:
     problem = damage(folder)
     if problem:
         real = folder.resolve()
-        others = checkpoints(real.parent) if real.name.startswith("checkpoint-") else []
-        before = [path for path in others if _age(path) < _age(real) and not damage(path)]
+        step = step_of(real)
+        others = [] if step is None else checkpoints(real.parent)
+        before = [path for path in others if (step_of(path) or 0) < (step or 0) and not damage(path)]
         remedy = f"the one before it is intact: {before[-1]}" if before else "no earlier checkpoint is intact"
         raise UsageError(f"{folder} is damaged ({problem}); {remedy}; a file changed on purpose: {accepting(folder)}")
 
@@ -109,7 +131,7 @@ def is_sealed(folder: Path) -> bool:
 
     One without a manifest counts if it has our `resume.pt`, or lies where an experiment dir keeps its own.
     """
-    own = folder.name.startswith("checkpoint-") or folder.name in (BEST, "base")
+    own = step_of(folder) is not None or folder.name in (BEST, "base")
     if (folder / "resume.pt").exists() or (own and (folder.resolve().parent / "args.json").is_file()):
         return True
     try:
@@ -282,8 +304,12 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _age(folder: Path) -> tuple[int, str]:
-    return len(folder.name), folder.name  # steps from a million on have more digits
+def _is_copy(folder: Path, originals: Iterable[Path]) -> bool:
+    """Whether a folder holds what one of these checkpoints was written with, and nothing else."""
+    if damage(folder):
+        return False
+    hashes = read_manifest(folder)
+    return any(not damage(one) and read_manifest(one) == hashes for one in originals)
 
 
 def _files(folder: Path) -> list[Path]:

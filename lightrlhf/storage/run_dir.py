@@ -19,11 +19,12 @@ from typing import Any
 from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import LATEST
-from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed
+from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed, step_of
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.storage.seals import check_sealed
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 
+ITERATION = re.compile(r"iteration-([0-9]+)")
 NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*")
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -74,13 +75,13 @@ def data_dir_of(directory: str) -> str | None:
 def experiment_of(directory: str) -> Path:
     """The experiment dir of a checkpoint; any other path unchanged."""
     path = follow_best(Path(directory))
-    return path.parent if path.name.startswith("checkpoint-") else path
+    return path if step_of(path) is None else path.parent
 
 
 def is_experiment_dir(directory: str) -> bool:
     """Whether a path is an experiment dir, rather than a checkpoint or a plain model folder."""
     path = Path(directory)
-    return (path / "args.json").is_file() and not path.name.startswith("checkpoint-")
+    return (path / "args.json").is_file() and step_of(path) is None
 
 
 def located(directory: str, key: str) -> str | None:
@@ -134,7 +135,7 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
     for label, folder in labels(folders).items():
         steps = checkpoints(Path(folder))
         for path in steps:
-            models[f"{label} step {int(path.name.rpartition('-')[2])}"] = (str(path), folder)
+            models[f"{label} step {step_of(path)}"] = (str(path), folder)
         if not steps:
             models[label] = (str(follow_best(Path(folder))), folder)
     return models
@@ -228,7 +229,13 @@ def resumed_dir(resume_from: str, output_dir: str | None) -> Path:
 
 def is_stage(directory: Path) -> bool:
     """Whether a run is the training of an iteration, in the experiment dir of the program in iterations."""
-    return any(one.name.startswith("iteration-") and is_experiment_dir(str(one.parent)) for one in directory.parents)
+    return any(ITERATION.fullmatch(one.name) and is_experiment_dir(str(one.parent)) for one in directory.parents)
+
+
+def iterations(directory: Path) -> dict[int, Path]:
+    """The folders of the iterations of an experiment dir by number, in order; copies that a user made are left out."""
+    named = {path: ITERATION.fullmatch(path.name) for path in directory.glob("iteration-*")}
+    return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
 def link_latest(run: Path) -> None:

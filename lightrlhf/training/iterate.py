@@ -33,10 +33,18 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoints, damage, write_text
+from lightrlhf.storage.checkpoint import MANIFEST, checkpoint_path, checkpoints, damage, write_text
 from lightrlhf.storage.locks import LOCK, lock_folder
 from lightrlhf.storage.results import in_words
-from lightrlhf.storage.run_dir import check_args, check_parent, check_vacant, link_latest, make_parent, new_run_dir
+from lightrlhf.storage.run_dir import (
+    check_args,
+    check_parent,
+    check_vacant,
+    iterations,
+    link_latest,
+    make_parent,
+    new_run_dir,
+)
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import rename, sync_folder, writing
 from lightrlhf.training.dry_run import planned_results, texts_of_sample
@@ -206,7 +214,7 @@ def reopen_damaged_policy(directory: Path) -> None:
 
     What was generated and scored stays; a line says so.
     """
-    policies = sorted(path for path in directory.glob("iteration-*/policy") if path.is_dir())
+    policies = [folder / "policy" for folder in iterations(directory).values() if (folder / "policy").is_dir()]
     newest = checkpoints(policies[-1])[-1:] if policies else []
     problem = damage(newest[0]) if newest else None
     if problem:
@@ -226,7 +234,7 @@ def keep_policy(folder: Path) -> None:
 
 def link_checkpoint(directory: Path, number: int, policy: str) -> None:
     """Link an iteration's policy as a checkpoint of the experiment dir."""
-    link = directory / f"checkpoint-{number:06d}"
+    link = checkpoint_path(directory, number)
     if not link.is_symlink():
         with writing(link):
             link.symlink_to(Path(policy).resolve().relative_to(directory.resolve()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from helpers import ROOT, environment
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.storage import checkpoint
 from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint, write_text
+from lightrlhf.storage.run_dir import choices, experiment_of, iterations
 
 
 def write(folder: Path) -> None:
@@ -153,6 +155,53 @@ def test_checkpoints_are_in_order_of_their_steps_also_beyond_six_digits(tmp_path
     assert checkpoint.final_checkpoint(tmp_path) == tmp_path / "checkpoint-1500000"
 
 
+COPIES = ("000002-backup", "000009 (copy)", "000009_old", "000009.bak", "best", "", "-9", "９")
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    """Two checkpoints of a run, and copies of the first one under other names."""
+    (tmp_path / "args.json").write_text("{}")
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, write)
+    for name in COPIES:
+        shutil.copytree(tmp_path / "checkpoint-000001", tmp_path / f"checkpoint-{name}")
+    return tmp_path
+
+
+def test_a_copy_of_a_checkpoint_is_no_checkpoint_and_is_never_removed(copied):
+    assert newest_checkpoint(copied, "--resume_from").name == "checkpoint-000002"
+    assert list(choices([str(copied)])) == [f"{copied.name} step 1", f"{copied.name} step 2"]
+    save_checkpoint(copied, 3, write, keep_last=1)
+    assert [path.name for path in checkpoints(copied)] == ["checkpoint-000003"]
+    assert all((copied / f"checkpoint-{name}" / "resume.pt").is_file() for name in COPIES)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "copy with notes", "copy"])
+def test_what_a_user_calls_best_is_removed_only_if_a_checkpoint_is_the_same(kind, tmp_path, capsys):
+    save_checkpoint(tmp_path, 1, write)
+    best = tmp_path / "best"
+    if kind == "file":
+        best.touch()
+    elif kind == "folder":
+        best.mkdir()
+    else:
+        shutil.copytree(tmp_path / "checkpoint-000001", best)
+    if kind == "copy with notes":
+        (best / "notes.txt").touch()
+    save_checkpoint(tmp_path, 2, write, best=2)
+    assert best.is_symlink() == (kind == "copy") == ("is left alone" not in capsys.readouterr().out)
+
+
+def test_a_copy_that_is_named_is_a_model_of_its_own(copied):
+    copy = copied / f"checkpoint-{COPIES[0]}"
+    assert experiment_of(str(copy)) == copy and experiment_of(str(copied / "checkpoint-000002")) == copied
+    verify_checkpoint(copy)
+    (copy / "notes.txt").touch()
+    with pytest.raises(UsageError, match="notes.txt was added to it.; no earlier checkpoint is intact"):
+        verify_checkpoint(copy)
+
+
 def test_small_files_are_written_atomically(tmp_path, monkeypatch):
     write_text(tmp_path / "a.json", "first")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "full")))
@@ -160,3 +209,10 @@ def test_small_files_are_written_atomically(tmp_path, monkeypatch):
         write_text(tmp_path / "a.json", "second")
     assert (tmp_path / "a.json").read_text() == "first" and len(list(tmp_path.iterdir())) == 1
     assert checkpoint.MANIFEST == "manifest.json"
+
+
+def test_iterations_are_in_order_of_their_numbers_and_copies_of_them_are_none(tmp_path):
+    for name in ("100", "02", "99", "02-backup", "02 (copy)", ""):
+        (tmp_path / f"iteration-{name}").mkdir()
+    assert list(iterations(tmp_path)) == [2, 99, 100]
+    assert iterations(tmp_path)[2] == tmp_path / "iteration-02"

@@ -17,6 +17,7 @@ from helpers.data import gpt2_like
 from lightrlhf import sft
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.models.names import resolve
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.training.run import Run
 
@@ -216,6 +217,17 @@ def test_a_run_without_a_good_checkpoint_says_so_and_stays_as_it_is(three_steps,
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert stop.value.code == 2 and "has no good checkpoint (checkpoint-000003: it has no manifest.json; " in line
     assert listing(run) == before
+
+
+def test_a_run_with_copies_of_checkpoints_goes_on_from_its_newest_and_keeps_them(three_steps, tmp_path):
+    run = shutil.copytree(three_steps, tmp_path / "run", symlinks=True)
+    copies = [shutil.copytree(run / "checkpoint-000001", run / f"checkpoint-{n}") for n in ("000001-backup", "best")]
+    sft.main(["--resume_from", str(run), "--max_steps", "4", "--keep_last", "1"])
+    kept = sorted(path.name for path in run.glob("checkpoint-*"))
+    assert kept == ["checkpoint-000001-backup", "checkpoint-000004", "checkpoint-best"]
+    assert [row["step"] for row in metrics(run) if "train/loss" in row] == [1, 2, 3, 4]
+    assert resolve(str(run)) == str(run / "checkpoint-000004")
+    assert all((copy / "model.safetensors").is_file() for copy in copies)
 
 
 def test_a_resumed_run_may_go_on_longer(sft_dir, tmp_path):
