@@ -67,8 +67,8 @@ def checkpoint_path(experiment_dir: Path, step: int) -> Path:
 def link_best(experiment_dir: Path, step: int | None) -> None:
     """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes.
 
-    A file or folder of that name is left alone, and a line says so, unless a checkpoint that is there is the same: a copy
-    of the experiment dir may have followed the link.
+    A file or folder of that name is left alone, and a line says so, unless it is the same as one of the checkpoints: a
+    copy of the experiment dir may have followed the link.
     """
     if step is None or not checkpoint_path(experiment_dir, step).is_dir():
         return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -238,11 +237,11 @@ def iterations(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
-def link_latest(run: Path) -> None:
-    """Let `latest` next to a run be it, atomically, unless a later one was begun there.
+def link_latest(run: Path, resumed: bool = False) -> None:
+    """Let `latest` next to a run that begins be it, atomically; a resumed one only where there is no such link.
 
-    Only runs that are named by their time have such a link. A file or folder of that name is left alone, and a file
-    system may have no links; one printed line says either.
+    Names do not say which run was begun last, for clocks go back. Only runs that are named by their time have a link. A
+    file or folder of that name is left alone, and a file system may have no links; one printed line says either.
     Raises: RunFailure when the link cannot be written for any other reason.
     """
     link, temporary = run.with_name(LATEST), run.with_name(f".{LATEST}-{run.name}.partial")
@@ -251,8 +250,7 @@ def link_latest(run: Path) -> None:
     if link.exists() and not link.is_symlink():
         print(f"note: {link} is no link and is left alone; it does not stand for this run", flush=True)
         return
-    before = os.readlink(link) if link.is_dir() else ""
-    if NAMED_BY_TIME.fullmatch(before) and before >= run.name:  # of a resumed run: itself or a later one
+    if resumed and link.is_dir():
         return
     with writing(link):
         temporary.unlink(missing_ok=True)

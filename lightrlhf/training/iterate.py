@@ -26,6 +26,7 @@ import torch
 
 from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.latest import LATEST
 from lightrlhf.cli.old_flags import flags_of, update_names
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.splits import Row
@@ -249,15 +250,21 @@ def mean(values: Iterable[float]) -> float:
 
 @contextmanager
 def kept_if_started(args: Any, directory: Path) -> Iterator[None]:
-    """Context manager: remove a new experiment dir if its first step is refused, for it holds its arguments alone;
-    else link it as `latest`."""
+    """Context manager: link an experiment dir as `latest`; if its first step is refused, remove a new one, for it holds
+    its arguments alone, and link what was linked before."""
+    link = directory.with_name(LATEST)
+    before = directory.with_name(os.readlink(link)) if link.is_symlink() else None
+    link_latest(directory, resumed=bool(args.resume_from))
     try:
         yield
     except UsageError:
         if not args.resume_from and {path.name for path in directory.iterdir()} <= {"args.json", MANIFEST, LOCK}:
             shutil.rmtree(directory)
+            if before and before.is_dir():
+                link_latest(before)
+            elif link.is_symlink() and not link.exists():
+                link.unlink()
         raise
-    link_latest(directory)
 
 
 def finish(args: Any, directory: Path, left: str, started: float, rows: Rows = ()) -> Path:

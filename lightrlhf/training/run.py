@@ -884,7 +884,7 @@ class Run(Generic[AnyArgs]):
             write_text(self.directory / "args.json", json.dumps(self._described(), indent=1))
             seal(self.directory, ["args.json"])
         if self.is_first and not is_stage(self.directory):
-            link_latest(self.directory)
+            link_latest(self.directory, resumed=self.resumed is not None)
         self.directory = Path(self.fabric.broadcast(str(self.directory)))
         if self.is_first:
             quiet_event_writer()

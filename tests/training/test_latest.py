@@ -24,7 +24,7 @@ from lightrlhf.plot import PlotArgs
 from lightrlhf.rm import RMArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.storage.run_dir import labels, link_latest, located, stored
-from lightrlhf.training.iterate import open_directory
+from lightrlhf.training.iterate import kept_if_started, open_directory
 from lightrlhf.training.run import Run
 
 NAMES = ("2030-01-01_00-00-00", "2030-01-01_00-00-00x", "2030-01-01_00-00-01")
@@ -63,12 +63,41 @@ def test_it_follows_the_newest_run_by_a_relative_link(folders):
         link_latest(folder)
         assert os.readlink(folder.parent / "latest") == folder.name
     for folder in folders:
-        link_latest(folder)  # as when it is resumed
+        link_latest(folder, resumed=True)
     assert os.readlink(folders[0].parent / "latest") == NAMES[-1]
     shutil.rmtree(folders[-1])
     link_latest(folders[1])  # the next that begins
     assert os.readlink(folders[0].parent / "latest") == NAMES[1]
     assert sorted(path.name for path in folders[0].parent.iterdir()) == [*NAMES[:2], "latest"]
+
+
+def test_after_the_clock_went_back_it_is_still_the_run_that_was_begun_last(begin, monkeypatch):
+    for name in ("2030-10-27_02-50-00", "2030-10-27_02-10-00", "2030-10-27_02-50-00"):
+        monkeypatch.setattr(time, "strftime", lambda *a, name=name: name)
+        folder = begin()
+        assert os.readlink(folder.with_name("latest")) == folder.name
+    assert folder.name == "2030-10-27_02-50-00x"
+
+
+def test_a_program_in_iterations_that_is_refused_gives_the_link_back(folders):
+    from argparse import Namespace
+
+    link, args = folders[0].parent / "latest", Namespace(resume_from=None)
+    for before in (None, *folders[1:]):
+        if before:
+            link_latest(before)
+        folders[0].mkdir(exist_ok=True)
+        (folders[0] / "args.json").touch()
+        with pytest.raises(UsageError), kept_if_started(args, folders[0]):
+            assert os.readlink(link) == NAMES[0]
+            raise UsageError("no")
+        assert not folders[0].exists() and (os.readlink(link) == before.name if before else not link.is_symlink())
+    folders[0].mkdir()
+    with kept_if_started(args, folders[0]):
+        link_latest(folders[1])  # begun meanwhile
+    with kept_if_started(Namespace(resume_from="it"), folders[0]):
+        pass
+    assert os.readlink(link) == NAMES[1]
 
 
 def test_programs_read_it_as_the_run_s_own_name(folders, monkeypatch):
@@ -131,7 +160,7 @@ def test_a_kill_between_its_steps_leaves_the_older_or_the_newer_run(folders, tmp
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        link_latest(folders[1])  # as when the run is resumed
+        link_latest(folders[1])
         assert os.readlink(link) == NAMES[1] and not list(link.parent.glob(".*"))
         link.unlink()
     assert seen[0] == NAMES[0] and seen[-1] == NAMES[1] and len(seen) >= 4
