@@ -260,7 +260,7 @@ def train(
     for note in notes:
         run.print0(note)
     run.mix([len(one) for one, _ in loaded])
-    num_steps, results, baseline = run.num_steps(len(pairs), args.mini_batch_size), {}, RunningMean()
+    num_steps, results, baseline = run.num_steps(pairs, args.mini_batch_size), {}, RunningMean()
     mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
         places = run.to_score(len(pairs), len(validation))

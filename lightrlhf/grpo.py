@@ -292,7 +292,7 @@ def train(
         )
 
     run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
+    num_steps, results = run.num_steps(examples, args.rollout_size), {}
     per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
     stored = run.resumed["extra"] if run.resumed else {}

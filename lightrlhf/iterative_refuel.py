@@ -173,8 +173,8 @@ def train(
     def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them
         return load_dialogues(args.data_dir, split, args.verify) if dialogues is None else dialogues.get(split, [])
 
-    if args.stage in ("all", "generate"):
-        rows_of("train")  # a missing or damaged file fails before any generation
+    # a missing or damaged file fails before any generation
+    openings = rows_of("train") if args.stage in ("all", "generate") else None
     data = "given/dialogues" if is_given else args.data_dir
     work = f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues"
     if args.dry_run:
@@ -182,7 +182,7 @@ def train(
             tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
             try_iteration(args, directory / "iteration-01", policy, tokenizer, rows_of("train"), user, reward)
         return place_of(args, data)
-    directory, policy = open_directory(args, "iterative_refuel", data, work, given, old_name=args.SPLIT_FROM)
+    directory, policy = open_directory(args, "iterative_refuel", data, work, given, args.SPLIT_FROM, openings)
     with lock_folder(directory):
         tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
         with kept_if_started(args, directory):

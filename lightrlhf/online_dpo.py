@@ -196,7 +196,7 @@ def train(
             tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
             try_iteration(args, directory / "iteration-01", shards[0], initial, data_dir, tokenizer, reward)
         return place_of(args, data)
-    directory, initial = open_directory(args, "online_dpo", data, work, given)
+    directory, initial = open_directory(args, "online_dpo", data, work, given, rows=rows)
     with lock_folder(directory):
         tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
         with kept_if_started(args, directory):

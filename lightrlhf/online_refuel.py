@@ -154,7 +154,7 @@ def train(
     reference = run.freeze(policy.reference())
     scorer = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
     user = user or recorded_user
-    num_steps = run.num_steps(len(rows), args.rollout_size)
+    num_steps = run.num_steps(rows, args.rollout_size)
     results: Metrics = {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)

@@ -257,7 +257,7 @@ def train(
     enable_packing(critic)
 
     run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(len(examples), args.rollout_size), {}
+    num_steps, results = run.num_steps(examples, args.rollout_size), {}
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)

@@ -247,8 +247,8 @@ def train(
     given = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
     run = Run(args, "reflect_rl", on_step, given, data=f"{name}/episodes")
     per_step = args.rollout_size // args.num_generations * run.world_size  # starts
-    num_starts = sum(map(len, pools.values()))
-    num_steps = run.num_steps(num_starts, args.rollout_size // args.num_generations)
+    every_start = [start for pool in pools.values() for start in pool]
+    num_steps = run.num_steps(every_start, args.rollout_size // args.num_generations)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent, critic, reference = load_models(run, num_choices(made[0], args), policy, tokenizer)

@@ -208,6 +208,7 @@ def train(
     check_positions(train_rows, policy, args.data_dir)
     enable_packing(policy)
     pad_id = tokenizer.pad_token_id
+    num_steps = run.num_steps(train_rows, args.mini_batch_size)
     with run.phase("old log-probabilities"):
         places = run.to_score(len(train_rows), len(validation_rows))
         every = [*train_rows, *validation_rows]
@@ -215,7 +216,6 @@ def train(
     old = old.to(run.device)
     pairs = Pairs(train_rows, rewards_of(run, train_rows), old[:, : len(train_rows)])
     validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
-    num_steps = run.num_steps(len(train_rows), args.mini_batch_size)
     results: Metrics = {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     for step in run.steps(num_steps):

@@ -187,7 +187,7 @@ def train(
 
     run.mix([len(one) for one in sets])
     results: Metrics = {}
-    num_steps = run.num_steps(len(pairs), args.mini_batch_size)
+    num_steps = run.num_steps(pairs, args.mini_batch_size)
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
     for step in run.steps(num_steps):
         started = time.perf_counter()

@@ -116,7 +116,7 @@ def train(
     enable_packing(policy)
 
     run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(len(examples), args.mini_batch_size), {}
+    num_steps, results = run.num_steps(examples, args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     held_out = HeldOut(run, policy, validation, tokenizer)
     for step in run.steps(num_steps):

@@ -22,7 +22,7 @@ WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 FLOAT = re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|\.?inf(inity)?|\.?nan)")
 LONG = re.compile(r"[+-]?[0-9]{17}")  # digits before the point: a float rounds them
 NUMBERS = {"tag:yaml.org,2002:int": WHOLE, "tag:yaml.org,2002:float": FLOAT}  # by the tag of a value
-NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given"}  # of args.json
+NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given", "began"}  # of args.json
 
 
 def refuse_old_flags(args_class: Any, words: list[str]) -> None:

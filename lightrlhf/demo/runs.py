@@ -35,7 +35,7 @@ AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
 HELD_OUT = ", held-out prompts"  # behind a run's label: its answers to the same prompts throughout training
 MAX_NEAREST = 4  # samples of a run beside a point of its curve
-NO_ARGUMENTS = ("versions", "git_commit", "given")  # of args.json
+NO_ARGUMENTS = ("versions", "git_commit", "given", "began")  # of args.json
 LONGEST = 200  # characters of an argument in a table
 
 

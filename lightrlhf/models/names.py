@@ -21,7 +21,7 @@ from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.models import lora
-from lightrlhf.storage.checkpoint import follow_best, is_sealed, newest_checkpoint, verify_checkpoint
+from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, newest_checkpoint, verify_checkpoint
 from lightrlhf.storage.gguf_files import from_gguf
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
@@ -73,6 +73,18 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     if (path / "args.json").is_file():
         return str(newest_checkpoint(path, flag))
     raise UsageError(f"{flag} {name} is neither a model folder (config.json) nor an experiment dir (args.json)")
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder that a local name means, of an experiment dir its newest checkpoint; None where there is no folder.
+
+    Nothing is verified: see `resolve`.
+    """
+    path = follow_best(Path(name))
+    is_model = (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file()
+    if not path.is_dir() or is_model:
+        return path if path.is_dir() else None
+    return next(reversed(checkpoints(path)), path)
 
 
 @cache

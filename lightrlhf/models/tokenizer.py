@@ -12,8 +12,7 @@ from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import check_end_token, turn_end
-from lightrlhf.models.names import quiet_libraries, resolve
-from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.models.names import model_folder, quiet_libraries, resolve
 from lightrlhf.storage.seals import check_sealed, seal
 
 
@@ -133,8 +132,7 @@ def check_same_ids(tokenizer: Any, model: Any) -> None:
 
 def check_stored_ids(tokenizer: Any, data_dir: Any, model_name: str) -> None:
     """Check that the tokenizer of a local model or run maps the data's tokens to the same ids. Raises: UsageError."""
-    source = Path(resolve(model_name) if is_gguf(model_name) else model_name)
-    folder = next(reversed(checkpoints(source)), source)
+    folder = Path(resolve(model_name)) if is_gguf(model_name) else model_folder(model_name) or Path(model_name)
     own = _vocabulary(folder)  # may have more: a reward model's pad token
     if own and any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
         raise UsageError(

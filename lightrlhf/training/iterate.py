@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,10 +48,12 @@ from lightrlhf.storage.run_dir import (
 )
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import rename, sync_folder, writing
+from lightrlhf.training.beginning import OLDER, describe_rows
 from lightrlhf.training.dry_run import planned_results, texts_of_sample
 from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
+from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 from lightrlhf.training.summary import Rows, describe_device, describe_model, lines, peak_memory, print_summary
 
 SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
@@ -63,21 +65,29 @@ Result = TypeVar("Result")
 
 # ----------------------------------------------------------------------------------------------- the experiment dir
 def open_directory(
-    args: Any, program: str, data: str, work: str, given: dict[str, str] | None = None, old_name: str | None = None
+    args: Any,
+    program: str,
+    data: str,
+    work: str,
+    given: dict[str, str] | None = None,
+    old_name: str | None = None,
+    rows: Sequence[Any] | None = None,
 ) -> tuple[Path, str]:
     """The experiment dir, new or resumed, and the initial policy, which `args.json` records; prints the banner.
 
     Resumed is the directory of `--resume_from`, or an `--output_dir` that already is an experiment dir. data: path
     whose last two parts name the experiment dir; work: what an iteration is of, in words; given: objects that `train`
-    was called with; old_name: of the program in older releases.
-    Raises: UsageError when it cannot be written, was started with other flags or objects, or the policy is no folder.
+    was called with; old_name: of the program in older releases; rows: the training rows that iterations draw from; None
+    for a stage that reads none.
+    Raises: UsageError when it cannot be written, was started with other flags, objects, rows or sources, or the policy
+    is no folder.
     """
     check_scalable(args)  # of a stage that trains, before any other
     output_dir = args.output_dir
     started = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
     if started:
         source = f"{'--resume_from' if args.resume_from else '--output_dir'} {started}"
-        initial = _check_resumed(args, (program, old_name or program), given or {}, source, Path(started))
+        initial = _check_resumed(args, (program, old_name or program), given or {}, source, Path(started), rows)
         if not (Path(started) / MANIFEST).exists():  # a kill came before the seal
             seal(Path(started), ["args.json"])
         reopen_damaged_policy(Path(started))
@@ -91,6 +101,7 @@ def open_directory(
         flag = f"--log_dir {args.log_dir}"
         directory = new_run_dir(place_of(args, data), flag)
     stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
+    stored["began"] = {"rows": describe_rows(rows or ()), "sources": sources_of(args, given or {}, initial)}
     with writing(flag), lock_folder(directory):
         write_text(directory / "args.json", json.dumps(stored, indent=1))
         seal(directory, ["args.json"])
@@ -177,8 +188,15 @@ def as_given(args: Any, initial: str) -> str:
     return initial
 
 
-def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], source: str, directory: Path) -> str:
-    """The initial policy of a run that may be resumed with these flags and objects."""
+def _check_resumed(
+    args: Any,
+    programs: tuple[str, str],
+    given: dict[str, str],
+    source: str,
+    directory: Path,
+    rows: Sequence[Any] | None,
+) -> str:
+    """The initial policy of a run that may be resumed with these flags, objects and rows."""
     check_args(directory)
     stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     if stored.get("program") not in programs:
@@ -189,7 +207,24 @@ def _check_resumed(args: Any, programs: tuple[str, str], given: dict[str, str], 
         remedy = f"start a new run, or go on as it was by --resume_from {directory} alone"
         raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; {remedy}")
     check_given(stored.get("given", {}), given, source)
+    _check_began(args, stored, given, source, rows)
     return str(stored["initial"])
+
+
+def _check_began(
+    args: Any, stored: dict[str, Any], given: dict[str, str], source: str, rows: Sequence[Any] | None
+) -> None:
+    """Raises: UsageError when the rows or the sources of a run are not those that it began with."""
+    if (began := stored.get("began")) is None:
+        print(OLDER)
+        return
+    now, problem, remedy = describe_rows(rows or ()), "", ""
+    if rows is not None and began["rows"] != now:
+        problem = f"the content of {getattr(args, 'data_dir', 'the data')} is {now}, and was {began['rows']}"
+    elif changed := changed_source(began["sources"], sources_of(args, given, str(stored["initial"]))):
+        problem, remedy = changed
+    if problem:
+        raise UsageError(f"{source}: {problem}; {remedy or RESTORE}, or start a new run from one of its policies")
 
 
 def find_started_run(folder: Path) -> str | None:

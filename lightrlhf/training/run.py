@@ -58,10 +58,11 @@ from lightrlhf.storage.run_dir import (
     new_run_dir,
     read_growing,
     resumed_dir,
-    stored,
+    stored_args,
 )
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
+from lightrlhf.training.beginning import OLDER, Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import NUM_STEPS, DryRun, checkpoint_bytes, planned_results
@@ -136,6 +137,7 @@ class Run(Generic[AnyArgs]):
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
         self.data = " + ".join(self.data_dirs)  # as the model card names it
         self._planned = 0, 0  # rows, and those of a step on each device
+        self._num_steps = 0
         self._parameters: dict[str, tuple[int, int]] = {}  # of each learner: all, and the trained ones
         self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
         self._ends: list[int] = []  # of several sets among all rows
@@ -326,6 +328,9 @@ class Run(Generic[AnyArgs]):
 
         args = self.args
         self._parameters[name] = count_parameters(module)
+        if self._num_steps:
+            words = f"the number of optimiser steps of {name} in each step is"
+            self.began.fix(f"updates_of_{name}", num_updates / self._num_steps, words)
         if self.resumed:
             load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
@@ -485,13 +490,19 @@ class Run(Generic[AnyArgs]):
         return f"; the last good checkpoint is {saved[-1]}" if saved else "; no checkpoint had been written yet"
 
     # ----------------------------------------------------------------------------------------------------- data
-    def num_steps(self, num_rows: int, batch_size: int) -> int:
+    def num_steps(self, rows: Sequence[Any], batch_size: int) -> int:
         """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller.
 
         `--max_steps` alone goes on through as many epochs as it takes; with `--epochs`, whichever ends first.
+        Raises: UsageError when a resumed run began with other rows, or another number of them in a step of all ranks.
         """
-        self._planned = num_rows, batch_size
-        per_epoch = math.ceil(num_rows / (batch_size * self.world_size))
+        self.began.fix_rows(rows, batch_size, " + ".join(self.data_dirs))
+        self._planned = len(rows), batch_size
+        self._num_steps = self._limited(math.ceil(len(rows) / (batch_size * self.world_size)))
+        return self._num_steps
+
+    def _limited(self, per_epoch: int) -> int:
+        """Number of steps by `--epochs` and `--max_steps`."""
         epochs, max_steps = self.args.epochs, self.args.max_steps
         if epochs is None or max_steps is None:
             return max_steps or per_epoch * (epochs or 1)
@@ -830,14 +841,19 @@ class Run(Generic[AnyArgs]):
 
     def _read_resume_state(self, split_from: str | None) -> dict[str, Any] | None:
         if not self.args.resume_from:
+            self.began = Beginning(self.args, self.world_size, self.given)
             return None
         state, damaged = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
+        before = stored_args(self.args.resume_from)
+        self.began = Beginning(self.args, self.world_size, self.given, before)
+        if not self.began.is_known:
+            self.fabric.print(OLDER)
         self._damaged = [folder for folder, _ in damaged]
         for folder, problem in damaged:
             self.fabric.print(f"note: {folder} is damaged ({problem}); going on from step {state['step']} before it")
-        began = stored(self.args.resume_from, "data_dir")
-        if began is not None and began != getattr(self.args, "data_dir", began):
-            self.fabric.print(f"note: this run began on {began} and goes on with {self.data}")
+        data_dir = before.get("data_dir")
+        if data_dir is not None and data_dir != getattr(self.args, "data_dir", data_dir):
+            self.fabric.print(f"note: this run began on {data_dir} and goes on with {self.data}")
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.fabric.world_size)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
@@ -881,7 +897,8 @@ class Run(Generic[AnyArgs]):
             if self.args.output_dir:
                 check_vacant(self.directory)  # another run may have come first
             note_run(self.directory)
-            write_text(self.directory / "args.json", json.dumps(self._described(), indent=1))
+            stored = {**self._described(), "began": self.began.noted()}
+            write_text(self.directory / "args.json", json.dumps(stored, indent=1))
             seal(self.directory, ["args.json"])
         if self.is_first and not is_stage(self.directory):
             link_latest(self.directory, resumed=self.resumed is not None)

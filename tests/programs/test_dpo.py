@@ -784,7 +784,9 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_dat
     assert str(one["optimizers"]) == str(other["optimizers"]) and one["extra"] == other["extra"]
 
 
-def test_a_reference_that_is_no_longer_the_same_is_computed_anew(cafe_data, base_model, tokenizer, tmp_path, capsys):
+def test_a_reference_that_is_no_longer_the_same_is_refused_and_of_an_older_run_computed_anew(
+    cafe_data, base_model, tokenizer, tmp_path, capsys
+):
     folder = shutil.copytree(base_model, tmp_path / "model")
     flags = ["--data_dir", str(cafe_data), "--model_name", str(folder), "--log_dir", str(tmp_path / "logs"), *FEW]
     run = main([*flags, "--max_steps", "2"])
@@ -796,6 +798,13 @@ def test_a_reference_that_is_no_longer_the_same_is_computed_anew(cafe_data, base
     main(["--resume_from", run, "--max_steps", "3"])
     assert stored() == before and "log-probabilities again" not in capsys.readouterr().out
     save_model("llama", folder, tokenizer, initializer_range=0.5)
+    with pytest.raises(SystemExit):
+        main(["--resume_from", run, "--max_steps", "4"])
+    assert f"--model_name {folder} is not what it was when the run began" in capsys.readouterr().err
+    arguments = json.loads((Path(run) / "args.json").read_text())
+    del arguments["began"]  # as an older release wrote it
+    (Path(run) / "args.json").write_text(json.dumps(arguments))
+    reseal(Path(run))
     main(["--resume_from", run, "--max_steps", "4"])
     assert "log-probabilities again" in capsys.readouterr().out
     assert stored()["fingerprint"] != before["fingerprint"] and stored()["logps"] != before["logps"]

@@ -260,7 +260,7 @@ def run(tmp_path):
 def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
     one = run(epochs=2)
     rows = [{"number": i} for i in range(11)]
-    assert one.num_steps(11, 4) == 6
+    assert one.num_steps(range(11), 4) == 6
     batches = [[row["number"] for row in one.global_batch(rows, step, 4)] for step in range(6)]
     assert [len(batch) for batch in batches] == [4, 4, 3, 4, 4, 3]
     assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(11))
@@ -272,7 +272,7 @@ def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, monkeypatc
     one = run()
     monkeypatch.setattr(Run, "world_size", world_size)
     seen = []
-    for step in range(one.num_steps(num_rows, 2)):
+    for step in range(one.num_steps(range(num_rows), 2)):
         batch = one.global_batch([{"number": i} for i in range(num_rows)], step, 2)
         shares = []
         for rank in range(world_size):
@@ -296,13 +296,13 @@ def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, monkeypatc
     ],
 )
 def test_max_steps_alone_goes_on_through_epochs(run, capsys, flags, steps):
-    assert run(**flags).num_steps(100, 10) == steps
+    assert run(**flags).num_steps(range(100), 10) == steps
     assert "--epochs" not in capsys.readouterr().out
 
 
 def test_epochs_that_end_a_run_before_max_steps_say_so(run, capsys):
     """As the arguments of older runs do, which all have epochs."""
-    assert run(epochs=1, max_steps=35).num_steps(100, 10) == 10
+    assert run(epochs=1, max_steps=35).num_steps(range(100), 10) == 10
     assert "--epochs 1 ends this run at step 10, before --max_steps 35" in capsys.readouterr().out
 
 

@@ -70,7 +70,7 @@ def test_the_training_of_an_iteration_says_what_is_its_own(tmp_path, capsys):
     (tmp_path / "args.json").write_text("{}")
     run = Run(TrainArgs(log_dir=str(tmp_path / "iteration-01"), accelerator="cpu"), "test")
     run.setup("policy", torch.nn.Linear(2, 3), 1e-3, 1)
-    for _ in run.steps(run.num_steps(20, 8)):
+    for _ in run.steps(run.num_steps(range(20), 8)):
         run.step += 1
     run.finish()
     text = capsys.readouterr().out

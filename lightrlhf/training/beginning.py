@@ -1,0 +1,111 @@
+"""What a run began with and a resumed one must have, too: its sources, and which rows each of its steps has.
+
+A step takes rows by its number, from an order that follows from the seed. With other rows, another seed or another
+number of them in a step the same number means other rows, so that some would be trained twice or never; with another
+number of optimiser steps in each the learning-rate schedule would go on at another place. Ranks may change: what counts
+is the product with their number.
+
+Left out: flags that change what is learned from a row, which a resumed run may change as its user likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.parser import to_dict
+from lightrlhf.training.sources import RESTORE, changed_source, sources_of
+
+PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step, each rank's
+SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
+OLDER = "note: an older release began this run and noted no data and models, so changes of them go unnoticed"
+FREE = ("resume_from", "output_dir", "log_dir", "max_steps", "epochs", "devices", "num_nodes")  # never the reason
+
+
+class Beginning:
+    """Values that `args.json` has as `began`, compared as they are fixed with those of the run that is resumed.
+
+    ranks: those with rows of their own; given: objects that the program was called with, as `given_objects` describes
+    them; before: `args.json` of the run that is resumed.
+    Raises: UsageError naming the flag and how to go on, when a value is another one.
+    """
+
+    def __init__(
+        self, args: Any, ranks: int, given: Mapping[str, str], before: Mapping[str, Any] | None = None
+    ) -> None:
+        self.args, self.ranks, self.given, self.before = args, ranks, given, before or {}
+        self.values: dict[str, Any] = {}
+        self.sources = sources_of(args, given)
+        if self.is_known and (changed := changed_source(self.before["began"]["sources"], self.sources)):
+            raise UsageError(self.refusal(*changed))
+        for name in PER_RANK:
+            if (value := getattr(args, name, None)) is not None:
+                words = f"--{name} {value} on {ranks} rank{'s' * (ranks > 1)} is"
+                self.fix(name, value * ranks, words, self._scaled(name))
+        for name in SAME:
+            if hasattr(args, name):
+                self.fix(name, getattr(args, name), f"--{name} is")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the run that is resumed noted these values; older releases did not."""
+        return "began" in self.before
+
+    def fix(self, name: str, value: Any, words: str, remedy: str = "") -> None:
+        """Fix a value by its name; words: what it is of and a verb, for the error; remedy: another than by default."""
+        before = self.before.get("began", {}).get(name, value)
+        if before != value:
+            is_flag = name in (*PER_RANK, *SAME)
+            changed = "" if is_flag else self._changed()
+            remedy = remedy or ("" if is_flag or changed else RESTORE)
+            raise UsageError(self.refusal(f"{words} {value}, and was {before} when the run began{changed}", remedy))
+        self.values[name] = value
+
+    def fix_rows(self, rows: Sequence[Any], batch_size: int, source: str) -> None:
+        """Fix the rows of the run, and the number of those of a step on each rank."""
+        self.fix("rows", describe_rows(rows), f"the content of {source} is")
+        self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
+
+    def noted(self) -> dict[str, Any]:
+        """What `args.json` gets, when all models are loaded: those of the hub are in its cache then."""
+        now = self.sources if all(one["files"] for one in self.sources.values()) else sources_of(self.args, self.given)
+        sources = {flag: one if one["files"] else now[flag] for flag, one in self.sources.items()}
+        return {**self.values, "sources": sources}
+
+    def refusal(self, problem: str, remedy: str = "") -> str:
+        """The line of an error: the run, what has changed, and the ways out."""
+        run = self.args.resume_from
+        flag = "--sft_experiment_dir" if hasattr(self.args, "sft_experiment_dir") else "--model_name"
+        remedy = remedy or f"go on as it began by --resume_from {run} alone"
+        return f"--resume_from {run}: {problem}; {remedy}, or begin a new run from its weights by {flag} {run}"
+
+    def _scaled(self, name: str) -> str:
+        before = self.before.get("began", {}).get(name)
+        return f"give --{name} {before // self.ranks}" if before and before % self.ranks == 0 else ""
+
+    def _changed(self) -> str:
+        """The flags that have changed, of which one may be the reason."""
+        now, known = to_dict(self.args), self.before.keys() - {*FREE, *PER_RANK}
+        names = [one for one in now if one in known and self.before[one] != now[one]]
+        changed = ", ".join(f"--{one} {now[one]} (was {self.before[one]})" for one in names)
+        return f"; changed: {changed}" if changed else ""
+
+
+def describe_rows(rows: Sequence[Any]) -> str:
+    """The number of rows and their hash, as errors and `args.json` have them."""
+    return f"{len(rows)} rows, sha256 {hash_rows(rows)}"
+
+
+def hash_rows(rows: Iterable[Any]) -> str:
+    """The beginning of the SHA-256 of rows: dicts of tensors and plain values, objects with such fields, or values."""
+    digest = hashlib.sha256()
+    for row in rows:
+        fields = row if isinstance(row, Mapping) else getattr(row, "__dict__", {"": row})
+        for name, value in fields.items():
+            digest.update(name.encode())
+            digest.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+    return digest.hexdigest()[:16]
