@@ -18,12 +18,13 @@ import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
-from typing import Any
-
-import httpx2
+from typing import TYPE_CHECKING, Any
 
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    import httpx2
 
 LONGEST_REPLY = 16 * 2**20  # bytes after decompression: far above any completion
 LONGEST_RETRY_AFTER = 600.0  # seconds
@@ -48,6 +49,8 @@ class HttpThread:
     """
 
     def __init__(self, connect_timeout: float) -> None:
+        import httpx2  # a run without servers needs no client
+
         key = os.environ.get(KEY, "").strip()
         if not (key.isascii() and (key.isprintable() or not key)):
             raise UsageError(f"{KEY} has characters that no key has; set it again")
@@ -83,6 +86,8 @@ class HttpThread:
         self, method: str, url: str, deadline: float, longest: int = LONGEST_REPLY, **more: Any
     ) -> httpx2.Response:
         """The whole response. Raises: Late when it is not complete at the deadline, Busy when it is no reply."""
+        import httpx2
+
         content = bytearray()
         try:
             async with asyncio.timeout(deadline), self.client.stream(method, url, **more) as response:
@@ -92,6 +97,8 @@ class HttpThread:
                         raise Busy(f"a reply of more than {longest:,} bytes")
         except TimeoutError:
             raise Late(f"no whole reply within {deadline:g} s") from None
+        except httpx2.RequestError as problem:
+            raise Busy(message_of(problem)) from None
         raw = response.headers.raw  # bytes, in any encoding
         headers = [(name, value) for name, value in raw if name.lower() != b"content-encoding"]
         return httpx2.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)

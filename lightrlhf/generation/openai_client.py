@@ -24,10 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx2
-import tenacity
+from typing import TYPE_CHECKING, Any
 
 from lightrlhf.cli.addresses import KEY, check_addresses
 from lightrlhf.cli.args import RARE, TimeoutArgs, check_at_least
@@ -41,6 +38,9 @@ from lightrlhf.generation.http_thread import (
     retry_after,
     text_of,
 )
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
 
 LONGEST_WAIT = 60.0  # seconds between two attempts, without a Retry-After
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
@@ -145,11 +145,13 @@ class Servers:
                 future.cancel()
 
     async def _ask(self, number: int, request: dict[str, Any]) -> Reply:
+        import tenacity  # a run without servers needs no client
+
         attempts = itertools.count(number)
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.args.max_attempts),
             wait=self._seconds_to_wait,
-            retry=tenacity.retry_if_exception_type((Busy, httpx2.RequestError)),
+            retry=tenacity.retry_if_exception_type(Busy),
             reraise=True,
         )
         url = self.urls[number % len(self.urls)]
@@ -161,7 +163,7 @@ class Servers:
                         return await self._ask_once(url, request)
             except Unanswered as problem:
                 return Reply(error=str(problem))
-            except (Busy, httpx2.RequestError) as problem:
+            except Busy as problem:
                 raise RunFailure(
                     f"--base_url {url} failed {self.args.max_attempts} times, last with: {message_of(problem)}; "
                     "complete rows are kept, run the same command to resume"
@@ -211,11 +213,13 @@ class Servers:
             self.told.add(name)
             print(f"--base_url {url} answers as {one_line(name)}, asked for {self.model}", file=sys.stderr)
 
-    def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
+    def _seconds_to_wait(self, state: RetryCallState) -> float:
+        from tenacity import wait_exponential_jitter
+
         problem = state.outcome.exception() if state.outcome else None
         if isinstance(problem, Busy) and problem.seconds is not None:
             return problem.seconds
-        return tenacity.wait_exponential_jitter(self.first_wait, LONGEST_WAIT, jitter=self.first_wait)(state)
+        return wait_exponential_jitter(self.first_wait, LONGEST_WAIT, jitter=self.first_wait)(state)
 
     async def _health_problem(self, url: str) -> str | None:
         deadline = min(HEALTH_DEADLINE, self.args.health_timeout)
@@ -223,7 +227,7 @@ class Servers:
             response = await self.http.send("GET", url.removesuffix("/v1") + "/health", deadline)
             if response.status_code in (401, 403, 404, 405):  # no such path; every server has /models
                 response = await self.http.send("GET", url + "/models", deadline)
-        except (Busy, httpx2.RequestError) as problem:
+        except Busy as problem:
             return message_of(problem)
         if response.status_code in (401, 403):
             raise RunFailure(f"--base_url {url} refused the key (status {response.status_code}); set {KEY}")

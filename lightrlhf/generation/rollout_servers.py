@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import httpx2
 from torch import Tensor
 
 from lightrlhf.cli.addresses import KEY
@@ -563,7 +562,7 @@ class RolloutServers:
             if isinstance(server.dialect, VLLM) and not server.is_out and not server.adapter:  # vLLM on a CPU would end
                 try:
                     found.append((server.url, await server.dialect.score(self._ask(server), server, texts)))
-                except (Busy, httpx2.RequestError, RunFailure):  # a server without this route explains nothing
+                except (Busy, RunFailure):  # a server without this route explains nothing
                     continue
         return found
 
@@ -579,7 +578,7 @@ class RolloutServers:
         while True:
             try:
                 return await self._look_at(server)
-            except (Busy, httpx2.RequestError) as problem:
+            except Busy as problem:
                 if time.monotonic() > end:
                     raise RunFailure(
                         f"--rollout_server {server.url} did not answer within {self.args.health_timeout:g} s "
@@ -601,7 +600,7 @@ class RolloutServers:
         for server, problem in zip(waiting, results):
             if problem is None:
                 continue
-            if is_first or not isinstance(problem, Busy | httpx2.RequestError | RunFailure):
+            if is_first or not isinstance(problem, Busy | RunFailure):
                 raise problem if isinstance(problem, RunFailure) else RunFailure(_failed(server, problem)) from problem
             self._leave_out(server, problem)
 
@@ -650,7 +649,7 @@ class RolloutServers:
             if not server.is_out and server.dialect is not None:
                 try:
                     await server.dialect.sleep(self._ask(server), server, asleep)
-                except (Busy, httpx2.RequestError) as problem:
+                except Busy as problem:
                     self._leave_out(server, problem)
 
     async def _sample(
@@ -692,7 +691,7 @@ class RolloutServers:
             number = work.todo.popleft()
             try:
                 work.finish(number, await self._sample_chunk(server, chunks[number], args, ends))
-            except (Busy, httpx2.RequestError, Refused) as problem:
+            except (Busy, Refused) as problem:
                 self._leave_out(server, problem)
                 if not work.give_back(number, MAX_RETURNS * len(self.servers)):
                     raise ServersGone(f"{_failed(server, problem)}, as others at the same prompts") from None

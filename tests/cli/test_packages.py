@@ -63,7 +63,6 @@ def test_each_optional_package_is_brought_by_its_extra_and_tested():
     [
         ("lightrlhf.ppo", "torch"),  # imported by the program's file
         ("lightrlhf.sft", "jsonargparse"),  # by its `main`
-        ("lightrlhf.generate", "httpx2"),
         ("lightrlhf.quickstart", "torch"),
         ("datasets_prep.cafe.prepare_data", "torch"),
         ("lightrlhf", "shtab"),
