@@ -59,12 +59,15 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, 
     if is_quantised(model):
         raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
     check_same_ids(tokenizer, model)
-    if frozen.is_held(model):
-        frozen.release(model)
-    model.float().requires_grad_(True)
-    check_weights(model, "policy: the given model")
-    if args.base_dtype == "bfloat16":
+    if args.base_dtype == "bfloat16":  # without a copy in float32, which may not fit beside it
+        for buffer in model.buffers():
+            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
         frozen.hold(model.requires_grad_(False))
+    else:
+        if frozen.is_held(model):
+            frozen.release(model)
+        model.float().requires_grad_(True)
+    check_weights(model, "policy: the given model")
     grow_vocabulary(model, tokenizer, "the given policy")
     if args.disable_dropout:
         switch_off_dropout(model)

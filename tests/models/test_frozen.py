@@ -215,6 +215,15 @@ def test_a_given_model_is_stored_as_it_was_held(architecture, tmp_path, tokenize
         assert torch.equal(logits_of(again.model, ids), logits_of(policy.model, ids))
 
 
+def test_the_matrices_of_a_given_bfloat16_model_stay_where_they_are(tokenizer):
+    """A copy in float32 on the way, twice their size, may not fit on the device."""
+    model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).to(torch.bfloat16)
+    places = {name: p.data_ptr() for name, p in model.named_parameters() if name.endswith("_proj.weight")}
+    as_policy(model, args(base_dtype="bfloat16"), tokenizer)
+    now = {name.replace(".base_layer", ""): p.data_ptr() for name, p in model.named_parameters()}
+    assert all(now[name] == place for name, place in places.items())
+
+
 def test_a_base_that_is_rounded_is_noted(bases, tokenizer, capsys):
     from transformers import AutoModelForCausalLM
 
