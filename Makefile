@@ -26,8 +26,8 @@ $(VENV)/.tested: $(VENV)/.installed
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install browser quickstart demo real wheel check test test-oldest test-vllm test-llama test-harness attacks \
-	test-nightly newcomer claims claims-smoke lint site clean
+.PHONY: install browser quickstart demo real wheel check test test-oldest test-vllm test-llama test-harness \
+	gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -120,6 +120,27 @@ $(HARNESSES)/.installed: tests/real_harness/setup.sh
 	tests/real_harness/setup.sh $(HARNESSES) $(PYTHON)
 	touch $@
 
+# What this library does on a GPU, in at most 8 minutes, into gpu.json; `make gpu DEVICE=cpu SIZE=tiny` is the dry run.
+DEVICE ?= cuda
+SIZE ?= full
+gpu: $(VENV)/.tested
+	$(BIN)/python -m tests.gpu --device $(DEVICE) --size $(SIZE)
+
+# What tests/gpu/run.sh takes to a machine that reaches no network: pure wheels and the tree, at most 40 MB.
+gpu-bundle: $(VENV)/.tested
+	$(BIN)/python tests/gpu/bundle.py build build/gpu-bundle
+
+# The dry run with older releases and the bundle's wheels, as on an image for GPUs (6 GB: this torch is a CUDA build).
+IMAGE := .venv-image
+test-gpu-image: gpu-bundle $(IMAGE)/.installed
+	PYTHON=$(IMAGE)/bin/python tests/gpu/run.sh --device cpu --size tiny --output_file build/gpu-image.json
+
+$(IMAGE)/.installed:
+	$(PYTHON) -m venv $(IMAGE)
+	$(IMAGE)/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 lightning==2.6.6 peft==0.21.2 \
+		matplotlib pyarrow sentencepiece
+	touch $@
+
 # Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
 ROW ?= *
 attacks: $(VENV)/.tested
@@ -156,4 +177,4 @@ $(SITE)/.installed: mkdocs.yml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(LLAMA) $(HARNESSES) $(SITE) quickstart
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(LLAMA) $(HARNESSES) $(IMAGE) $(SITE) quickstart

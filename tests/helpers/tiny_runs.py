@@ -20,15 +20,17 @@ STEPS = 6
 
 
 class TinyRuns:
-    """The models and data of the runs, in one folder."""
+    """The models and data of the runs, in one folder; those that an earlier process made there are taken."""
 
     def __init__(self, folder: Path, cafe_data: Path, talk_data: Path, tokenizer) -> None:
         self.folder, self.cafe, self.talk = folder, cafe_data, talk_data
+        self.model, self.corridor, self.pairs = folder / "llama", folder / "corridor", folder / "dialogues" / "pairs"
+        if (self.pairs / "tokenizer").is_dir():  # the last that is made
+            return
         noise = {"attention_dropout": 0.1}  # so that resuming must bring back the random numbers, too
-        self.model = save_model("llama", folder / "llama", tokenizer, **WIDTH, **noise)
+        save_model("llama", self.model, tokenizer, **WIDTH, **noise)
         tokenizer.save_pretrained(self.model)
-        self.corridor = save_corridor_model(folder / "corridor", **WIDTH)
-        self.pairs = folder / "dialogues" / "pairs"
+        save_corridor_model(self.corridor, **WIDTH)
         for split, number in (("train", 12), ("validation", 4)):
             save_split(self.pairs, "refuel", split, [refuel_row(i) for i in range(number)])
         store_tokenizer(tokenizer, self.pairs)

@@ -1,0 +1,290 @@
+"""Correctness on the device: each program's tiny run beside the CPU's figures, and what only a GPU takes.
+
+Figures are the rows of `metrics.jsonl` without times. In float32 all of them are compared. Lower precisions round a
+response's noise to another token now and then, and all later figures follow the text, so there the first row alone is
+compared: all of it in programs that train on given texts, and of those that sample what does not depend on the text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import CAFE_SIZES, environment, rows_of, tiny_policy
+from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TinyRuns, experiment_of
+from torch import Tensor
+
+from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.data.batch import response_batch
+from lightrlhf.generation import engine, graphs
+from lightrlhf.generation.engine import decode_all, generate, no_gradients
+from lightrlhf.generation.slots import Slots
+from lightrlhf.models.probes import enable_packing
+from lightrlhf.storage.checkpoint import checkpoints
+from tests.gpu.setting import Figures, Row, Setting, needs
+
+BOUNDS = {"32-true": 1e-4, "bf16-mixed": 0.05, "16-mixed": 0.02}  # of a figure, relative where it is above 1
+STEPS = 4
+# A division by the root of a second moment near 0 would turn rounding into steps of full size.
+STABLE = ("--optimizer_eps", "1e-2", "--lr_warmup_steps", "0")
+OF_THE_POLICY = ("policy/ratio", "policy/approxkl", "policy/clipfrac")  # do not depend on the sampled text
+ARCHITECTURES = ("llama", "gpt2", "qwen2", "qwen3", "gemma2", "mistral")
+
+
+# ------------------------------------------------------------------------------------------------------- tiny runs
+def tiny_runs(at: Setting) -> TinyRuns:
+    """Models and data of the tiny runs, made once."""
+    from datasets_prep.cafe.prepare_data import main as cafe
+    from datasets_prep.cafe_talk.prepare_data import main as talk
+    from lightrlhf.models.tokenizer import load_tokenizer
+
+    folder, cafe_data, talk_data = at.folder / "tiny", at.folder / "tiny" / "cafe", at.folder / "tiny" / "talk"
+    if not cafe_data.is_dir():
+        cafe.__wrapped__(["--destination_dir", str(cafe_data), *CAFE_SIZES])
+        flags = ["--tokenizer_name", str(cafe_data / "tokenizer"), "--num_dialogues", "40", "--num_held_out", "8"]
+        talk.__wrapped__(["--destination_dir", str(talk_data), *flags, "--num_proc", "1"])
+    return TinyRuns(folder / "models", cafe_data, talk_data, load_tokenizer(cafe_data))
+
+
+def flags_of(at: Setting, program: str, logs: Path, *more: str) -> list[str]:
+    """The flags of a tiny run whose figures depend on rounding as little as can be."""
+    dropout = [] if program in (*ITERATED, "reflect_rl") else ["--disable_dropout", "True"]
+    return tiny_runs(at).flags(program, logs, *STABLE, *dropout, *more, steps=STEPS)
+
+
+def run(at: Setting, name: str, program: str, *more: str) -> Path:
+    """The experiment dir of a tiny run, which is done once."""
+    logs = at.folder / "runs" / name
+    if (logs / "done").exists():
+        return experiment_of(logs)
+    shutil.rmtree(logs, ignore_errors=True)
+    importlib.import_module(f"lightrlhf.{program}").main.__wrapped__(flags_of(at, program, logs, *more))
+    (logs / "done").touch()
+    return experiment_of(logs)
+
+
+def figures(folder: Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics, without times and what exists on a GPU alone."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    left_out = ("time/", "memory/", "train/loss_scale", "train/skipped_steps")
+    return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows]
+
+
+def compared(found: list[dict[str, float]], expected: list[dict[str, float]], bound: float) -> Figures:
+    """The largest difference of two runs' figures. Raises: AssertionError where it is above the bound."""
+    assert len(found) == len(expected), f"{len(found)} rows of metrics, not {len(expected)}"
+    largest, where = 0.0, ""
+    for one, other in zip(found, expected):
+        assert one.keys() == other.keys(), f"metrics differ: {sorted(one.keys() ^ other.keys())}"
+        for name in one:
+            off = abs(one[name] - other[name]) / max(1.0, abs(other[name]))
+            if not off <= largest:  # NaN counts as above
+                largest, where = off, f"{name} of step {one['step']}: {one[name]:.6g}, not {other[name]:.6g}"
+    shown = f"largest difference {largest:.2g}, bound {bound:g}"
+    assert largest <= bound, f"{shown}; {where}"
+    return {"difference": largest, "bound": bound, "shown": shown}
+
+
+def on_the_cpu(at: Setting, program: str, *more: str) -> list[dict[str, float]]:
+    """The figures of a program's tiny run on the CPU in float32."""
+    name = "-".join(("cpu", program, *more)).replace("--", "")
+    return figures(run(at, name, program, *more))
+
+
+def train(program: str, precision: str) -> Any:
+    def row(at: Setting) -> Figures:
+        chosen = at.half if precision == "16-mixed" else precision
+        flags = [*at.where(), "--precision", chosen]
+        found = figures(run(at, f"{at.device}-{program}-{precision}", program, *flags))
+        expected = on_the_cpu(at, program)
+        if precision != "32-true":
+            names = set(expected[0]) & {"step", *OF_THE_POLICY} if program in SAMPLING else set(expected[0])
+            found, expected = ([{name: rows[0][name] for name in names}] for rows in (found, expected))
+        return compared(found, expected, BOUNDS[chosen])
+
+    return row
+
+
+def lora(program: str) -> Any:
+    def row(at: Setting) -> Figures:
+        flags = ["--finetune_mode", "lora"]
+        found = figures(run(at, f"{at.device}-{program}-lora", program, *flags, *at.where()))
+        return compared(found, on_the_cpu(at, program, *flags), BOUNDS["32-true"])
+
+    return row
+
+
+def resume(program: str) -> Any:
+    """Figures and weights of a run that is killed after its second step and resumed: those of one that is not."""
+
+    def row(at: Setting) -> Figures:
+        whole = run(at, f"{at.device}-{program}-32-true", program, *at.where(), "--precision", "32-true")
+        logs = at.folder / "runs" / f"{at.device}-{program}-killed"
+        shutil.rmtree(logs, ignore_errors=True)
+        flags = flags_of(at, program, logs, *at.where())
+        script = Path(importlib.import_module("helpers.killed").__file__)
+        command = [sys.executable, str(script), str(logs), "**/checkpoint-000002/resume.pt", "-1", "0"]
+        done = subprocess.run([*command, f"lightrlhf.{program}", *flags], env=environment(), capture_output=True)
+        killed = experiment_of(logs)
+        assert done.returncode == -9, f"the run ended with status {done.returncode}"
+        before = int(checkpoints(killed)[-1].name.rpartition("-")[2])
+        importlib.import_module(f"lightrlhf.{program}").main.__wrapped__(["--resume_from", str(killed), *flags])
+        result = compared(figures(killed), figures(whole), BOUNDS["32-true"])
+        ours, theirs = (weights(checkpoints(folder)[-1]) for folder in (killed, whole))
+        same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        result["bitwise"] = same
+        result["shown"] += f", weights {'equal bit by bit' if same else 'not equal bit by bit'}, from step {before}"
+        return result
+
+    return row
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint / "model.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------- what a GPU alone takes
+def on_device(at: Setting, architecture: str = "llama", **changes: Any) -> Any:
+    """A tiny policy on the device, and the prompts to answer."""
+    return tiny_policy(architecture, **changes).to(at.device), rows_of(5, 1, 12, 3, 8, 2, 7, 7, 4, 6, 11, 3, 9, 5, 2)
+
+
+def captured(at: Setting) -> Figures:
+    """Captured decoding steps beside plain ones, and the log-probabilities of both beside those of a pass."""
+    args = GenerationArgs(max_new_tokens=48, temperature=1.3)
+    counts = {}
+    for architecture in ("llama", "qwen2", "gpt2"):
+        policy, prompts = on_device(at, architecture)
+        uniforms = torch.rand(len(prompts), 48, generator=torch.Generator().manual_seed(0))
+        made = {}
+        for kind in (Slots, graphs.BucketedSlots):
+            with no_gradients(policy.model):
+                made[kind] = decode_all(kind(policy.model, prompts, args, [2, 9], uniforms, 6), None)
+        plain, fast = made[Slots], made[graphs.BucketedSlots]
+        assert torch.equal(plain.tokens[:-1], fast.tokens[:-1]), f"{architecture}: other tokens"
+        torch.testing.assert_close(fast.logprobs[:-1], plain.logprobs[:-1], atol=1e-4, rtol=1e-4)
+        counts[architecture] = len(fast.graphs)
+        assert not at.is_cuda or fast.captures and fast.graphs, f"{architecture}: no step was captured"
+        completions = engine.completions_of(fast, [2, 9], None)
+        check_logprobs(at, policy, prompts, completions, args.temperature)
+    return {"graphs": counts, "shown": "graphs " + ", ".join(f"{name} {count}" for name, count in counts.items())}
+
+
+def check_logprobs(at: Setting, policy: Any, prompts: Any, completions: Any, temperature: float) -> None:
+    """Compare the log-probabilities that came with responses with those of a pass. Raises: AssertionError."""
+    batch = response_batch(prompts, completions.responses, 0).to(torch.device(at.device))
+    with torch.no_grad():
+        passed = policy(batch.input_ids, batch.attention_mask, batch.action_mask, temperature).logprobs  # (B, T-1)
+    sampled = torch.cat([torch.tensor(row) for row in completions.logprobs])
+    torch.testing.assert_close(passed[batch.action_mask].cpu(), sampled, atol=2e-4, rtol=2e-4)
+
+
+def noise(at: Setting) -> Figures:
+    """The same noise gives the same responses on both devices, up to draws that lie on the border of two tokens."""
+    args, same = GenerationArgs(max_new_tokens=32), []
+    for architecture in ("llama", "qwen2"):
+        policy, prompts = on_device(at, architecture)
+        uniforms = torch.rand(len(prompts), 32, generator=torch.Generator().manual_seed(1))
+        found = generate(policy, prompts, args, [2], uniforms, 6).responses
+        expected = generate(policy.to("cpu"), prompts, args, [2], uniforms, 6).responses
+        same += [one == other for one, other in zip(found, expected)]
+    share = sum(same) / len(same)
+    assert share >= 0.9, f"{share:.0%} of the responses are the same"
+    return {"same": share, "shown": f"{sum(same)} of {len(same)} responses are the same"}
+
+
+def packed(at: Setting) -> Figures:
+    """Packed passes beside padded ones: log-probabilities and the gradient, of each architecture that packs."""
+    largest, packs = 0.0, []
+    for architecture in ARCHITECTURES:
+        policy = tiny_policy(architecture).to(at.device)
+        enable_packing(policy)
+        if not policy.packs:
+            continue
+        packs.append(architecture)
+        prompts, responses = [[5, 6, 7, 8]] * 3 + [[9, 10]] * 3, rows_of(3, 5, 2, 6, 1, 4)
+        batch = response_batch(prompts, responses, 0).to(torch.device(at.device))
+        group = torch.tensor([0, 0, 0, 1, 1, 1], device=at.device)
+        found = []
+        for policy.packs in (False, True):
+            policy.zero_grad()
+            logprobs = policy(batch.input_ids, batch.attention_mask, batch.action_mask, group=group).logprobs
+            logprobs[batch.action_mask].sum().backward()
+            grad = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+            found.append((logprobs.detach(), grad))
+        (logprobs, grad), (other, other_grad) = found
+        off = float((other - logprobs).abs().max()), float((other_grad - grad).norm() / grad.norm())
+        assert max(off) <= 1e-4, f"{architecture}: log-probabilities differ by {off[0]:.2g}, gradients by {off[1]:.2g}"
+        largest = max(largest, *off)
+    assert "llama" in packs, f"only {packs} pack"
+    return {"packs": packs, "difference": largest, "shown": f"{', '.join(packs)}; largest difference {largest:.2g}"}
+
+
+def flash(at: Setting) -> Figures:
+    """Flash attention beside sdpa, in bfloat16."""
+    needs("flash_attn")
+    policy, prompts = on_device(at, "llama", hidden_size=128, num_attention_heads=4)
+    batch = response_batch(prompts, rows_of(*range(1, len(prompts) + 1)), 0).to(torch.device(at.device))
+    found = []
+    for attention in ("sdpa", "flash_attention_2"):
+        policy.model.set_attn_implementation(attention)
+        with torch.no_grad(), torch.autocast(at.device, torch.bfloat16):
+            found.append(policy(batch.input_ids, batch.attention_mask, batch.action_mask).logprobs)
+    off = float((found[0] - found[1]).abs().max())
+    assert off <= 0.1, f"log-probabilities differ by {off:.2g}"
+    return {"difference": off, "shown": f"largest difference {off:.2g}, bound 0.1"}
+
+
+def four_bit(at: Setting) -> Figures:
+    """LoRA on weights of 4 bits: the loss falls, and the first one is near that of the weights before rounding."""
+    needs("bitsandbytes")
+    from helpers import save_model
+
+    from lightrlhf.models.tokenizer import load_tokenizer
+
+    runs = tiny_runs(at)
+    tokenizer, folder = load_tokenizer(runs.cafe), at.folder / "wide"
+    if not (folder / "model.safetensors").exists():
+        save_model("llama", folder, tokenizer, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+        tokenizer.save_pretrained(folder)
+    losses = {}
+    for bits in ("False", "True"):
+        flags = ["--model_name", str(folder), "--load_in_4bit", bits, "--finetune_mode", "lora", *at.where()]
+        rows = figures(run(at, f"{at.device}-4bit-{bits}", "sft", *flags))
+        losses[bits] = [row["train/loss"] for row in rows if "train/loss" in row]
+    off = abs(losses["True"][0] / losses["False"][0] - 1)
+    assert off <= 0.1, f"the first loss is off by {off:.1%}"
+    assert losses["True"][-1] < losses["True"][0], f"losses {losses['True']}"
+    return {"losses": losses["True"], "shown": f"the first loss is off by {off:.1%}, bound 10%"}
+
+
+def devices(at: Setting) -> Figures:
+    """What torch sees."""
+    if not at.is_cuda:
+        return {"shown": "a CPU: nothing is measured"}
+    card = torch.cuda.get_device_properties(0)
+    bits = {"bf16": torch.cuda.is_bf16_supported(), "capability": f"{card.major}.{card.minor}"}
+    memory = round(card.total_memory / 2**30, 1)
+    return {"name": card.name, "memory": memory, **bits, "shown": f"{card.name}, {memory} GiB, {bits['capability']}"}
+
+
+ROWS = {"device": Row("correctness", devices, 5)}
+ROWS |= {f"train {program} 32-true": Row("correctness", train(program, "32-true")) for program in PROGRAMS}
+ROWS |= {"captured steps": Row("correctness", captured), "noise": Row("correctness", noise)}
+ROWS |= {"packed passes": Row("correctness", packed), "flash attention": Row("correctness", flash)}
+ROWS |= {f"resume {program}": Row("correctness", resume(program)) for program in ("sft", "ppo")}
+ROWS |= {f"lora {program}": Row("correctness", lora(program)) for program in ("sft", "ppo", "grpo")}
+ROWS |= {"4-bit": Row("correctness", four_bit)}
+ROWS |= {
+    f"train {program} {precision}": Row("correctness", train(program, precision))
+    for precision in ("bf16-mixed", "16-mixed")
+    for program in PROGRAMS
+}
