@@ -30,7 +30,8 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
-from lightrlhf.data.tokens import Piece, adds_bos, closed, own_ids, text_pieces
+from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
+from lightrlhf.data.turn_ends import closed
 
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 

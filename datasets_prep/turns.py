@@ -19,15 +19,15 @@ from lightrlhf.data.chat import (
     ROLES,
     TEMPLATE_ERRORS,
     controls,
+    generated_spans,
     has_generation_tags,
     left_out_of_answer,
     left_out_of_prompt,
     render_shown,
     shown_messages,
     shown_tools,
-    template_of,
 )
-from lightrlhf.data.tokens import answer_text
+from lightrlhf.data.turn_ends import answer_text
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -103,20 +103,10 @@ class Dialogue:
 
     def _generated(self, shown: list[Any], rendered: str) -> list[tuple[int, int]]:
         """Character spans within `{% generation %}` tags."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        tools: Any = self.tools
-        result: Any = render_jinja_template(  # lists of texts and of their spans, declared as a text
-            [shown],
-            tools=tools,
-            chat_template=template_of(self.tokenizer, self.tools),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        (text,), (spans,) = result
+        text, spans = generated_spans(self.tokenizer, shown, self.tools)
         if text != rendered:
             raise BadRow("generation_tags_change_the_text")
-        return list(spans)
+        return spans
 
 
 def check_messages(messages: Any) -> None:

@@ -240,6 +240,7 @@ assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() ==
 RAW = {  # where a text reaches a tokenizer as it is, and why it may
     "lightrlhf.data.tokens": "behind marks",
     "lightrlhf.data.chat": "behind marks",
+    "lightrlhf.data.turn_ends": "known exchanges of its own",
     "lightrlhf.data.macro_parsers": "offsets of a text, which count only where its ids are those that were sampled",
     "datasets_prep.encoding": "behind marks",
     "datasets_prep.common": "an end token and a greeting, to try the tokenizer and its template",

@@ -91,7 +91,7 @@ def _controls(tokenizer: Any, size: int, template: str, special: tuple[int, ...]
         else:
             ending_ids.add(index)
     beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
-    patterns = _any_of(texts), _any_of(texts - tags)
+    patterns = any_of(texts), any_of(texts - tags)
     kinds = tuple(sorted(texts)), tuple(sorted(stripping))
     firsts = frozenset(text[0] for text in texts)
     others = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -128,7 +128,8 @@ def declare_ends(tokenizer: Any, source: str) -> None:
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in plain])
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str]:
+def any_of(texts: set[str]) -> re.Pattern[str]:
+    """A pattern of any of some texts, the longest first; of none, one that matches nothing."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -210,6 +211,24 @@ def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_
     if ESCAPED in text:  # such as a template that writes a tool as Python does
         raise TemplateError("the chat template escapes characters of the contents")
     return str(text)
+
+
+def generated_spans(
+    tokenizer: Any, shown: Sequence[dict[str, Any]], tools: list[Any] | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of messages that are protected already, and its characters within `{% generation %}` tags."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given: Any = tools
+    result: Any = render_jinja_template(  # lists of texts and of their spans, declared as a text
+        [list(shown)],
+        tools=given,
+        chat_template=template_of(tokenizer, tools),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    (text,), (spans,) = result
+    return text, list(spans)
 
 
 def left_out_of_prompt(text: str, shown: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:

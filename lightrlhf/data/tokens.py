@@ -16,7 +16,6 @@ import torch
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import (
     MARK,
-    TEMPLATE_ERRORS,
     Messages,
     check_spelling,
     controls,
@@ -30,6 +29,7 @@ from lightrlhf.data.chat import (
     shown_tools,
 )
 from lightrlhf.data.splits import Row
+from lightrlhf.data.turn_ends import answer_text, closed, end_tokens
 
 SEPARATOR = "\x01"  # merges with no character behind it, but see `_is_parted`
 
@@ -267,65 +267,14 @@ def check_shown(
         raise UsageError(f"the chat template leaves out its {lacking.replace('_', ' ')}; use another template")
 
 
-def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
-    """The assistant turn that `rendered` adds to a prompt, up to its end token; None if it does not begin with that.
-
-    What the template writes behind the end token, such as a line break, belongs to the next prompt.
-    """
-    if not rendered.startswith(prompt):
-        return None
-    answer, end = rendered[len(prompt) :], turn_end(tokenizer)
-    if end is not None:
-        text = tokenizer.convert_ids_to_tokens(end)
-        before, found, _ = answer.partition(text)
-        if found:
-            return before + found
-    return answer.rstrip()
-
-
-def closed(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
-    last = ids[-1] if ids else -1
-    end = turn_end(tokenizer)
-    is_closed = last in (tokenizer.eos_token_id, end) or (end is not None and last in controls(tokenizer).ending_ids)
-    return ids if is_closed else [*ids, tokenizer.eos_token_id]
-
-
-def turn_end(tokenizer: Any) -> int | None:
-    """Id of the token with which the chat template ends an assistant turn; None if it leaves turns open.
-
-    Found by rendering a known exchange: the first control token after the assistant's words, such as `<|im_end|>`.
-    None also without a template, and with one that cannot render the exchange.
-    """
-    template = tokenizer.chat_template
-    return _turn_end(tokenizer, str(template), tokenizer.eos_token) if template else None
-
-
-@functools.lru_cache(maxsize=16)
-def _turn_end(tokenizer: Any, template: str, eos_token: str) -> int | None:
-    """`turn_end`, remembered while neither the template nor the end token changes."""
-    word = "assistant-turn-words"
-    exchange = [{"role": "user", "content": "user-turn-words"}, {"role": "assistant", "content": word}]
-    try:
-        _, found, rest = tokenizer.apply_chat_template(exchange, tokenize=False).rpartition(word)
-    except TEMPLATE_ERRORS:
-        return None
-    if not found:
-        return None
-    added = tokenizer.added_tokens_decoder
-    control = {i for i in {*added, *tokenizer.all_special_ids} if i not in added or added[i].content.strip()}
-    ids = tokenizer(eos_token + rest, add_special_tokens=False)["input_ids"][1:]  # see `encode_response`
-    return next((i for i in ids if i in control), None)  # Gemma's added tokens include runs of newlines
-
-
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens and without a clean-up of spaces.
 
-    The token that ends a turn is left out, too, although some tokenizers declare it as no special token. As their own
-    decoders do it, SentencePiece tokenizers drop a space at the beginning.
+    The tokens that end a turn are left out, too, although some tokenizers declare them as no special tokens. As their
+    own decoders do it, SentencePiece tokenizers drop a space at the beginning.
     """
-    if (end := turn_end(tokenizer)) is not None:
-        ids = [index for index in ids if index != end]
+    ends = end_tokens(tokenizer)
+    ids = [index for index in ids if index not in ends]
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -22,7 +22,8 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.chat import render
 from lightrlhf.data.splits import Row, load_split
-from lightrlhf.data.tokens import decode, encode_text, turn_end
+from lightrlhf.data.tokens import decode, encode_text
+from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.generation.samplers import Sampler, local_sampler
 from lightrlhf.models.roles import Policy
 from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample

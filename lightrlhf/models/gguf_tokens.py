@@ -14,7 +14,8 @@ import json
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.tokens import adds_bos, turn_end
+from lightrlhf.data.tokens import adds_bos
+from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.gguf_files import GPT2, LLAMA3, PRE_TOKENIZERS
 

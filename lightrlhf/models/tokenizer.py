@@ -11,7 +11,8 @@ from typing import Any
 from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.chat import declare_ends
-from lightrlhf.data.tokens import check_end_token, turn_end
+from lightrlhf.data.tokens import check_end_token
+from lightrlhf.data.turn_ends import end_tokens, turn_ends
 from lightrlhf.models.names import model_folder, quiet_libraries, resolve
 from lightrlhf.storage.seals import check_sealed, seal
 
@@ -96,17 +97,19 @@ def _with_pad_token(tokenizer: Any, name: str) -> Any:
 
 
 def end_ids(tokenizer: Any, model: Any) -> list[int]:
-    """Ids that end a response of a model of transformers: its tokenizer's end token, the token with which the chat
-    template ends a turn, and those of its generation config.
+    """Ids that end a response of a model of transformers: its tokenizer's end token, the tokens with which the chat
+    template ends a turn of words or of tool calls, and those of its generation config.
 
-    A generation config without any control token of the tokenizer is not counted: it was made for another one.
+    Where the template ends a turn with several tokens, those before the last do not end a response. A generation config
+    without any control token of the tokenizer is not counted: it was made for another one.
     """
     stored = getattr(model.generation_config, "eos_token_id", None)
     own = [stored] if isinstance(stored, int) else list(stored or [])
     if not {*own} & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
         own = []
-    ends = [tokenizer.eos_token_id, turn_end(tokenizer), *own]
-    return list(dict.fromkeys(index for index in ends if index is not None))
+    last = [tokenizer.eos_token_id, *turn_ends(tokenizer)]
+    inner = end_tokens(tokenizer) - {*last}
+    return list(dict.fromkeys(index for index in [*last, *own] if index not in inner))
 
 
 def store_ends(model: Any, tokenizer: Any, *others: int) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
 from lightrlhf.data.responses import ROW
-from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt, turn_end
+from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt
+from lightrlhf.data.turn_ends import turn_ends, without_end
 from lightrlhf.models.roles import ScalarModel, last_token
 from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
 from lightrlhf.rewards.workers import Workers
@@ -72,7 +73,7 @@ class Encoding:
             prompt = [{"role": "user", "content": prompt}]
         start = self.known_prompt(sample) or encode_prompt(self.tokenizer, prompt)
         response = encode_response(self.tokenizer, sample.response, prompt)
-        return start, response[:-1] if sample.truncated else response
+        return start, without_end(self.tokenizer, response) if sample.truncated else response
 
     def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
         """The ids a sample came with, when in this tokenizer they are the same prompt and response."""
@@ -122,7 +123,7 @@ class Encoding:
 
     def may_end(self, last: int, truncated: bool) -> bool:
         """Whether a response can end with this id; the end token of another tokenizer may be any token of this one."""
-        if last in (self.tokenizer.eos_token_id, turn_end(self.tokenizer)):
+        if last in (self.tokenizer.eos_token_id, *turn_ends(self.tokenizer)):
             return not truncated
         return truncated or last not in self.tokenizer.all_special_ids  # ended by a stop string
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, LLAMA3_TEMPLATE, sentencepiece_like
 from helpers.ends import EOS, GEMMA, PHI3, tokenizer_of
+from helpers.templates import ZOO
 
 from datasets_prep.common import PLAIN_TEMPLATE, complete
-from lightrlhf.data.tokens import turn_end
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.tokens import decode, encode_prompt, encode_response
+from lightrlhf.data.turn_ends import turn_end, turn_ends, without_end
+from lightrlhf.generation.dialogues import user_turn_ids
+from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.rewards.scorers import Encoding, Sample
 
 TAGS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -75,3 +82,68 @@ def test_a_changed_template_or_end_token_is_read_again():
     tokenizer.eos_token = "<|eot_id|>"
     assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert turn_end(other) == other.convert_tokens_to_ids("<|im_end|>")
+
+
+# ------------------------------------------------------------------------------- several tokens, and calls' own
+ASKED = [{"role": "user", "content": "a latte"}]
+CALL = {"type": "function", "function": {"name": "pour", "arguments": {"cup": "latte"}}}
+TOOLS = [{"type": "function", "function": {"name": "pour", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def model_with(*ends: int) -> SimpleNamespace:
+    """A model of which only the generation config is read."""
+    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[*ends]))
+
+
+@pytest.mark.parametrize(
+    "kind, words, calls",
+    [
+        ("parts", "<|end_of_turn|>", []),
+        ("two_ends", "<|endoftext|>", []),
+        ("last_eos", "<|end|>", []),
+        ("channels", "<|return|>", ["<|call|>"]),
+        ("llama31_tools", "<|eot_id|>", ["<|eom_id|>"]),
+        ("call_and_header", "<|eot|>", ["<|eom|>"]),
+        ("call_awaits", "<end_of_turn>", ["<start_response>"]),
+        ("tagged_lines", "<|im_end|>", []),
+    ],
+)
+def test_the_last_token_of_a_turn_ends_it(kind, words, calls):
+    tokenizer = ZOO[kind].tokenizer
+    assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == [words, *calls]
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_sampling_stops_where_a_trained_turn_ends_and_the_dialogue_goes_on_from_there(kind):
+    tokenizer = ZOO[kind].tokenizer
+    ends = end_ids(tokenizer, model_with(*turn_ends(tokenizer)))
+    answers = ["here it is", {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    for answer, tools in zip(answers, (None, TOOLS)):
+        try:
+            ids = encode_response(tokenizer, answer, ASKED, tools)
+        except UsageError:
+            continue
+        stop = next(place for place, index in enumerate(ids, start=1) if index in ends)
+        assert not decode(tokenizer, ids[stop:]).strip()
+        assert tools or decode(tokenizer, without_end(tokenizer, ids)).strip() == decode(tokenizer, ids[:stop]).strip()
+    messages = [*ASKED, {"role": "assistant", "content": "here it is"}, {"role": "user", "content": "and?"}]
+    if kind in ("parts", "unnamed_parts", "two_ends", "last_eos", "call_and_header", "call_awaits", "tagged_lines"):
+        ids = encode_response(tokenizer, "here it is", ASKED)
+        sampled = ids[: next(place for place, index in enumerate(ids, start=1) if index in ends)]
+        whole = [*encode_prompt(tokenizer, ASKED), *sampled, *user_turn_ids(tokenizer, "and?")]
+        assert whole == encode_prompt(tokenizer, messages)
+
+
+def test_the_first_of_two_tokens_ends_no_response():
+    tokenizer = ZOO["parts"].tokenizer
+    first, last, other = tokenizer.convert_tokens_to_ids(["<|end_response|>", "<|end_of_turn|>", "<|turn|>"])
+    assert end_ids(tokenizer, model_with(first, other)) == [last, other]
+
+
+@pytest.mark.parametrize("kind", ["parts", "unnamed_parts", "two_ends", "tagged_lines", "chatml"])
+def test_a_truncated_response_is_scored_without_any_token_of_its_end(kind):
+    tokenizer = ZOO[kind].tokenizer
+    _, whole = Encoding(tokenizer).prompt_and_response(Sample(ASKED, "here it is"))
+    _, cut = Encoding(tokenizer).prompt_and_response(Sample(ASKED, "here it is", truncated=True))
+    assert whole[: len(cut)] == cut and tokenizer.decode(cut).endswith("here it is")
+    assert decode(tokenizer, whole).strip().endswith("here it is")

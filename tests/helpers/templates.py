@@ -417,6 +417,81 @@ TAGS = r"""
 # What the template itself writes at the start of an answer is not tagged.
 PART_TAGS = TAGS.replace("{% generation %}", r"{{ '<think>\n\n</think>\n\n' }}{% generation %}")
 
+# What the template writes behind the end token is tagged, too.
+LINE_TAGS = TAGS.replace("'<|im_end|>' }}{% endgeneration %}", r"'<|im_end|>\n' }}{% endgeneration %}").replace(
+    r"{%- endif -%}{{ '\n' }}", r"{{ '\n' }}{%- endif -%}"
+)
+
+# Words and calls have parts of their own within a turn, which the end of the turn follows at once.
+PARTS = r"""
+{{- bos_token -}}
+{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
+{%- for m in messages -%}
+  {%- if m.role != 'assistant' -%}
+    {{ '<|turn|><|' + ('tool' if m.role == 'tool' else m.role) + '|>' + m.content + '<|end_of_turn|>' }}
+  {%- else -%}
+    {{ '<|turn|><|chatbot|>' }}
+    {%- if m.content -%}{{ '<|start_response|>' + m.content + '<|end_response|>' }}{%- endif -%}
+    {%- if m.tool_calls -%}
+      {{ '<|start_action|>[' }}
+      {%- for call in m.tool_calls -%}
+        {{ ('' if loop.first else ', ') + '{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + '}' }}
+      {%- endfor -%}{{ ']<|end_action|>' }}
+    {%- endif -%}{{ '<|end_of_turn|>' }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|turn|><|chatbot|>' }}{%- endif -%}
+"""
+
+# Two tokens and the end token behind each answer, one behind other turns.
+TWO_ENDS = r"""
+{%- for m in messages -%}
+  {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+  {%- if m.role == 'assistant' -%}{{ '<|eot|>' + eos_token + '<|pause|>' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+
+# The end token directly behind the last turn alone.
+LAST_EOS = r"""
+{%- for m in messages -%}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{%- endfor -%}
+{{ '<|assistant|>' if add_generation_prompt else eos_token }}
+"""
+
+# A call is followed by the header of its result, which the result then continues.
+CALL_AND_HEADER = r"""
+{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
+{%- for m in messages -%}
+  {%- if m.role == 'tool' -%}{{ m.content + '<|eot|>\n' }}
+  {%- elif m.tool_calls -%}
+    {{ '<|start|>assistant<|message|>' }}
+    {%- for call in m.tool_calls -%}
+      {{ '<call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</call>' }}
+    {%- endfor -%}{{ '<|eom|><|start|>tool<|message|>' }}
+  {%- else -%}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|eot|>\n' }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant<|message|>' }}{%- endif -%}
+"""
+
+# A call ends as its result begins.
+CALL_AWAITS = r"""
+{{- bos_token -}}
+{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
+{%- for m in messages -%}
+  {%- if m.role == 'tool' -%}{{ 'response:' + m.content + '<end_response>' }}
+  {%- else -%}
+    {%- if messages[loop.index0 - 1].role != 'tool' or loop.first -%}{{ '<turn>' + m.role + '\n' }}{%- endif -%}
+    {{ m.content }}
+    {%- for call in m.tool_calls or [] -%}
+      {{ '<start_call>' + call.function.name + (call.function.arguments | tojson) + '<end_call>' }}
+    {%- endfor -%}{{ '<start_response>' if m.tool_calls else '<end_of_turn>\n' }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<turn>assistant\n' }}{%- endif -%}
+"""
+
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
@@ -425,6 +500,9 @@ DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<�
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"]
 TURN = ["<start_of_turn>", "<end_of_turn>"]
 INST = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]  # fmt: skip # noqa: E501
+CALL_MARKS = ["<start_call>", "<end_call>", "<start_response>", "<end_response>"]
+PART_MARKS = "bos turn end_of_turn user chatbot tool system start_response end_response start_action end_action".split()
+PART_MARKS = [f"<|{name}|>" for name in PART_MARKS]
 PHI_MARKS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -509,6 +587,40 @@ ZOO: dict[str, Kind] = {
             lambda: bytes_with([*IM, "[<|im_end|>]", "<|im_start|><|im_end|>"], CHATML, eos="<|im_end|>"),
             ("<|im_end|>",),
         ),
+        Kind(
+            "parts",
+            lambda: bytes_with(PART_MARKS, PARTS, bos="<|bos|>", eos="<|end_of_turn|>", adds_bos=True),
+            ("<|end_of_turn|>",),
+        ),
+        Kind(
+            "unnamed_parts",
+            lambda: bytes_with(PART_MARKS[:2], PARTS, bos="<|bos|>", eos="<|turn|>", unnamed=tuple(PART_MARKS[2:])),
+            ("<|end_of_turn|>",),
+        ),
+        Kind(
+            "two_ends",
+            lambda: bytes_with([*IM, "<|eot|>", "<|pause|>"], TWO_ENDS, eos=IM[0]),
+            ("<|im_end|><|eot|><|endoftext|>",),
+        ),
+        Kind("last_eos", lambda: bytes_with(PHI_MARKS, LAST_EOS, eos=PHI_MARKS[0]), ("<|end|>",)),
+        Kind(
+            "call_and_header",
+            lambda: bytes_with(
+                ["<|eot|>", "<|eom|>", "<|start|>", "<|message|>"],
+                CALL_AND_HEADER,
+                eos="<|eot|>",
+                unnamed=("<call>", "</call>"),
+            ),
+            ("<|eot|>", "<|eom|>"),
+        ),
+        Kind(
+            "call_awaits",
+            lambda: bytes_with(
+                ["<bos>", "<eos>", "<turn>", "<end_of_turn>", *CALL_MARKS], CALL_AWAITS, bos="<bos>", eos="<eos>"
+            ),
+            ("<end_of_turn>", "<start_response>"),
+        ),
+        Kind("tagged_lines", lambda: bytes_with(IM, LINE_TAGS, eos="<|im_end|>"), ("<|im_end|>\n",)),
         Kind("generation_tags", lambda: bytes_with(IM, TAGS, eos="<|im_end|>"), ("<|im_end|>",)),
         Kind("partial_tags", lambda: bytes_with(IM, PART_TAGS, eos="<|im_end|>", unnamed=THINK[:2]), ("<|im_end|>",)),
     )
