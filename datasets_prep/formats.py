@@ -12,10 +12,11 @@ A row is read as the first of these formats whose columns it has, not null:
 | prompts | `prompt`, or RLHFlow's `context_messages` | prompt |
 | text | `text` | text |
 
-Alpaca's `instruction`, `input` and `history` are a prompt, its `output` the completion. `system` and `tools` belong to
-all but text. A row with the columns of two formats is refused, unless both say the same (`messages` beside an equal
-`chosen`) or the other is `text`, which people add as a rendering; such columns are kept as plain ones, and noted. A
-response is text, or a message where it has more than that (reasoning, tool calls).
+Alpaca's `instruction` and `input` are a prompt, its `output` the completion. `system` and `tools` belong to all but
+text, and `history` (messages, or pairs of texts) to each prompt of one user turn. A row with the columns of two formats
+is refused, unless both say the same (`messages` beside an equal `chosen`) or the other is `text`, which people add as a
+rendering; such columns are kept as plain ones, and noted. A response is text, or a message where it has more than that
+(reasoning, tool calls).
 
 Changed, and noted: messages after the last answer of a dialogue are cut. Refused, because any remedy of ours would
 change what is trained: two assistant messages in a row, sides of a pair that are several messages, steps with a label
@@ -39,6 +40,8 @@ from datasets_prep.messages import (
     as_dialogue,
     as_messages,
     check_order,
+    earlier_turns,
+    holds_turns,
     list_of,
     parsed,
     side,
@@ -210,13 +213,9 @@ class _Reader:
         text = text_of(values["instruction"], "instruction")
         if added := values.get("input"):
             text += "\n" + text_of(added, "input")
-        history = list_of(values.get("history") or [], "history")
-        if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        if values.get("history") and not holds_turns(values["history"]):
             raise BadRow("history: pairs of texts are expected")
-        before = [
-            {"role": role, "content": content} for turn in history for role, content in zip(("user", "assistant"), turn)
-        ]
-        values["prompt"] = [*before, {"role": "user", "content": text}]
+        values["prompt"] = user_message(text)
         self.used |= {"instruction", "input", "history"}
         self.shown["prompt"] = "instruction"
         if "output" in values:
@@ -269,6 +268,8 @@ class _Reader:
         """The prompt as text, or as messages if it, `system` or `tools` are such. Raises: BadRow."""
         value = self.values["prompt"]
         prompt = as_messages(value) if isinstance(value, list) else text_of(value, "prompt")
+        if before := self._earlier_turns(prompt):
+            prompt = [*before, *as_dialogue(prompt)]
         if isinstance(prompt, str) and (self._system() or self.tools):
             prompt = user_message(prompt)
         if isinstance(prompt, str):
@@ -278,6 +279,18 @@ class _Reader:
         if prompt[-1]["role"] not in ("user", "tool"):
             raise BadRow(f"the prompt ends with the {prompt[-1]['role']}: end it with a user message")
         return prompt
+
+    def _earlier_turns(self, prompt: str | Messages) -> Messages:
+        """The turns in the column `history`, which are read before a prompt of a text or of one user message."""
+        value = self.values.get("history")
+        is_one = isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]
+        if not value or not is_one or not (holds_turns(value) or "history" in self.mapped):
+            return []
+        turns = earlier_turns(value)
+        if turns is None:
+            raise BadRow("history: a list of messages, or of pairs of a user's and an assistant's text, is expected")
+        self.used.add("history")
+        return turns
 
     def _system(self) -> str:
         self.used.add("system")
@@ -381,8 +394,8 @@ class _Reader:
     def _check_others(self, names: tuple[str, ...], row: Row) -> None:
         """Note the columns of other formats that say the same. Raises: BadRow if they say something else."""
         kept = [name for name in (*DECISIVE, "text") if name in self.values and name not in self.used]
-        if unread := sorted(self.mapped & self.values.keys() - self.used):
-            raise BadRow(f"--columns names {unread[0]}, which {', '.join(names)} does not go with")
+        if unused := sorted(self.mapped & self.values.keys() - self.used):
+            raise BadRow(f"--columns names {unused[0]}, which {', '.join(names)} does not go with")
         if not self.mapped:
             other = [name for name in kept if not self._agrees(names, row, name)]
             second = next((f for f in FORMATS if set(other) <= set(f) <= self.values.keys()), None)
@@ -397,8 +410,12 @@ class _Reader:
         if "label" in more:
             raise BadRow("label_is_null")
         self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & set(DECISIVE))]
-        asked = [name for name in sorted(self.values) if name in SYNONYMS["prompt"] and name not in self.used]
+        others = sorted(self.values.keys() - self.used - {*kept})
+        turns = [name for name in others if holds_turns(self.values[name])]
+        remedy = "; --columns history={0} reads it before the prompt" if isinstance(row.get("prompt"), str) else ""
+        self.notes += [f"{self.shown[name]} holds turns and is not read" + remedy.format(name) for name in turns]
         if "prompt" in self.used:
+            asked = [name for name in others if name in SYNONYMS["prompt"] and name not in turns]
             self.notes += [f"{self.shown[name]} kept as a column beside the prompt" for name in asked]
         if any(self.values.get(name) in (0, False) for name in ("weight", "train")):
             self.notes.append("weight or train of a row is not read: give it to its messages")
@@ -411,6 +428,7 @@ class _Reader:
 def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> str:
     """The columns found and the nearest format, with the flag that maps them to it."""
     found = [name for name in values if isinstance(values[name], (str, list, dict))]
+    turns = [name for name in found if name not in DECISIVE and holds_turns(values[name])]
     decisive = {name for name in found if name in DECISIVE}
     formats = [f for f in FORMATS if f != STEPS and decisive <= set(f)] or [f for f in FORMATS if f != STEPS]
 
@@ -418,6 +436,7 @@ def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> st
         result: dict[str, str] = {}
         for name in names:
             free = [column for column in found if column not in result.values() and column not in names]
+            free = [column for column in free if column not in turns or name == "messages"]
             like = {name, *SYNONYMS.get(name, [])}
             words = {column: set(re.split(r"[\W_]+", column.lower())) for column in free}
             match = name if name in values else next((column for column in free if words[column] & like), None)
@@ -435,6 +454,7 @@ def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> st
         and (answered := assigned(("instruction", "completion")).get("completion"))
     ):
         given = "" if "input" in found or "context" not in found else ",input=context"
+        given += "".join(f",history={name}" for name in turns[:1] if name != "history")
         flag = f"--columns output={answered}{given}"
         return f"no known format: columns {_some(columns)}; nearest: instruction, input, output ({flag})"
     best = max(formats, key=closeness)
@@ -444,6 +464,7 @@ def no_format(values: dict[str, Any], nulls: set[str], columns: list[str]) -> st
     if not near:
         best = ("prompt", "completion")
     pairs = [f"{name}={near.get(name, 'COLUMN')}" for name in best if near.get(name) != name]
+    pairs += [f"history={name}" for name in turns[:1] if "prompt" in best and name != "history"]
     flag = ",".join(pairs or [f"{name}={name}" for name in best])
     return f"no known format: columns {_some(columns) or 'none'}; nearest: {', '.join(best)} (--columns {flag})"
 

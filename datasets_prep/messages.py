@@ -150,6 +150,34 @@ def check_order(messages: Messages) -> None:
         before = message["role"]
 
 
+def earlier_turns(value: Any) -> Messages | None:
+    """Messages of a list of turns: messages, or pairs of what a user and an assistant said; None of anything else.
+
+    Also of JSON text, as CSV has it. Raises: BadRow for a message that is not read.
+    """
+    turns = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    if not isinstance(turns, list) or not turns:
+        return None
+    if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
+        return as_messages(turns)
+    messages: Messages = []
+    for turn in turns:
+        named = {ROLES.get(role): said for role, said in turn.items()} if isinstance(turn, dict) else None
+        pair = [named.get("user"), named.get("assistant")] if named and len(turn) == 2 else turn
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+            return None
+        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair)]
+    return messages
+
+
+def holds_turns(value: Any) -> bool:
+    """Whether a column's value is a list of turns, read or refused by `earlier_turns`."""
+    try:
+        return earlier_turns(value) is not None
+    except BadRow:
+        return True
+
+
 def answer(message: dict[str, Any]) -> str | dict[str, Any]:
     """An assistant message as a response: its text if it has nothing else. Raises: BadRow."""
     if message["role"] != "assistant":

@@ -219,6 +219,24 @@ case("alpaca.csv", [ALPACA | {"system": "Be kind."}], {"prompt": [SYSTEM, user("
 case("alpaca.tsv", [ALPACA], ALPACA_ROW)
 case("alpaca_history.jsonl", [ALPACA | {"history": [["Hi", "Hello."]]}],
      {"prompt": [user("Hi"), said("Hello."), user("Translate\nhei")], "completion": "hi"})
+EARLIER = [user("Hi"), said("Hello.")]
+case("history.jsonl", [{"prompt": "Sky?", "completion": "Blue.", "history": [["Hi", "Hello."]]}, {"prompt": "Sky?", "completion": "Blue.", "history": []}],
+     {"prompt": [*EARLIER, user("Sky?")], "completion": "Blue."}, {"prompt": "Sky?", "completion": "Blue.", "columns": {"history": []}})
+case("history_unnamed.jsonl", [{"question": "Sky?", "answer": "Blue.", "context": [["Hi", "Hello."]]}],
+     "nearest: prompt, completion (--columns prompt=question,completion=answer,history=context)")
+case("history_of_alpaca.jsonl", [{"instruction": "Sky?", "response": "Blue.", "before": EARLIER}],
+     "(--columns output=response,history=before)")
+case("history_mapped.csv", [{"question": "Sky?", "answer": "Blue.", "context": [{"user": "Hi", "assistant": "Hello."}]}],
+     {"prompt": [*EARLIER, user("Sky?")], "completion": "Blue."}, columns="prompt=question,completion=answer,history=context")
+case("history_of_pairs.parquet", [{"prompt": "Sky?", "chosen": "Blue.", "rejected": "Red.", "history": EARLIER}],
+     {"prompt": [*EARLIER, user("Sky?")], "chosen": "Blue.", "rejected": "Red."})
+case("history_unread.jsonl", [{"question": "Sky?", "answer": "Blue.", "context": EARLIER}],
+     {"prompt": "Sky?", "completion": "Blue.", "columns": {"context": EARLIER},
+      "notes": ["context holds turns and is not read; --columns history=context reads it before the prompt"]}, columns="prompt=question,completion=answer")
+case("history_no_turns.jsonl", [{"question": "Sky?", "answer": "Blue.", "context": ["Hi"]}],
+     "history: a list of messages, or of pairs", columns="prompt=question,completion=answer,history=context")
+case("history_beside_dialogue.jsonl", [{"messages": TALK, "history": EARLIER}],
+     {"messages": TALK, "columns": {"history": EARLIER}, "notes": ["history holds turns and is not read"]})
 case("alpaca_pairs.jsonl", [{"instruction": "Greet", "input": "", "chosen": "A hello.", "rejected": "A no."}],
      {"prompt": [user("Greet")], "chosen": "A hello.", "rejected": "A no."})
 # TRL's eight
@@ -326,7 +344,7 @@ case("impossible.jsonl", [{"a": "b", "c": []}], "no format has messages and prom
 # containers
 case("data.json", b'{"data": [\n {"text": "a"},\n {"text": "b"}\n]}\n', {"text": "a"}, {"text": "b"})
 case("columns_called_data.jsonl", b'{"data": [{"role": "user"}], "text": "a"}\n{"data": [], "text": "b"}\n',
-     {"text": "a", "columns": {"data": [{"role": "user"}]}}, {"text": "b", "columns": {"data": []}})
+     {"text": "a", "columns": {"data": [{"role": "user"}]}, "notes": ["data holds turns and is not read"]}, {"text": "b", "columns": {"data": []}})
 case(
     "more_than_data.json",
     b'{"data": [{"text": "a"}], "version": 1}',
