@@ -49,6 +49,7 @@ from datasets_prep.messages import (
     truth,
     user_message,
 )
+from datasets_prep.nulls import without_fill
 from datasets_prep.reading import Raw
 from datasets_prep.turns import BadRow, Messages, Row
 from lightrlhf.cli.errors import UsageError
@@ -160,7 +161,7 @@ class _Reader:
     """Reads one row: `used` are the names it was read from, `notes` what was changed or not read."""
 
     def __init__(self, values: dict[str, Any], shown: dict[str, str], nulls: set[str], mapped: set[str]) -> None:
-        self.values, self.nulls, self.mapped = dict(values), nulls, mapped
+        self.values, self.nulls, self.mapped = dict(without_fill(values)), nulls, mapped
         self.shown = dict(shown)  # our name: the column's, for errors
         self.columns = sorted(shown.values())
         self.tools: list[dict[str, Any]] = []

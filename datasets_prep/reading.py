@@ -14,7 +14,8 @@ cells) is refused with its name and the line, since nothing after the damage can
 checked later, row by row.
 
 Arrow gives each of its structs every key that occurs in any row, null where the row has none: such nulls inside a
-column are left out, so that a message or the arguments of a tool call have the keys that were written.
+column are left out, so that a message or the arguments of a tool call have the keys that were written. Those in JSON
+that was written from a table are found by their contents (`nulls`).
 
 Left out: the type inference of hub datasets that are JSON or CSV files (download those and name the folder), `.txt`.
 """

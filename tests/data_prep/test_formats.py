@@ -546,3 +546,58 @@ def test_every_file_is_prepared_or_refused_in_one_line(tmp_path, capsys):
         assert report["read_as"], file
     print(f"{len(CASES)} files: {prepared} prepared, {refused} refused in one line")
     assert prepared + refused == len(CASES) >= 45 and prepared and refused
+
+
+# ------------------------------------------------------------------------------------------- nulls of a table's schema
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+OF_A_TABLE: Rows = [
+    {"messages": [user("Oslo?"), said("", tool_calls=[call("weather", city="Oslo")]), tool("Rain"), said("It rains.")],
+     "tools": [function("weather", city={"type": "string", "default": "Rome"})]},
+    {"messages": [user("2 + 3?"), said("", tool_calls=[call("add", a=2, b={"of": [3]})]), tool("5"), said("Five.")],
+     "tools": [function("add", a={"type": "number", "description": "A number."}, b={"type": "object", "enum": []})]},
+    {"messages": [user("Hi"), said("Hello.")], "tools": [function("add", a={"type": "number", "description": "One."})]},
+]  # fmt: skip
+
+
+def test_every_file_of_a_table_gives_the_same_rows(tmp_path):
+    """Written by `datasets` and pandas, with each struct's every key, also as JSON text in cells."""
+    import datasets
+
+    table = datasets.Dataset.from_list(OF_A_TABLE)
+    filled = list(table)
+    assert filled[0]["tools"][0]["function"]["parameters"]["properties"]["a"] is None  # the table did fill
+    table.to_parquet(tmp_path / "a.parquet")
+    table.to_json(tmp_path / "a.jsonl")
+    table.to_pandas().to_json(tmp_path / "b.json", orient="records")
+    table.save_to_disk(tmp_path / "saved")
+    write(tmp_path / "a.csv", filled)
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in filled]
+    write(tmp_path / "texts.parquet", texts)
+    write(tmp_path / "texts.jsonl.gz", [row | {"tools": [json.dumps(tool) for tool in filled[i]["tools"]]}
+                                        for i, row in enumerate(texts)])  # fmt: skip
+    expected = [{"messages": row["messages"], "tools": row["tools"]} for row in OF_A_TABLE]
+    for name in ("a.parquet", "a.jsonl", "b.json", "saved", "a.csv", "texts.parquet", "texts.jsonl.gz"):
+        assert read(tmp_path / name) == expected, name
+
+
+def test_tools_of_a_table_beside_a_completion_clean_its_call(tmp_path):
+    tools = [function("add", a={"type": "number"}, city=None)]
+    row = {"prompt": [user("Hi")], "completion": [said("", tool_calls=[call("add", a=1, city=None)])], "tools": tools}
+    (found,) = read(write(tmp_path / "a.jsonl", [row]))
+    assert found["completion"]["tool_calls"] == [call("add", a=1)]
+    pair = {"input": {"messages": [user("Hi")], "tools": tools}, "preferred_output": row["completion"],
+            "non_preferred_output": [said("No.")]}  # fmt: skip
+    (found,) = read(write(tmp_path / "b.jsonl", [pair]))
+    assert found["chosen"]["tool_calls"] == [call("add", a=1)]
+    assert found["tools"] == [function("add", a={"type": "number"})]
+
+
+def test_nulls_that_were_written_stay(tmp_path):
+    """Of a schema's values, of an argument, and beside what a server adds to an answer."""
+    tools = [function("add", a={"type": ["number", "null"], "default": None, "enum": [1, None]})]
+    called = said("", tool_calls=[call("add", a=None)], refusal=None, audio=None)
+    (row,) = read(write(tmp_path / "a.jsonl", [{"messages": [user("Hi"), called], "tools": tools}]))
+    assert row["tools"] == tools and row["messages"][1]["tool_calls"] == [call("add", a=None)]

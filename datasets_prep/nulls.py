@@ -1,0 +1,89 @@
+"""Nulls with which a table's schema has filled tool schemas and arguments, in files that were written from tables.
+
+A table gives each struct every key of any row, null where the row has none. The readers of tables leave such nulls out;
+JSON lines that `to_json` wrote, and JSON text in cells, still have them. A row was filled if a null stands where nobody
+writes one: as a property of a tool (`"properties": {"town": null}`), within one but for values that may be null, or as
+a key of a message that is not the assistant's, such as its `tool_calls`. In such a row all nulls within tools and calls
+are left out, and in other rows none, such as an argument of null.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from datasets_prep.messages import ROLES
+
+TOOLS = ("tools", "functions")
+DIALOGUES = ("prompt", "messages", "completion", "chosen", "rejected", "preferred_output", "non_preferred_output")
+CALLS = ("tool_calls", "function_call")
+VALUES = ("default", "const", "enum", "example", "examples")  # of a schema: what they hold may be null
+
+
+def without_fill(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row, without the nulls that a table filled in."""
+    nested = row["input"] if isinstance(row.get("input"), dict) else {}  # of OpenAI's pairs
+    read = {name: _parsed(row[name]) for name in (*TOOLS, *DIALOGUES) if name in row}
+    both = [read, {name: nested[name] for name in (*TOOLS, *DIALOGUES) if name in nested}]
+    if not any(_is_filled(name, value) for columns in both for name, value in columns.items()):
+        return row
+    first, second = ({name: _cleaned(name, value) for name, value in columns.items()} for columns in both)
+    return row | first | ({"input": nested | second} if second else {})
+
+
+def _parsed(value: Any) -> Any:
+    """A value, of JSON text with nulls what it says; of a list of such texts, too."""
+    if isinstance(value, list):
+        return [_parsed(inner) for inner in value]
+    if not isinstance(value, str) or "null" not in value or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_filled(name: str, value: Any) -> bool:
+    """Whether a column of tools or messages has a null that nobody writes."""
+    parts = value if isinstance(value, list) else [value]
+    if name in TOOLS:
+        return any(_has_filled_property(part) for part in parts)
+    others = (part for part in parts if isinstance(part, dict) and _role(part) not in (None, "assistant"))
+    return any(part[key] is None for part in others for key in part if key not in ("content", "name"))
+
+
+def _role(message: dict[str, Any]) -> str | None:
+    role = message.get("role") or message.get("from")
+    return ROLES.get(role) if isinstance(role, str) else None
+
+
+def _has_filled_property(schema: Any, is_within: bool = False) -> bool:
+    """Whether a property of a schema is null, or a key of one that is no value; `is_within`: of a property."""
+    if isinstance(schema, list):
+        return any(_has_filled_property(inner, is_within) for inner in schema)
+    if not isinstance(schema, dict):
+        return False
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and any(
+        inner is None or _has_filled_property(inner, True) for inner in properties.values()
+    ):
+        return True
+    rest = {key: inner for key, inner in schema.items() if key not in VALUES and key != "properties"}
+    return any((inner is None and is_within) or _has_filled_property(inner, is_within) for inner in rest.values())
+
+
+def _cleaned(name: str, value: Any) -> Any:
+    """Tools without nulls, or messages whose calls have none."""
+    if name in TOOLS:
+        return _without_nulls(value)
+    if isinstance(value, list):
+        return [_cleaned(name, inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(inner) if key in CALLS else inner for key, inner in value.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
