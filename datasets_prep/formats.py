@@ -361,6 +361,8 @@ class _Reader:
                 raise BadRow("chosen and rejected have no prompt in common; nearest: prompt, chosen, rejected")
             if found := DIALOGUE_AS_TEXT.search(chosen):
                 raise BadRow(f"a dialogue as text ({found[0]!r}): give messages, or use datasets_prep.helpful_harmless")
+            if not (chosen[len(common) :].strip() and rejected[len(common) :].strip()):
+                raise BadRow("one side of the pair is the beginning of the other; nearest: prompt, chosen, rejected")
             self.values["prompt"], start = prompt, len(prompt)
             self.used.add("prompt")
             self.notes.append("prompt: what chosen and rejected begin with, as text")

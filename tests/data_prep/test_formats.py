@@ -269,6 +269,9 @@ case("pairs_implicit.jsonl", [{"chosen": TALK, "rejected": [*TALK[:3], said("No.
 case("pairs_implicit_text.jsonl", [{"chosen": "The sky is blue", "rejected": "The sky is red"}],
      {"prompt": "The sky is", "chosen": " blue", "rejected": " red", "is_plain": True,
       "notes": ["prompt: what chosen and rejected begin with, as text"]})
+for number, (one, other) in enumerate([("Q: Sky? A:", "Q: Sky? A: Red."), ("Q: Sky? A:\n", "Q: Sky? A: Red."), ("Q: Sky? A: R", "Q: Sky? A: Red.")]):
+    case(f"pair_that_begins_another_{number}.jsonl", [{"chosen": other, "rejected": one}], "one side of the pair is the beginning of the other")
+    case(f"pair_begun_by_another_{number}.csv", [{"chosen": one, "rejected": other}], "one side of the pair is the beginning of the other")
 case("pairs_of_dialogue_texts.jsonl", [{side: f"\n\nHuman: Hi\n\nAssistant: {side}" for side in ("chosen", "rejected")}],
      "a dialogue as text ('Human: '): give messages, or use datasets_prep.helpful_harmless")
 case("pairs_thinking.jsonl", [{"prompt": [user("Hi")], "chosen": [said("Hello.", reasoning_content="Greet.")], "rejected": [said("What?")]}],
