@@ -123,6 +123,8 @@ class PrepareArgs(DryRunArgs):
     """Make a plain prompt a user message of the chat template; by default with `chat_template`."""
     num_samples: int | None = None
     """Maximum number of raw rows to read."""
+    skip_bad_lines: bool = field(default=False, metadata=RARE)
+    """Leave out and count lines of JSON and rows of CSV that cannot be read, instead of ending at the first."""
     validation_percentage: float = 0.1
     """Share of prompts in the validation split, unless the source has one."""
     test_percentage: float = 0.1
@@ -181,14 +183,27 @@ def run(
     Raises: UsageError for invalid arguments, RunFailure for invalid data.
     """
     args = parse(args_class, argv)
+    source = source_of(args)
     tokenizer = load_tokenizer(args.tokenizer_name)
-    source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
     prepare(args, rows_of(source, to_row, args.num_samples), tokenizer=tokenizer, given=source.given, **details)
+
+
+def source_of(args: PrepareArgs) -> Source:
+    """The raw rows that the flags name; damage is found before a model is converted for its tokenizer.
+
+    Raises: UsageError or RunFailure.
+    """
+    source = Source(args.dataset_name, args.dataset_config, args.dataset_revision, args.skip_bad_lines)
+    source.check(min(args.num_samples or report.TRIED, report.TRIED) if args.dry_run else args.num_samples)
+    return source
 
 
 def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
     """Rows of a source; `Dropped` for a raw row that `to_row` rejects."""
     for raw in islice(source, num_samples):
+        if raw.broken:
+            yield Dropped(raw.broken, raw.source)
+            continue
         try:
             row = to_row(raw.values)
         except BadRow as bad:

@@ -10,8 +10,9 @@ Text files may be gzipped (`.gz`). They are not read by `datasets`, because its 
 from JSON, "2024-05-01" becomes a timestamp and 1 becomes 1.0 beside 1.5; from CSV, 007 becomes 7, NA becomes null, and
 a row with one cell too many loses its first one. Files are streamed, so they may be of any size. A damaged file (a
 truncated gzip stream, bytes that are not UTF-8, a line that is not a JSON object, a duplicate key, a row of too many
-cells) is refused with its name and the line, since nothing after the damage can be trusted. The contents of rows are
-checked later, row by row.
+cells) is refused with its name and the line, and text files are read to their end before any other work (`check`). A
+line of JSON lines and a row of too many or too few cells may be skipped; after other damage nothing can be trusted. The
+contents of rows are checked later, row by row.
 
 Arrow gives each of its structs every key that occurs in any row, null where the row has none: such nulls inside a
 column are left out, so that a message or the arguments of a tool call have the keys that were written. Those in JSON
@@ -30,9 +31,11 @@ import json
 import re
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -49,7 +52,21 @@ NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dic
 CHUNK = 1000  # rows of a parquet or arrow file at a time
 PIECE = 1 << 20  # characters of a JSON array at a time
 DATA = re.compile(rb'\{\s*"data"\s*:\s*\[\s*[{\]]')
-Rows = Iterator[tuple[str, dict[str, Any]]]  # (source, values)
+
+
+class _BadLine(Exception):
+    """Damage, and its line if that is not the one behind the last row.
+
+    kind: what the report counts where such lines are skipped; None where nothing after it can be trusted.
+    """
+
+    def __init__(self, words: str, line: int | None = None, kind: str | None = None) -> None:
+        super().__init__(words)
+        self.line, self.kind = line, kind
+
+
+Rows = Iterator[tuple[str, dict[str, Any] | _BadLine]]  # (source, values)
+Parsed = Iterator[tuple[int, dict[str, Any] | _BadLine]]  # (line, values)
 
 
 @dataclass(frozen=True)
@@ -59,21 +76,28 @@ class Raw:
     values: dict[str, Any]
     source: str  # file:line, or hub id/split:index
     split: str | None  # the split of its file, None if the source has only one
+    broken: str | None = None  # why a line that is skipped has no values
 
 
 class Source:
     """Iterable over the raw rows of `name`, from the first row each time.
 
     `given` are the held-out splits of the source, which need not be carved out of train.
+    skip_bad_lines: give lines that cannot be read as broken rows, instead of raising RunFailure.
     Raises: UsageError if there is no such file, folder or hub dataset.
     """
 
-    def __init__(self, name: str, config: str | None = None, revision: str | None = None) -> None:
+    def __init__(
+        self, name: str, config: str | None = None, revision: str | None = None, skip_bad_lines: bool = False
+    ) -> None:
         self.name = name
+        self._texts: list[Callable[[], Rows]] = []
         path = Path(name).expanduser()
         self._parts: list[tuple[str | None, Callable[[], Rows]]]
         if path.exists():
-            self._parts = [(_split_of(file, root=path), partial(_read, file)) for file in _files_of(path)]
+            files = [(file, partial(_read, file, skip_bad_lines)) for file in _files_of(path)]
+            self._parts = [(_split_of(file, root=path), read) for file, read in files]
+            self._texts = [read for file, read in files if file.name.removesuffix(".gz").endswith(TEXT)]
         elif name.endswith(SUFFIXES) or name.startswith((".", "/", "~")):
             raise UsageError(f"--dataset_name {name}: no such file or folder")
         else:
@@ -86,7 +110,15 @@ class Source:
     def __iter__(self) -> Iterator[Raw]:
         for split, read in self._parts:
             for source, values in read():
-                yield Raw(values, source, split)
+                if isinstance(values, _BadLine):
+                    yield Raw({}, source, split, values.kind)
+                else:
+                    yield Raw(values, source, split)
+
+    def check(self, num_samples: int | None = None) -> None:
+        """Read all text files, or so many of their rows. Raises: RunFailure for a damaged one."""
+        rows = (row for read in self._texts for row in read())
+        deque(islice(rows, num_samples), maxlen=0)
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -119,28 +151,23 @@ def _split_of(file: Path, root: Path) -> str | None:
     return None
 
 
-def _read(file: Path) -> Rows:
+def _read(file: Path, skip_bad_lines: bool) -> Rows:
     if file.is_dir():
         return _read_saved(file)
     if file.name.endswith((".parquet", ".arrow")):
         return _read_tables(file)
-    return _read_text(file, _csv_rows if file.name.removesuffix(".gz").endswith((".csv", ".tsv")) else _json_rows)
+    parse = _csv_rows if file.name.removesuffix(".gz").endswith((".csv", ".tsv")) else _json_rows
+    return _read_text(file, parse, skip_bad_lines)
 
 
-class _BadLine(Exception):
-    """Damage, and its line if that is not the one behind the last row."""
-
-    def __init__(self, words: str, line: int | None = None) -> None:
-        super().__init__(words)
-        self.line = line
-
-
-def _read_text(file: Path, parse: Callable[[IO[bytes], str], Iterator[tuple[int, dict[str, Any]]]]) -> Rows:
+def _read_text(file: Path, parse: Callable[[IO[bytes], str], Parsed], skip_bad_lines: bool) -> Rows:
     """Rows of `parse(stream, name)`, which yields (line, values). Raises: RunFailure with file and line."""
     line = 0
     try:
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
             for line, values in parse(cast(IO[bytes], stream), file.name):
+                if isinstance(values, _BadLine) and not skip_bad_lines:
+                    raise _BadLine(f"{values}; --skip_bad_lines True leaves such lines out", line)
                 yield f"{file}:{line}", values
     except _BadLine as problem:
         raise RunFailure(f"{file}:{problem.line or line + 1}: {problem}") from None
@@ -151,7 +178,7 @@ def _read_text(file: Path, parse: Callable[[IO[bytes], str], Iterator[tuple[int,
 
 
 # --------------------------------------------------------------------------------------------------------------- JSON
-def _json_rows(stream: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(stream: IO[bytes], name: str) -> Parsed:
     start = cast(io.BufferedReader, stream).peek(4096)[:4096].removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(b"["):
         return _array(stream, r"\s*\[", "]")
@@ -168,22 +195,34 @@ def _is_first_of_lines(stream: IO[bytes]) -> bool:
     return several
 
 
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(stream: IO[bytes]) -> Parsed:
     for number, line in enumerate(stream, start=1):
         if line.isspace():
             continue
         try:
-            values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
-        except UnicodeDecodeError as problem:
-            raise _BadLine(_not_utf8(problem.start), number) from None
+            yield number, _line(line, number)
         except _BadLine as problem:
-            raise _BadLine(str(problem), number) from None
-        except (ValueError, RecursionError) as problem:
-            raise _BadLine(f"not a JSON object ({str(problem)[:80]}); one object a line is expected", number) from None
-        yield number, _object(values, "one object a line is expected", number)
+            yield number, problem
 
 
-def _array(stream: IO[bytes], opening: str, closing: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _line(line: bytes, number: int) -> dict[str, Any]:
+    """The object of a line. Raises: _BadLine."""
+    try:
+        values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as problem:
+        raise _BadLine(_not_utf8(problem.start), number, "bad_line (not UTF-8)") from None
+    except _BadLine as problem:
+        raise _BadLine(str(problem), number, "bad_line (a key occurs twice)") from None
+    except (ValueError, RecursionError) as problem:
+        words = f"not a JSON object ({str(problem)[:80]}); one object a line is expected"
+        raise _BadLine(words, number, "bad_line (not JSON)") from None
+    try:
+        return _object(values, "one object a line is expected", number)
+    except _BadLine as problem:
+        raise _BadLine(str(problem), number, "bad_line (no JSON object)") from None
+
+
+def _array(stream: IO[bytes], opening: str, closing: str) -> Parsed:
     """Elements of an array of objects, of which some pieces are in memory; `opening` is a regular expression."""
     decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder(object_pairs_hook=_unique)
     text, at, line = "", 0, 1
@@ -270,7 +309,7 @@ def _not_utf8(start: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- CSV
-def _csv_rows(stream: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(stream: IO[bytes], name: str) -> Parsed:
     """Rows of text by the names in the first one; a `.csv` without any comma there is separated by semicolons."""
     csv.field_size_limit(sys.maxsize)
     head = _decoded(stream)
@@ -291,9 +330,9 @@ def _csv_rows(stream: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any
             if (twice := _repeated(names)) is not None:
                 raise _BadLine(f"the column {twice!r} occurs twice", line)
         elif cells:
-            if len(cells) != len(names):
-                raise _BadLine(f"{len(cells)} cells for {len(names)} columns; quote cells with a {separator!r}", line)
-            yield line, dict(zip(names, cells))
+            words = f"{len(cells)} cells for {len(names)} columns; quote cells with a {separator!r}"
+            broken = _BadLine(words, line, "bad_line (too many or too few cells)")
+            yield line, dict(zip(names, cells)) if len(cells) == len(names) else broken
         line = rows.line_num + 1
 
 

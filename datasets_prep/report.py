@@ -11,6 +11,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
 
 MANY = 0.05  # share of rows
+NAMED = 5  # lines that cannot be read, of each kind
 TRIED, SHOWN = 1000, 2  # rows that a dry run reads, and prints of each kind
 TOO_LONG = (
     "prompt_too_long",
@@ -66,7 +68,8 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
         files = kept | files
     where: dict[tuple[str, str], str] = {}
     for row in dropped:
-        where.setdefault((row.reason, row.stage or "any"), row.source)
+        if (kind := (row.reason, row.stage or "any")) not in where:
+            where[kind] = _first(row, dropped)
     counts = Counter((row.reason, row.stage or "any") for row in dropped)
     reasons = [
         {"reason": reason, "stage": stage, "rows": count, "first": where[reason, stage]}
@@ -91,6 +94,15 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
         + before["notes"],
         "dropped": reasons,
     }
+
+
+def _first(row: Dropped, dropped: list[Dropped]) -> str:
+    """The source of a dropped row; of a line that cannot be read, the first few such lines of its file."""
+    if not row.reason.startswith("bad_line"):
+        return row.source
+    file = row.source.rpartition(":")[0]
+    sources = (other.source.rpartition(":") for other in dropped if other.reason == row.reason)
+    return f"{file}:" + ", ".join(islice((line for name, _, line in sources if name == file), NAMED))
 
 
 def _by_kind(examples: Splits) -> dict[tuple[str, str], list[Example]]:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of
+from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of, source_of
 from datasets_prep.formats import check_columns, parse_columns, to_row
-from datasets_prep.reading import Source
 from lightrlhf.cli.args import RARE
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.lists import PAIRS
@@ -49,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     """Prepare the dataset from the command line."""
     args = parse(GenericArgs, argv)
     mapping = parse_columns(args.columns)
-    tokenizer = load_tokenizer(args.tokenizer_name)
-    source = Source(args.dataset_name, args.dataset_config, args.dataset_revision)
+    source = source_of(args)
     check_columns(mapping, source)
+    tokenizer = load_tokenizer(args.tokenizer_name)
     rows = rows_of(source, partial(to_row, mapping=mapping), args.num_samples)
     prepare(args, rows, tokenizer=tokenizer, given=source.given)
 

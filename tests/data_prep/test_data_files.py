@@ -15,6 +15,7 @@ from helpers.data import gpt2_like, write_lines
 from datasets_prep.common import rows_of
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.reading import Source
+from datasets_prep.webgpt import prepare_data as webgpt
 from lightrlhf.cli.errors import RunFailure, UsageError
 
 ROWS = [{"prompt": f"prompt {n}", "completion": f" answer {n}"} for n in range(40)]
@@ -175,6 +176,65 @@ def test_damaged_lines_are_refused(capsys, tmp_path, suffix, name):
     file.write_bytes(content)
     error = fails(capsys, tmp_path, file)
     assert words in error and (line is None or f"{file}:{line}:" in error)
+
+
+def test_damage_is_found_before_the_tokenizer_is_loaded(capsys, tmp_path):
+    for name, run in (("bad.jsonl", generic.main), ("bad.csv", webgpt.main)):
+        file = tmp_path / name
+        file.write_bytes(lines() + b"{" if name == "bad.jsonl" else b"a,b\n1,2\n1,2,3\n")
+        with pytest.raises(SystemExit) as stop:
+            run([f"--destination_dir={tmp_path / 'out'}", f"--dataset_name={file}", "--tokenizer_name=none/such"])
+        error = capsys.readouterr().err
+        assert stop.value.code == 1 and str(file) in error and "--skip_bad_lines" in error
+
+
+def skipping(tmp_path, file: Path, *flags: str) -> dict:
+    """The report of preparing a file whose bad lines are skipped."""
+    gpt2_like().save_pretrained(tmp_path / "tokenizer")
+    names = {"destination_dir": tmp_path / "out", "dataset_name": file, "tokenizer_name": tmp_path / "tokenizer"}
+    generic.main([*(f"--{name}={value}" for name, value in names.items()), "--skip_bad_lines=True", *flags])
+    return json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "csv"])
+def test_bad_lines_are_skipped_counted_and_named(capsys, tmp_path, suffix):
+    good = [b'{"prompt": "a %d", "completion": "b c"}' % n for n in range(8)]
+    bad = [b"{", b'{"prompt": "a"', b"\xff", b"[1]", b'{"a": 1, "a": 2}', b"x"]
+    if suffix == "csv":
+        good, bad = [b"prompt,completion", *(b"a %d,b c" % n for n in range(8))], [b"a", b"a,b,c"]
+    mixed = [line for pair in zip(good, bad) for line in pair] + good[len(bad) :]
+    content = b"\n".join(mixed) + b"\n"
+    file = tmp_path / f"mixed.{suffix}"
+    file.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    report = skipping(tmp_path, file, "--validation_percentage=0", "--test_percentage=0")
+    skipped = {entry["reason"]: (entry["rows"], entry["first"]) for entry in report["dropped"]}
+    if suffix == "csv":
+        assert skipped == {"bad_line (too many or too few cells)": (2, f"{file}:2, 4")}
+    else:
+        assert skipped["bad_line (not JSON)"] == (3, f"{file}:2, 4, 12")
+        assert skipped["bad_line (not UTF-8)"][1] == f"{file}:6"
+        assert sum(count for count, _ in skipped.values()) == len(bad)
+    assert report["files"]["finetune_train"]["rows"] == 8
+    shown = capsys.readouterr().out
+    assert all(f"{reason}" in shown and first in shown for reason, (_, first) in skipped.items())
+    assert all(first in (tmp_path / "out" / "report.md").read_text() for _, first in skipped.values())
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("cut.jsonl.gz", gzip.compress(lines())[:-12]),
+        ("open.csv", b'prompt,completion\na,b\na,"b\n'),
+        ("bytes.csv", b"prompt,completion\na,b\n\xff,b\n"),
+        ("array.json", b'[{"prompt": "a"}, {"prompt": ]'),
+    ],
+)
+def test_damage_that_makes_the_rest_unsure_is_never_skipped(capsys, tmp_path, name, content):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        skipping(tmp_path, file)
+    assert stop.value.code == 1 and str(file) in capsys.readouterr().err and not list(tmp_path.glob("out/*.pt"))
 
 
 @pytest.mark.parametrize("name", BAD_PARQUET)
