@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from datasets_prep.turns import BadRow, Dialogue, Row, check_text, spells_control_token
-from lightrlhf.data.chat import LONGEST, Messages, controls, protected
+from lightrlhf.data.chat import LONGEST, Messages, controls, protected, writes_date
 from lightrlhf.data.tokens import adds_bos
 
 
@@ -41,6 +41,7 @@ class Planner:
         self.tokenizer = tokenizer
         self.wraps = wraps
         self.adds_bos = adds_bos(tokenizer)
+        self.dated = {has_tools: writes_date(tokenizer, has_tools) for has_tools in (False, True)}
 
     def __call__(self, row: Row, stages: frozenset[str]) -> list[Plan]:
         """The texts of each stage of a row. Raises: BadRow."""
@@ -68,7 +69,8 @@ class Planner:
                 plans.append(Plan("preference", pair, refused=row.get("no_pair")))
         if "dialogue" in stages:
             plans.append(self._plan_of_dialogue(talk))
-        return [self._noted(plan._replace(notes=(*plan.notes, *notes))) for plan in plans if plan.stage in stages]
+        noted = [plan._replace(notes=(*plan.notes, *notes)) for plan in plans]
+        return [self._noted(plan, row) for plan in noted if plan.stage in stages]
 
     def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
         messages = row["messages"]
@@ -76,7 +78,7 @@ class Planner:
         if messages[-1]["role"] != "assistant":
             prompt = Segment(talk.prompt(len(messages)), "rendered")
             notes = ("messages_without_a_last_answer_are_prompts",)
-            return [self._noted(Plan("prompts", [(prompt, None)], notes))]
+            return [self._noted(Plan("prompts", [(prompt, None)], notes), row)]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
         if not answers:
             raise BadRow("no_user_message")
@@ -93,7 +95,7 @@ class Planner:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
             plans.append(Plan("prompts", [(Segment(talk.prompt(answers[0]), "rendered"), None)]))
-        return [self._noted(plan) for plan in plans]
+        return [self._noted(plan, row) for plan in plans]
 
     def _plan_of_dialogue(self, talk: Dialogue) -> Plan:
         """All turns of user and assistant in alternation, for rollouts with a user."""
@@ -148,11 +150,12 @@ class Planner:
             raise BadRow("special_token_in_text")
         return protected(self.tokenizer, text, keep_tags)
 
-    def _noted(self, plan: Plan) -> Plan:
-        """The plan, with a note if a content spells a control token, which is encoded as plain text."""
+    def _noted(self, plan: Plan, row: Row) -> Plan:
+        """The plan, with notes on its texts: a date that stays, a control token that a content spells as plain text."""
         parts = [part for turn in plan.turns for part in turn if part]
         spelled = any(spells_control_token(self.tokenizer, part.text) for part in parts)
-        return plan._replace(notes=(*plan.notes, "control_token_spelled_in_text")) if spelled else plan
+        dated = ("todays_date_written_by_the_template",) if self.dated[bool(row.get("tools"))] else ()
+        return plan._replace(notes=(*plan.notes, *dated, *(("control_token_spelled_in_text",) if spelled else ())))
 
     def _wrapping_notes(self, answers: Row) -> tuple[str, ...]:
         """Notes on the answers to a plain prompt that is wrapped. Raises: BadRow for one that is rendered already."""

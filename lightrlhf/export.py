@@ -22,6 +22,7 @@ from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.hub import is_on_hub
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.data.chat import writes_date
 from lightrlhf.models import export_check as checks
 from lightrlhf.models import gguf_writer, lora
 from lightrlhf.models.export_check import Finding, Observed, Pair
@@ -209,6 +210,8 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
         temperature = args.temperature if args.temperature is not None else stored or 1.0
         text = modelfile(tokenizer, before.ends, file.name, temperature)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
+        if writes_date(tokenizer):
+            print("the chat template writes the present date, so today's stays in the Modelfile; change its TEMPLATE")
     gguf_writer.write_gguf(model, described, file, args.gguf_type, name)
     write_card(args, folder, name, source)
     try:

@@ -88,7 +88,8 @@ def row_of(votes: list[Vote]) -> dict[str, Any] | Dropped:
 def main(argv: list[str] | None = None) -> None:
     """Prepare the votes from the command line."""
     args = parse(FeedbackArgs, argv)
-    prepare(args, rows(files_of(args.dataset_name)), stages=STAGES)
+    votes = list(rows(files_of(args.dataset_name)))  # read before a model is converted for its tokenizer
+    prepare(args, votes, stages=STAGES)
     if args.dry_run:
         return
     if args.stage in ("all", "preference") and not (Path(args.destination_dir) / "preference_validation.pt").is_file():

@@ -147,6 +147,24 @@ def has_generation_tags(tokenizer: Any, tools: Any = None) -> bool:
     return GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
 
 
+def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
+    """Whether the chat template writes the present date into a dialogue, which then stays in what is stored of it."""
+    name, asked = "strftime_now", {"role": "user", "content": "text"}
+    tool = {"type": "function", "function": {"name": "name", "parameters": {"type": "object", "properties": {}}}}
+    tools = [tool] if has_tools else None
+    if name not in template_of(tokenizer, tools):
+        return False
+
+    def text(messages: Messages, **date: Any) -> Any:
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **date)
+        except TEMPLATE_ERRORS:
+            return None
+
+    dialogues = ([asked], [{"role": "system", "content": "text"}, asked])
+    return any(text(messages) != text(messages, **{name: lambda _: "another day"}) for messages in dialogues)
+
+
 def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
     """`text` with a mark inside each control token that it spells; `keep_tags`: except `<think>` and its like.
 

@@ -257,6 +257,22 @@ def test_nothing_to_train_on_says_why(tmp_path):
         prepare(first, [Dropped("prompt_is_null", "file:1")], tokenizer=gpt2_like())
 
 
+@pytest.mark.parametrize(
+    "date, dated",
+    [
+        ("{{ strftime_now('%d %b %Y') }}", [True, True]),
+        ("26 Jul 2024", [False, False]),
+        ("{% if tools %}{{ strftime_now('%Y') }}{% endif %}", [False, True]),
+    ],
+)
+def test_a_date_that_stays_in_rows_is_noted(date, dated):
+    tokenizer = thinking()
+    tokenizer.chat_template = date + tokenizer.chat_template
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "tools": [TOOL]}]
+    notes = [finetune([row], tokenizer)[0][0].notes for row in rows]
+    assert ["todays_date_written_by_the_template" in note for note in notes] == dated
+
+
 def test_a_name_that_the_template_does_not_write_is_noted():
     rows = [{"messages": [USER | {"name": "bob"}, ANSWER]}, {"prompt": [USER | {"name": "bob"}], "completion": "first"}]
     for row in rows:

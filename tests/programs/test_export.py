@@ -350,6 +350,15 @@ def test_a_folder_for_ollama(tmp_path):
     assert "<|begin_of_text|>" not in lines  # which the file says llama.cpp is to add
 
 
+@pytest.mark.parametrize("date, is_told", [("2024\n", False), ("{{ strftime_now('%Y') }}\n", True)])
+def test_todays_date_in_a_modelfile_is_told(tmp_path, capsys, date, is_told):
+    tokenizer = llama3_like()
+    tokenizer.chat_template = date + tokenizer.chat_template
+    model = stored(tokenizer, "llama", tmp_path / "tiny", num_key_value_heads=2)
+    exported(model, "ollama", tmp_path, "--gguf_type", "f16")
+    assert ("present date" in capsys.readouterr().out) == is_told
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 def refusal(capsys, flags: list[str]) -> str:
     """The one line of an error with status 2."""
