@@ -40,7 +40,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from datasets_prep import encoding, report
@@ -50,10 +49,10 @@ from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow, Row
 from lightrlhf.cli.args import RARE, DryRunArgs, check_at_least, check_types, is_gguf
-from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.hub import check_repository
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.data.chat import declare_ends
+from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
@@ -255,8 +254,9 @@ def complete(tokenizer: Any, chat_template: str | None) -> Any:
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-    except TemplateError as problem:
-        raise UsageError(f"--chat_template cannot be rendered ({problem})") from None
+    except TEMPLATE_ERRORS as problem:
+        whose = "--chat_template" if chat_template else "the tokenizer's chat template"
+        raise UsageError(f"{whose} cannot be rendered ({first_line(problem)})") from None
     return tokenizer
 
 

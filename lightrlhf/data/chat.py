@@ -27,7 +27,9 @@ from lightrlhf.cli.errors import UsageError, first_line
 
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, IndexError, KeyError)  # raised by templates
+# raised by templates, of which some import a file, count beyond the sandbox's range or call themselves
+TEMPLATE_ERRORS: tuple[type[Exception], ...] = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+TEMPLATE_ERRORS += (AttributeError, RecursionError, MemoryError)
 REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like
+from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like, write_lines
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from datasets_prep.common import complete
 from datasets_prep.encoding import LOSSY, targets_of
+from datasets_prep.generic import prepare_data as generic
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.chat import writes_date
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.data.turn_ends import turn_ends
 
+MESSAGES = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "first"}]
 KINDS = ["gpt2", "llama3", "chatml", "sentencepiece"]
 PROMPTS = ["Human: a large latte, please?\n\nAssistant:", "TL;DR:", "naïve – 日本\n\n", "x"]
 RESPONSES = [" Of course!", "Of course", "\nTwo lines\n\nand one", "  two spaces", "日本 🙂", " trailing  "]
@@ -193,3 +197,45 @@ def test_tokenizer_that_cannot_end_a_response_is_refused():
         complete(gpt2_like(), "{% for m in messages %}")
     with pytest.raises(UsageError, match="--chat_template"):
         complete(gpt2_like(), "no/such/file.jinja")
+
+
+FAILING = {
+    "an import": "{% import 'x' as y %}",
+    "an include": "{% include 'x' %}",
+    "a base": "{% extends 'x' %}",
+    "a long range": "{% for i in range(1000000) %}{% endfor %}",
+    "a division": "{{ 1 // 0 }}",
+    "itself": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "a long text": "{{ 'a' * 10 ** 15 }}",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_template_that_fails_is_one_line(capsys, tmp_path, name):
+    tokenizer = chatml_like()
+    tokenizer.chat_template = FAILING[name]
+    assert turn_ends(tokenizer) == [] and not writes_date(tokenizer)
+    with pytest.raises(UsageError) as refused:
+        encode_prompt(tokenizer, [{"role": "user", "content": "a"}])
+    assert len(str(refused.value).splitlines()) == 1
+    tokenizer.save_pretrained(tmp_path / "own")
+    write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}])
+    flags = [f"--destination_dir={tmp_path / 'out'}", f"--dataset_name={tmp_path / 'a.jsonl'}"]
+    chatml_like().save_pretrained(tmp_path / "plain")
+    for more in (["--tokenizer_name", "own"], ["--tokenizer_name", "plain", "--chat_template", FAILING[name]]):
+        with pytest.raises(SystemExit) as stop:
+            generic.main([*flags, more[0], str(tmp_path / more[1]), *more[2:]])
+        error = capsys.readouterr().err.strip()
+        assert stop.value.code == 2 and len(error.splitlines()) == 1 and "cannot be rendered" in error
+        assert ("--chat_template" in error) == (len(more) > 2)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_row_for_which_the_template_fails_is_dropped(name):
+    tokenizer = chatml_like()
+    failing = FAILING[name].replace("{% extends 'x' %}", "{% include 'x' %}")  # which stands first only
+    tokenizer.chat_template += "{% if messages[0].content == 'fail' %}" + failing + "{% endif %}"
+    rows = [{"messages": [{"role": "user", "content": "fail"}, MESSAGES[1]]}, {"messages": MESSAGES}]
+    examples, dropped = collected(rows, tokenizer, stage="finetune")
+    assert len(every(examples, "finetune")) == 1
+    assert [row.reason.startswith("refused_by_chat_template") for row in dropped] == [True]
