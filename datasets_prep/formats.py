@@ -355,6 +355,8 @@ class _Reader:
                 return {"prompt": self._prompt(), "chosen": chosen, "rejected": rejected}
             if self.values.keys() & set(QUESTIONS):
                 raise self._no_format()
+            if holds_turns(self.values.get("history")):
+                raise BadRow("history beside a pair without a prompt; nearest: prompt, chosen, rejected")
             common = os.path.commonprefix([chosen, rejected])
             prompt = common[: common.rfind(" ")] if " " in common else ""  # ends at a word boundary
             if not prompt.strip():

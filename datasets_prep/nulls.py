@@ -15,20 +15,23 @@ from typing import Any
 from datasets_prep.messages import ROLES
 
 TOOLS = ("tools", "functions")
-DIALOGUES = ("prompt", "messages", "completion", "chosen", "rejected", "preferred_output", "non_preferred_output")
+LISTS = ("messages", "preferred_output", "non_preferred_output")  # whose text is read as JSON
+DIALOGUES = (*LISTS, "prompt", "completion", "chosen", "rejected")
 CALLS = ("tool_calls", "function_call")
 VALUES = ("default", "const", "enum", "example", "examples")  # of a schema: what they hold may be null
 
 
 def without_fill(row: dict[str, Any]) -> dict[str, Any]:
     """The columns of a row, without the nulls that a table filled in."""
-    nested = row["input"] if isinstance(row.get("input"), dict) else {}  # of OpenAI's pairs
-    read = {name: _parsed(row[name]) for name in (*TOOLS, *DIALOGUES) if name in row}
-    both = [read, {name: nested[name] for name in (*TOOLS, *DIALOGUES) if name in nested}]
+    nested = _parsed(row["input"]) if "preferred_output" in row and "input" in row else {}  # of OpenAI's pairs
+    both = [
+        {name: value if name not in (*TOOLS, *LISTS) else _parsed(value) for name, value in columns.items()}
+        for columns in (row, nested if isinstance(nested, dict) else {})
+    ]
     if not any(_is_filled(name, value) for columns in both for name, value in columns.items()):
         return row
-    first, second = ({name: _cleaned(name, value) for name, value in columns.items()} for columns in both)
-    return row | first | ({"input": nested | second} if second else {})
+    cleaned, nested = ({name: _cleaned(name, value) for name, value in columns.items()} for columns in both)
+    return cleaned | ({"input": nested} if nested else {})
 
 
 def _parsed(value: Any) -> Any:
@@ -46,6 +49,8 @@ def _parsed(value: Any) -> Any:
 def _is_filled(name: str, value: Any) -> bool:
     """Whether a column of tools or messages has a null that nobody writes."""
     parts = value if isinstance(value, list) else [value]
+    if name not in (*TOOLS, *DIALOGUES):
+        return False
     if name in TOOLS:
         return any(_has_filled_property(part) for part in parts)
     others = (part for part in parts if isinstance(part, dict) and _role(part) not in (None, "assistant"))
@@ -73,9 +78,11 @@ def _has_filled_property(schema: Any, is_within: bool = False) -> bool:
 
 
 def _cleaned(name: str, value: Any) -> Any:
-    """Tools without nulls, or messages whose calls have none."""
+    """Tools without nulls, or messages whose calls have none; other columns as they are."""
     if name in TOOLS:
         return _without_nulls(value)
+    if name not in DIALOGUES:
+        return value
     if isinstance(value, list):
         return [_cleaned(name, inner) for inner in value]
     if not isinstance(value, dict):

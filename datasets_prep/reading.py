@@ -83,12 +83,13 @@ class Source:
     """Iterable over the raw rows of `name`, from the first row each time.
 
     `given` are the held-out splits of the source, which need not be carved out of train.
-    skip_bad_lines: give lines that cannot be read as broken rows, instead of raising RunFailure.
+    skip_bad_lines: give lines that cannot be read as broken rows instead of raising RunFailure; None: a program without
+        the flag.
     Raises: UsageError if there is no such file, folder or hub dataset.
     """
 
     def __init__(
-        self, name: str, config: str | None = None, revision: str | None = None, skip_bad_lines: bool = False
+        self, name: str, config: str | None = None, revision: str | None = None, skip_bad_lines: bool | None = None
     ) -> None:
         self.name = name
         self._texts: list[Callable[[], Rows]] = []
@@ -151,7 +152,7 @@ def _split_of(file: Path, root: Path) -> str | None:
     return None
 
 
-def _read(file: Path, skip_bad_lines: bool) -> Rows:
+def _read(file: Path, skip_bad_lines: bool | None) -> Rows:
     if file.is_dir():
         return _read_saved(file)
     if file.name.endswith((".parquet", ".arrow")):
@@ -160,14 +161,15 @@ def _read(file: Path, skip_bad_lines: bool) -> Rows:
     return _read_text(file, parse, skip_bad_lines)
 
 
-def _read_text(file: Path, parse: Callable[[IO[bytes], str], Parsed], skip_bad_lines: bool) -> Rows:
+def _read_text(file: Path, parse: Callable[[IO[bytes], str], Parsed], skip_bad_lines: bool | None) -> Rows:
     """Rows of `parse(stream, name)`, which yields (line, values). Raises: RunFailure with file and line."""
     line = 0
     try:
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
             for line, values in parse(cast(IO[bytes], stream), file.name):
                 if isinstance(values, _BadLine) and not skip_bad_lines:
-                    raise _BadLine(f"{values}; --skip_bad_lines True leaves such lines out", line)
+                    hint = "" if skip_bad_lines is None else "; --skip_bad_lines True leaves such lines out"
+                    raise _BadLine(f"{values}{hint}", line)
                 yield f"{file}:{line}", values
     except _BadLine as problem:
         raise RunFailure(f"{file}:{problem.line or line + 1}: {problem}") from None
@@ -199,10 +201,12 @@ def _lines(stream: IO[bytes]) -> Parsed:
     for number, line in enumerate(stream, start=1):
         if line.isspace():
             continue
+        values: dict[str, Any] | _BadLine
         try:
-            yield number, _line(line, number)
+            values = _line(line, number)
         except _BadLine as problem:
-            yield number, problem
+            values = problem
+        yield number, values
 
 
 def _line(line: bytes, number: int) -> dict[str, Any]:
@@ -330,9 +334,11 @@ def _csv_rows(stream: IO[bytes], name: str) -> Parsed:
             if (twice := _repeated(names)) is not None:
                 raise _BadLine(f"the column {twice!r} occurs twice", line)
         elif cells:
-            words = f"{len(cells)} cells for {len(names)} columns; quote cells with a {separator!r}"
-            broken = _BadLine(words, line, "bad_line (too many or too few cells)")
-            yield line, dict(zip(names, cells)) if len(cells) == len(names) else broken
+            if len(cells) == len(names):
+                yield line, dict(zip(names, cells))
+            else:
+                words = f"{len(cells)} cells for {len(names)} columns; quote cells with a {separator!r}"
+                yield line, _BadLine(words, line, "bad_line (too many or too few cells)")
         line = rows.line_num + 1
 
 

@@ -235,6 +235,8 @@ case("history_unread.jsonl", [{"question": "Sky?", "answer": "Blue.", "context":
       "notes": ["context holds turns and is not read; --columns history=context reads it before the prompt"]}, columns="prompt=question,completion=answer")
 case("history_no_turns.jsonl", [{"question": "Sky?", "answer": "Blue.", "context": ["Hi"]}],
      "history: a list of messages, or of pairs", columns="prompt=question,completion=answer,history=context")
+case("history_beside_plain_pair.jsonl", [{"chosen": "The sky is blue", "rejected": "The sky is red", "history": EARLIER}],
+     "history beside a pair without a prompt")
 case("history_beside_dialogue.jsonl", [{"messages": TALK, "history": EARLIER}],
      {"messages": TALK, "columns": {"history": EARLIER}, "notes": ["history holds turns and is not read"]})
 case("alpaca_pairs.jsonl", [{"instruction": "Greet", "input": "", "chosen": "A hello.", "rejected": "A no."}],
@@ -596,6 +598,13 @@ def test_tools_of_a_table_beside_a_completion_clean_its_call(tmp_path):
     (found,) = read(write(tmp_path / "b.jsonl", [pair]))
     assert found["chosen"]["tool_calls"] == [call("add", a=1)]
     assert found["tools"] == [function("add", a={"type": "number"})]
+
+
+def test_answers_that_are_json_text_stay_text_beside_tools_of_a_table(tmp_path):
+    row = {"prompt": '{"a": null}', "completion": '[{"a": null}]', "tools": [function("add", a={}, city=None)]}
+    (found,) = read(write(tmp_path / "a.jsonl", [row]))
+    assert found["prompt"] == [user(row["prompt"])] and found["completion"] == row["completion"]
+    assert found["tools"] == [function("add", a={})]
 
 
 def test_nulls_that_were_written_stay(tmp_path):
