@@ -26,8 +26,6 @@ import functools
 import json
 import os
 import random
-import shutil
-import tempfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -56,9 +54,11 @@ from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.temporary import remove, temporary_path
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 CHUNK = 1000  # rows tokenised per call
@@ -276,6 +276,7 @@ def _locking(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
     @functools.wraps(prepare)
     def locked(args: PrepareArgs, *rest: Any, **details: Any) -> dict[str, Any]:
         destination = Path(args.destination_dir)
+        check_destination(destination, "--destination_dir")
         if args.dry_run or destination.is_file():  # which is refused by its own name
             return prepare(args, *rest, **details)
         with lock_folder(destination, "--destination_dir"):
@@ -472,7 +473,8 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
     with writing(f"--destination_dir {destination}", kept=left):
         try:
             make_folder(destination)
-            folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=destination))
+            folder = temporary_path(destination / "prepared")
+            folder.mkdir()
             yield folder
             written = sealed_files(folder)
             stale = {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - {*written}
@@ -493,14 +495,18 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
             sync_folder(destination)
         finally:
             if folder:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:
-    """Refuse a file, or a folder with another stage prepared from other data, tokenizer, seed or shares."""
+    """Refuse a file, or a folder of other files, or of another stage that has other data, tokenizer, seed or shares."""
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"--destination_dir {destination} is a file; name a folder")
     before = _stored(destination / "args.json")
+    splits = [f"{stage}_{split}.pt" for stage in STAGES for split in SPLITS]
+    others = [name for name in ("args.json", *splits) if (destination / name).exists()]
+    if others and "destination_dir" not in before:
+        raise UsageError(f"--destination_dir {destination} holds {others[0]} of another program; name another folder")
     if args.stage == "all" or not before:
         return
     now = to_dict(args)
@@ -514,11 +520,14 @@ def _check_destination(args: PrepareArgs, destination: Path) -> None:
 
 def _stored(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} is no JSON object; use another --destination_dir")
+    return found
 
 
 def _no_rows(args: PrepareArgs, examples: dict[str, Any], dropped: list[Dropped]) -> str:

@@ -20,8 +20,10 @@ from typing import Any
 from datasets_prep.common import replacing
 from datasets_prep.reading import Source
 from lightrlhf.cli.args import check_at_least, check_types
-from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.checkpoint import MANIFEST
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.locks import lock_folder
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
@@ -55,6 +57,11 @@ class TokenizerArgs:
 def main(argv: list[str] | None = None) -> str:
     """Run the program; returns the folder."""
     args = parse(TokenizerArgs, argv)
+    destination = Path(args.destination_dir)
+    check_destination(destination, "--destination_dir")
+    is_own = (destination / MANIFEST).is_file() and not (destination / "config.json").is_file()
+    if (destination / "tokenizer.json").is_file() and not is_own:
+        raise UsageError(f"--destination_dir {destination} holds a tokenizer of another program; name another folder")
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +74,6 @@ def main(argv: list[str] | None = None) -> str:
         texts, vocab_size=args.vocab_size, min_frequency=2, special_tokens=[PAD, EOS], show_progress=False
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
-    destination = Path(args.destination_dir)
     with lock_folder(destination, "--destination_dir"), replacing(destination, []) as folder:
         tokenizer.save_pretrained(folder)
     tokens = sum(len(ids) for ids in tokenizer(texts[:1000])["input_ids"])

@@ -31,7 +31,6 @@ from lightrlhf.cli.args import (
     SealArgs,
     check_args,
     check_at_least,
-    check_output,
     check_reward_model,
     check_types,
 )
@@ -48,10 +47,11 @@ from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Encoding, GroupScorer, samples_of_row, score_rows
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import show_trial
-from lightrlhf.storage.run_dir import stored
+from lightrlhf.storage.run_dir import stored, stored_args
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
@@ -123,6 +123,8 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
             check_output(self.rewards_file, "--output_file")
         if self.output_dir:
             check_output(Path(self.output_dir) / "report.json", "--output_dir")
+            if "choose_type" not in (stored_args(self.output_dir) or {"choose_type": None}):
+                raise ValueError(f"--output_dir {self.output_dir} holds data of another program; name another folder")
 
     @property
     def rewards_file(self) -> Path:

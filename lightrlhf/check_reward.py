@@ -33,7 +33,6 @@ from lightrlhf.cli.args import (
     check_args,
     check_at_least,
     check_data_dir,
-    check_output,
     check_positive,
     check_types,
 )
@@ -46,6 +45,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import Failure, Response
 from lightrlhf.rewards.workers import Workers
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import to_json
 from lightrlhf.storage.results import cell, print_table
 

@@ -40,7 +40,6 @@ from lightrlhf.cli.args import (
     SealArgs,
     check_args,
     check_at_least,
-    check_output,
     check_types,
 )
 from lightrlhf.cli.errors import UsageError, one_line_errors
@@ -70,6 +69,7 @@ from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer, make_rewards
 from lightrlhf.rewards.scorers import GroupScorer, finite, samples_of
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored

@@ -33,6 +33,7 @@ from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import write_folder
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.gguf_files import ends_of, read_gguf
 from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.results import print_table
@@ -106,11 +107,12 @@ def run(args: ExportArgs) -> str:
 
 
 def check_new(destination: Path) -> None:
-    """Raises: UsageError when a folder is there already."""
+    """Raises: UsageError when a folder is there already, or would be in a run or a checkpoint."""
     with writing(f"--destination_dir {destination}", error=UsageError):  # a name may be too long to look for
         exists = destination.exists()
     if exists:
         raise UsageError(f"--destination_dir {destination} exists; name a new one, or remove it")
+    check_destination(destination, "--destination_dir")
 
 
 def name_of(source: str) -> str:

@@ -38,7 +38,6 @@ from lightrlhf.cli.args import (
     check_args,
     check_at_least,
     check_data_dir,
-    check_output,
     check_reward_model,
     check_types,
 )
@@ -56,9 +55,9 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
 from lightrlhf.storage.results import show_trial
-from lightrlhf.storage.writing import rename, writing
 from lightrlhf.training.distributed import leave_at_exit, processes
 
 # flags that leave rows as they are
@@ -579,11 +578,7 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
         return
     if [row.get("index") for row in rows] != list(range(num_rows)):
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
-    partial = output.with_name(f"{output.stem}.merged-{shard.rank}.jsonl")
-    write_jsonl(partial, rows, settings)
-    with writing(output):
-        rename(partial.with_suffix(".args.json"), output.with_suffix(".args.json"))
-        rename(partial, output)
+    write_jsonl(output, rows, settings)
 
 
 def describe(output: Path, num_rows: int) -> str:

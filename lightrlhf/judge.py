@@ -31,7 +31,6 @@ from lightrlhf.cli.args import (
     DryRunArgs,
     check_args,
     check_at_least,
-    check_output,
     check_reward_model,
     check_types,
 )
@@ -49,6 +48,7 @@ from lightrlhf.rewards.functions import as_text
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, Sample, samples_of_row
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, show_trial
 

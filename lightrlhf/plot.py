@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from lightrlhf.cli.args import check_args, check_at_least, check_output, check_types
+from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import read_responses
 from lightrlhf.storage.curves import Curve, columns, curves_of, joined, seed_groups
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.results import draw_curves, new_figure, save_figure, usual_metrics
 from lightrlhf.storage.run_dir import labels, read_metrics
 
@@ -76,6 +77,8 @@ def run(args: PlotArgs) -> str:
     by_folder = {folder: columns(read_metrics(folder)) for folder in args.experiment_dir}
     logged = {name for run in by_folder.values() for name in run}
     names = args.metrics or usual_metrics(logged)
+    if not names:
+        raise UsageError(f"--experiment_dir {args.experiment_dir[0]} has logged no metric that is a number")
     unknown = [name for name in names if name not in logged]
     if unknown:
         raise UsageError(f"--metrics {unknown[0]} was not logged; logged are: {', '.join(sorted(logged))}")

@@ -36,6 +36,7 @@ from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import decode
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.results import label, panels, save_figure
 from lightrlhf.storage.writing import make_folder, writing
 from lightrlhf.training.summary import peak_memory
@@ -111,6 +112,7 @@ class QuickstartArgs:
 def run(args: QuickstartArgs) -> None:
     """Run all stages and print what was found. Raises: RunFailure when PPO did not beat SFT."""
     check_args(args, QuickstartArgs)
+    check_destination(Path(args.output_dir), "--output_dir")
     with writing(f"--output_dir {args.output_dir}", error=UsageError):
         make_folder(Path(args.output_dir))
     started = time.perf_counter()

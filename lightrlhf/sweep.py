@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +32,10 @@ from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.curves import columns, differences
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row, read_jsonl, write_jsonl
 from lightrlhf.storage.locks import LOCK, lock_folder
-from lightrlhf.storage.run_dir import is_experiment_dir, read_growing
+from lightrlhf.storage.run_dir import discard_runs, is_experiment_dir, read_logged
 from lightrlhf.storage.sweep_results import PICTURE, draw, show, summarise
 from lightrlhf.storage.writing import make_folder, writing
 from lightrlhf.training.summary import lines
@@ -43,6 +43,7 @@ from lightrlhf.training.summary import lines
 RESULTS = "results.jsonl"
 OWN = ("output_dir", "resume_from")  # flags in which runs of one setting differ
 PATIENCE = 60  # seconds that an interrupted run has to end by itself
+LARGEST = 1e300  # of the numbers of a row, so that their sums are finite
 TAIL = 65536  # bytes at the end of a log, in which its last line is looked for
 
 
@@ -84,6 +85,7 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
         for one in sweep.combinations
         for seed in sweep.seeds
     ]
+    check_destination(folder, "--output_dir")
     with lock_folder(folder, "--output_dir"):
         check_settings(sweep, planned, folder)
         rows = train_all(sweep, planned, folder)
@@ -136,7 +138,7 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
     from tqdm import tqdm
 
     path = folder / RESULTS
-    found = {row["run"]: row for row in read_jsonl(path, ("run", "status"))} if path.is_file() else {}
+    found = read_state(path) if path.is_file() else {}
     begun = [one for one in planned if is_experiment_dir(str(one.folder))]
     rows = {one.name: new_row(sweep, one) for one in planned} | found
     done = [one for one in begun if rows[one.name]["status"] == "finished"]
@@ -170,6 +172,26 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
     return rows
 
 
+def read_state(path: Path) -> dict[str, Row]:
+    """The rows of the runs of a sweep by name. Raises: UsageError for a row that no sweep has written."""
+    found = {}
+    for number, row in enumerate(read_jsonl(path, ("run", "combination", "status", "seconds")), start=1):
+        numbers = ("seconds", "final", "best") if row["status"] == "finished" else ("seconds",)
+        wrong = [name for name in ("run", "combination", "status") if not isinstance(row[name], str)]
+        wrong += [name for name in numbers if not is_number(row.get(name))]
+        if not wrong and not row["run"].startswith(f"{row['combination']}/seed-"):
+            wrong = ["combination"]
+        if wrong:
+            what = f"{wrong[0]} {row.get(wrong[0])!r}"
+            raise UsageError(f"{path}: row {number} has {what:.100}; restore the file, or name another folder")
+        found[row["run"]] = row
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST
+
+
 def new_row(sweep: Sweep, one: Planned) -> Row:
     """The row of a run that has not begun."""
     values = {name: getattr(one.args, name) for name in sweep.combinations[0].values}
@@ -184,7 +206,7 @@ def train_one(program: str, one: Planned) -> tuple[str, str | None]:
     if one.folder.exists():
         lock_folder(one.folder, wait=True).release()  # the process of a sweep that was killed may still train there
     if is_experiment_dir(str(one.folder)) and not (checkpoints(one.folder) or hasattr(one.args, "iterations")):
-        shutil.rmtree(one.folder)  # holds nothing to go on from; programs in iterations go on from files of stages
+        discard_runs(one.folder)  # holds nothing to go on from; programs in iterations go on from files of stages
     if is_experiment_dir(str(one.folder)):
         words = ["--resume_from", str(one.folder)]
     else:
@@ -255,7 +277,7 @@ def why_failed(status: int, log: Path) -> str:
 
 def scores(sweep: Sweep, one: Planned) -> Row:
     """Last and best value of the metric of a finished run, and the step of the best. Raises: RunFailure without one."""
-    metrics = columns(read_growing(one.folder / "metrics.jsonl") or [])
+    metrics = columns(read_logged(one.folder / "metrics.jsonl") or [])
     if sweep.metric not in metrics:
         known = ", ".join(name for name in metrics if not name.startswith("time/")) or "none"
         raise RunFailure(

@@ -29,6 +29,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.models.tiny import tiny_config
+from lightrlhf.storage.destinations import check_destination
 
 BASE_DIR = Path(__file__).resolve().parent / "base"
 DETECTION_WEIGHT = 2.0
@@ -94,6 +95,7 @@ def _row(rng: random.Random, order: Any, tokenizer: Any, swap: bool) -> tuple[li
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = parse(PretrainArgs, argv)
+    check_destination(Path(args.destination_dir), "--destination_dir")
     quiet_libraries()
     from tqdm import tqdm
     from transformers import LlamaForCausalLM

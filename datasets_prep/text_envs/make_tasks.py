@@ -36,6 +36,7 @@ from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.writing import writing
@@ -109,6 +110,7 @@ class File(NamedTuple):
 def main(argv: list[str] | None = None) -> Row:
     """Run the program; returns its report."""
     args = parse(TaskArgs, argv)
+    check_destination(Path(args.destination_dir), "--destination_dir")
     dropped: Counter[str] = Counter()
     tree = Tree(args.repo_dir)
     texts = dict(readable_files(tree, dropped))

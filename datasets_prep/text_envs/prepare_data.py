@@ -47,6 +47,7 @@ from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs import TextEnv, make_env, prompts, read_options
 from lightrlhf.generation.openai_client import RemoteArgs
 from lightrlhf.models.names import quiet_libraries
+from lightrlhf.storage.destinations import check_destination, check_output
 from lightrlhf.storage.jsonl import JsonlWriter
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
@@ -144,6 +145,8 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
             )
         if bool(self.base_url) != bool(self.reflection_model):
             raise ValueError("--base_url and --reflection_model require each other: an address and a model's name")
+        if self.reflections_file is not None:
+            check_output(Path(self.reflections_file), "--reflections_file")
         read_options(self.env_options)
 
 
@@ -151,6 +154,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = parse(TextEnvArgs, argv)
+    check_destination(Path(args.destination_dir), "--destination_dir")
     env = make_env(args.env, **read_options(args.env_options))
     if args.level is not None and not 0 <= args.level < len(env.levels):
         raise UsageError(f"--level {args.level} must be from 0 to {len(env.levels) - 1} for --env {args.env}")

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from numbers import Integral, Real
-from os import W_OK, PathLike, access, fspath
+from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -732,22 +732,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def check_output(path: Path, flag: str) -> None:
-    """Raises: ValueError, before any work, when a file cannot be written to `path`, whose folders need not exist."""
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        is_below_file = not above.is_dir()
-    except OSError as problem:  # a name too long
-        raise ValueError(f"{flag} {path} cannot be written: {problem.strerror}") from None
-    if is_folder:
-        raise ValueError(f"{flag} {path} is a folder; name a file")
-    if is_below_file:
-        raise ValueError(f"{flag} {path} cannot be written: {above} is no folder")
-    if not access(path if exists else above, W_OK):
-        raise ValueError(f"{flag} {path} cannot be written: allow access there or name another place")
 
 
 def check_args(args: Any, args_class: type) -> None:

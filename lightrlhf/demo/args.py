@@ -12,6 +12,7 @@ from lightrlhf.cli.lists import PATHS
 from lightrlhf.cli.packages import check_package
 from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
 from lightrlhf.models.loading import find_device
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.gguf_files import check_model_exists
 
 
@@ -70,6 +71,8 @@ class DemoArgs(GenerationArgs, SealArgs):
         for flag in ("rm_experiment_dir", "data_dir"):
             if getattr(self, flag) is not None and not Path(getattr(self, flag)).is_dir():
                 raise ValueError(f"--{flag} {getattr(self, flag)} {why_missing(getattr(self, flag))}")
+        if self.votes_file is not None:
+            check_output(Path(self.votes_file), "--votes_file")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"--overlap {self.overlap} must lie in [0, 1]")
         if not 1 <= self.port <= 65535:

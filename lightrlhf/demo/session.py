@@ -46,7 +46,7 @@ from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer, Messages
-from lightrlhf.storage.run_dir import labels, located, stored
+from lightrlhf.storage.run_dir import experiment_of, labels, located, stored
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
@@ -87,7 +87,7 @@ class DemoBackend:
             args.models, device, args.max_models, model_args, args.data_dir, args.reference_dir, args.verify
         )
         last = args.models[-1]
-        default_file = Path(last if stored(last, "program") else ".") / "votes.jsonl"
+        default_file = (experiment_of(last) if stored(last, "program") else Path()) / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))
 
     # ------------------------------------------------------------------------------------------- settings and prompts

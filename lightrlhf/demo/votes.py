@@ -59,8 +59,12 @@ def _append(path: Path, vote: Vote, replaces: bool) -> bool:
         with path.open("ab", buffering=0) as file, _locked(file):
             content = path.read_bytes()
             complete = content.rfind(b"\n") + 1
-            if complete < len(content):  # the last row of a killed server
+            if complete < len(content) and not _is_json(content[complete:]):  # the last row of a killed server
+                if not content[complete:].startswith(b"{"):
+                    raise UsageError(f"{path} ends with a line that is no vote; name another file")
                 file.truncate(complete)
+            elif complete < len(content):  # written by others, without an end of line
+                append_whole(file, b"\n")
             if replaces != any(_key(row) == _key(vote) for row in read_votes(path)):
                 return False
             append_whole(file, (json.dumps(vote, ensure_ascii=False) + "\n").encode("utf-8"))
@@ -87,6 +91,14 @@ def read_votes(path: str | Path) -> list[Vote]:
         else:
             votes.setdefault(_key(row), row)
     return list(votes.values())
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _key(vote: Vote) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightrlhf.cli.args import ModelArgs, check_output
+from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.splits import Row
 from lightrlhf.evaluation.benchmarks import alpaca_eval, arena_hard, mt_bench
@@ -25,6 +25,7 @@ from lightrlhf.evaluation.tasks import inspect, lm_eval
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.run_dir import is_experiment_dir, short_name
 from lightrlhf.storage.writing import make_folder, writing

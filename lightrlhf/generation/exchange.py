@@ -1,8 +1,8 @@
 """The exchange folder: where a trainer writes the weights that servers load, a new folder for each version.
 
 A version's folder appears whole or not at all, its name is never used again, and the newest two are kept, for a server
-may still read the one before. All of it goes with the trainer; what a killed one left goes with the next that starts on
-the same machine.
+may still read the one before. All of it goes with the trainer, whose process the folder is named by; what a killed one
+left goes with the next that starts on the same machine.
 
 Left out: transfer without files, and cleaning up on machines other than the trainer's.
 """
@@ -10,12 +10,9 @@ Left out: transfer without files, and cleaning up on machines other than the tra
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import socket
 import tempfile
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from lightrlhf.models.frozen import is_held
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers
 from lightrlhf.storage.locks import LOCK, Lock, lock_folder
+from lightrlhf.storage.temporary import left, new_mark
 from lightrlhf.storage.writing import make_folder, writing
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
@@ -42,11 +40,12 @@ class Exchange:
     def __init__(self, folder: str | None = None) -> None:
         memory = str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
         self.root = Path(folder or memory).resolve()
-        self.token = secrets.token_hex(4)
+        mark = new_mark()
+        self.token = mark.rpartition("-")[2]
         with writing(f"--exchange_dir {self.root}", error=UsageError):
             make_folder(self.root)
         self._remove_left()
-        self.folder = self.root / f"{_prefix()}{self.token}"
+        self.folder = self.root / f"{PREFIX}-{mark}"
         lock = lock_folder(self.folder, "--exchange_dir")
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
         self.folder.chmod(0o755)  # a server may run as another user
@@ -88,18 +87,14 @@ class Exchange:
             )
 
     def _remove_left(self) -> None:
-        """Remove folders of trainers of this machine that were killed: nobody holds their locks."""
-        for folder in self._left():
+        """Remove folders of trainers of this machine that were killed: their processes and locks are gone."""
+        for folder in left(self.root, f"{PREFIX}-"):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
             with suppress(UsageError):
                 lock = Lock(folder / LOCK, str(folder))  # a lock of its own, which this process does not have either
                 if lock.handle is not None:  # where there are no locks nothing says whether the trainer lives
                     _remove(folder, lock, os.getpid())
-
-    def _left(self) -> Iterator[Path]:
-        with suppress(OSError):
-            for lock in self.root.glob(f"{_prefix()}*/{LOCK}"):  # without one it is only being made
-                if lock.parent.lstat().st_uid == os.getuid() and not lock.parent.is_symlink():
-                    yield lock.parent
 
 
 def _remove(folder: Path, lock: Lock, owner: int) -> None:
@@ -110,7 +105,3 @@ def _remove(folder: Path, lock: Lock, owner: int) -> None:
                     shutil.rmtree(path, ignore_errors=True)
         lock.release()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _prefix() -> str:
-    return f"{PREFIX}-{socket.gethostname()}-"

@@ -1,7 +1,7 @@
 """Atomic checkpoints: written to a temporary folder, fsynced, hashed, then renamed.
 
 A checkpoint is a folder `checkpoint-000500/`: a Hugging Face model with its tokenizer, `resume.pt` with the rest of the
-training state, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a `.partial` folder, which
+training state, and `manifest.json` with the SHA-256 of each file. A kill while saving leaves a temporary folder, which
 the next save removes; a full disk or missing permission is an error that names the last good checkpoint. `best` is a
 link to the one that `--keep_best` keeps.
 
@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.temporary import create, remove_left, temporary_path
 from lightrlhf.storage.writing import rename, sync_folder, writing
 
 MANIFEST, BEST = "manifest.json", "best"
-CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
+CHECKPOINT = r"checkpoint-[0-9]+"
 
 
 def save_checkpoint(
@@ -40,9 +41,8 @@ def save_checkpoint(
     """
     target = checkpoint_path(experiment_dir, step)
     with writing(target, kept=lambda: last_good(experiment_dir)):
-        for leftover in experiment_dir.glob(".checkpoint-*.partial"):
-            shutil.rmtree(leftover)
-        write_folder(target, write)
+        remove_left(experiment_dir, CHECKPOINT)
+        write_folder(target, write, replace=True)
         link_best(experiment_dir, best)
         drop_lost_best(experiment_dir)
     for old in checkpoints(experiment_dir)[:-keep_last] if keep_last else []:
@@ -67,20 +67,16 @@ def checkpoint_path(experiment_dir: Path, step: int) -> Path:
 def link_best(experiment_dir: Path, step: int | None) -> None:
     """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes.
 
-    A file or folder of that name is left alone, and a line says so, unless it is the same as one of the checkpoints: a
-    copy of the experiment dir may have followed the link.
+    A file or folder of that name is kept under another one, and a line says so: a copy of the experiment dir may have
+    followed the link.
     """
     if step is None or not checkpoint_path(experiment_dir, step).is_dir():
         return
-    link, temporary = experiment_dir / BEST, experiment_dir / f".{BEST}.partial"
-    target = checkpoint_path(experiment_dir, step).name
-    if link.exists() and not link.is_symlink():
-        if not _is_copy(link, checkpoints(experiment_dir)):
-            print(f"note: {link} is no link and is left alone; the best is {target}")
-            return
-        shutil.rmtree(link)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
+    link = experiment_dir / BEST
+    if link.exists() and not link.is_symlink():  # a copy of the experiment dir may have followed the link
+        print(f"note: {link} is no link, so it is kept as {set_aside(link, 'copied')}", flush=True)
+    temporary = temporary_path(link)
+    temporary.symlink_to(checkpoint_path(experiment_dir, step).name)
     rename(temporary, link)
 
 
@@ -100,8 +96,7 @@ def step_of(folder: Path) -> int | None:
 
     Whatever else a user keeps in a run, `checkpoint-000500-backup` for one, is never read nor removed.
     """
-    named = CHECKPOINT.fullmatch(folder.name)
-    return int(named[1]) if named else None
+    return int(folder.name.partition("-")[2]) if re.fullmatch(CHECKPOINT, folder.name) else None
 
 
 def checkpoints(experiment_dir: Path) -> list[Path]:
@@ -173,12 +168,12 @@ def accepting(folder: Path) -> str:
     return f"accept it by python -m lightrlhf.storage.seals {folder}"
 
 
-def set_aside(folder: Path) -> Path:
+def set_aside(folder: Path, why: str = "damaged") -> Path:
     """Rename a damaged checkpoint, so that no step writes over it and none counts it; returns where it is.
 
-    Raises: RunFailure when it cannot be renamed.
+    why: the new name begins with it, for other folders that are in the way. Raises: RunFailure if it cannot be renamed.
     """
-    kept = folder.with_name(f"damaged-{folder.name}")
+    kept = folder.with_name(f"{why}-{folder.name}")
     while kept.exists():
         kept = kept.with_name(f"{kept.name}x")
     with writing(kept):
@@ -208,11 +203,13 @@ def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
     return existing[-1]
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files."""
-    partial = target.with_name(f".{target.name}.partial")
+def write_folder(target: Path, write: Callable[[Path], None], replace: bool = False) -> None:
+    """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files.
+
+    replace: the folder may be there, and is then removed. Raises: RunFailure when it cannot be written.
+    """
+    partial = temporary_path(target)
     with writing(target, kept=lambda: f"{partial} is left, remove it" if partial.exists() else ""):
-        shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             write(partial)
@@ -220,9 +217,9 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
             write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
             for folder in (path for path in (partial, *partial.rglob("*")) if path.is_dir()):
                 sync_folder(folder)
-            if target.exists():
+            if replace and target.exists():
                 shutil.rmtree(target)
-            partial.rename(target)
+            partial.rename(target)  # refused where another folder with files has appeared
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -271,8 +268,9 @@ def replacing(path: Path, what: str = "") -> Iterator[Path]:
     what: named in errors instead of the path.
     Raises: RunFailure naming the file when any of it fails; the temporary one is removed.
     """
-    temporary = path.with_name(path.name + ".partial")
+    temporary = temporary_path(path)
     with writing(what or path, kept=lambda: f"{temporary} is left, remove it" if temporary.exists() else ""):
+        create(temporary)
         try:
             yield temporary
             with temporary.open("rb") as file:
@@ -302,14 +300,6 @@ def damage(folder: Path) -> str | None:
         if sha256(file) != expected:
             return f"{name} is not what was written"
     return None
-
-
-def _is_copy(folder: Path, originals: Iterable[Path]) -> bool:
-    """Whether a folder holds what one of these checkpoints was written with, and nothing else."""
-    if damage(folder):
-        return False
-    hashes = read_manifest(folder)
-    return any(not damage(one) and read_manifest(one) == hashes for one in originals)
 
 
 def _files(folder: Path) -> list[Path]:

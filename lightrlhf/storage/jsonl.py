@@ -180,6 +180,8 @@ class JsonlWriter:
     def _complete_rows(self) -> list[Row]:
         """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
+        if content and self._settings is not None:
+            stored_settings(self.path)  # else it is no file of a writer, and its last line is left as it is
         check_seal(self.path, content, may_be_cut=True)
         end = content.rfind(b"\n") + 1
         if end < len(content):
@@ -216,7 +218,9 @@ def stored_settings(path: Path) -> Row:
     try:
         return dict(json.loads(stored_in.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        raise UsageError(f"{path} has rows, but {stored_in.name} with their settings is missing; remove both") from None
+        raise UsageError(
+            f"{path} has rows, but {stored_in.name} with their settings is missing; name another file, or remove it"
+        ) from None
 
 
 def seal_rows(path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -95,7 +96,7 @@ def _acquired(path: Path, what: str, wait: bool) -> int | None:
         return None
     told = False
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = _opened(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(path, handle):
@@ -119,10 +120,25 @@ def _acquired(path: Path, what: str, wait: bool) -> int | None:
             return None
 
 
+def _opened(path: Path) -> int:
+    """A handle of the lock file, made if it is missing. Raises: OSError; UsageError for a link and the like."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as problem:
+        if problem.errno != errno.ELOOP:
+            raise
+        raise UsageError(f"{path} is a link, not a lock; remove it") from None
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # none once its holder has removed it
+        return handle
+    os.close(handle)
+    raise UsageError(f"{path} is a file of another name or kind, not a lock; remove it")
+
+
 def _is_named(path: Path, handle: int) -> bool:
     """Whether an open file still has its name."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(handle))
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
     except FileNotFoundError:
         return False
 

@@ -9,10 +9,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints, replacing, write_text
 from lightrlhf.storage.curves import Curve, smooth
+from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import as_jsonl, stored_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir

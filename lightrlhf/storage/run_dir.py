@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import check_output
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import LATEST
-from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed, step_of
+from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed, set_aside, step_of
+from lightrlhf.storage.destinations import check_destination, check_output
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.storage.seals import check_sealed
+from lightrlhf.storage.temporary import is_temporary, temporary_path
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 
 ITERATION = re.compile(r"iteration-([0-9]+)")
+# what a run writes before its first checkpoint
+BEGINNING = {"args.json", "base", "logs", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "trajectories", "wandb"}
+BEGINNING |= {LOCK, MANIFEST}
 NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*")
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -143,12 +149,29 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
 def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
     """Rows of `metrics.jsonl`. Raises: UsageError when there is none."""
     path = Path(experiment_dir) / "metrics.jsonl"
-    rows = read_growing(path)
+    rows = read_logged(path)
     if rows is None:
         raise UsageError(f"--experiment_dir {experiment_dir} has no metrics.jsonl")
     if not rows:
         raise UsageError(f"{path} has no metrics yet")
     return rows
+
+
+def read_logged(path: Path) -> list[dict[str, Any]] | None:
+    """Rows of a run's log, such as `metrics.jsonl`; None when there is no file.
+
+    Raises: UsageError when a row has no step, or as `read_growing` does.
+    """
+    rows = read_growing(path)
+    for number, row in enumerate(rows or [], start=1):
+        check_logged(row, path, number)
+    return rows
+
+
+def check_logged(row: Any, path: Path, number: int) -> None:
+    """Raises: UsageError when a row of a run's log is not of a step; number: which one it is."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise UsageError(f"{path}: row {number} has no step, so no run has written it; remove it, or restore the file")
 
 
 def read_growing(path: Path) -> list[dict[str, Any]] | None:
@@ -157,22 +180,26 @@ def read_growing(path: Path) -> list[dict[str, Any]] | None:
     Raises: UsageError when a line other than the last is not JSON.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError:
         return None
     rows = []
     lines = [line for line in lines if line.strip()]
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            rows.append(json.loads(line.decode("utf-8")))
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise UsageError(f"{path} line {number} is not JSON") from None
     return rows
 
 
 def make_parent(parent: Path, flag: str) -> Path:
-    """Create a directory and those above it. Raises: UsageError naming `flag` when it cannot be written."""
+    """Create a directory and those above it.
+
+    Raises: UsageError naming `flag` when it cannot be written, or lies in another run or a checkpoint.
+    """
+    check_destination(parent, flag.partition(" ")[0])
     with writing(flag, error=UsageError):
         make_folder(parent)
     return parent
@@ -208,7 +235,7 @@ def check_vacant(directory: Path) -> None:
 
     What a kill left before the arguments were written does not count.
     """
-    names = sorted(path.name for path in directory.iterdir() if path.name not in (LOCK, "args.json.partial"))
+    names = sorted(path.name for path in directory.iterdir() if path.name != LOCK and not is_temporary(path.name))
     what, other = f"--output_dir {directory}", "name another folder"
     if "args.json" in names and checkpoints(directory):
         raise UsageError(f"{what} holds a run already; go on with it by --resume_from {directory}, or {other}")
@@ -216,6 +243,24 @@ def check_vacant(directory: Path) -> None:
         raise UsageError(f"{what} holds a run without a checkpoint; remove it, or {other}")
     if names:
         raise UsageError(f"{what} is not empty, it holds {names[0]}; {other}")
+
+
+def discard_runs(folder: Path) -> None:
+    """Remove a run that has no checkpoint, or a folder of such runs; one that holds files of others is renamed.
+
+    A line says so. Raises: RunFailure when it cannot be renamed.
+    """
+    others = []
+    for _, folders, files in os.walk(folder):
+        entries = list(files)
+        if "args.json" in files:
+            entries += folders
+            folders.clear()  # what is deeper in a run is the run's
+        others += [name for name in entries if name not in BEGINNING and not is_temporary(name)]
+    if others:
+        print(f"note: {others[0]} is of no run, so it is kept in {set_aside(folder, 'failed')}", flush=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def resumed_dir(resume_from: str, output_dir: str | None) -> Path:
@@ -244,7 +289,7 @@ def link_latest(run: Path, resumed: bool = False) -> None:
     file or folder of that name is left alone, and a file system may have no links; one printed line says either.
     Raises: RunFailure when the link cannot be written for any other reason.
     """
-    link, temporary = run.with_name(LATEST), run.with_name(f".{LATEST}-{run.name}.partial")
+    link = run.with_name(LATEST)
     if not NAMED_BY_TIME.fullmatch(run.name):
         return
     if link.exists() and not link.is_symlink():
@@ -253,7 +298,7 @@ def link_latest(run: Path, resumed: bool = False) -> None:
     if resumed and link.is_dir():
         return
     with writing(link):
-        temporary.unlink(missing_ok=True)
+        temporary = temporary_path(link)
         try:
             temporary.symlink_to(run.name)
         except OSError as problem:

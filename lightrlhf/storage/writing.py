@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, write_problem
@@ -44,6 +44,13 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder and those in it, as far as they hold no files."""
+    for place, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(place)
 
 
 def sync_folder(folder: Path) -> None:

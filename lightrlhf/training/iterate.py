@@ -34,20 +34,21 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.saving import upload
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoint_path, checkpoints, damage, write_text
+from lightrlhf.storage.checkpoint import MANIFEST, checkpoint_path, checkpoints, damage, set_aside, write_text
 from lightrlhf.storage.locks import LOCK, lock_folder
 from lightrlhf.storage.results import in_words
 from lightrlhf.storage.run_dir import (
-    check_args,
     check_parent,
     check_vacant,
+    discard_runs,
     iterations,
     link_latest,
     make_parent,
     new_run_dir,
+    stored_args,
 )
 from lightrlhf.storage.seals import seal
-from lightrlhf.storage.writing import rename, sync_folder, writing
+from lightrlhf.storage.writing import remove_empty, rename, sync_folder, writing
 from lightrlhf.training.beginning import OLDER, describe_rows
 from lightrlhf.training.dry_run import planned_results, texts_of_sample
 from lightrlhf.training.loss_scale import check_scalable
@@ -95,8 +96,9 @@ def open_directory(
         return Path(started), as_given(args, initial)
     initial = initial_policy(args)
     if output_dir:
+        if Path(output_dir).is_dir():
+            check_vacant(Path(output_dir))
         flag, directory = f"--output_dir {output_dir}", make_parent(Path(output_dir), f"--output_dir {output_dir}")
-        check_vacant(directory)
     else:
         flag = f"--log_dir {args.log_dir}"
         directory = new_run_dir(place_of(args, data), flag)
@@ -197,8 +199,7 @@ def _check_resumed(
     rows: Sequence[Any] | None,
 ) -> str:
     """The initial policy of a run that may be resumed with these flags, objects and rows."""
-    check_args(directory)
-    stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
+    stored = stored_args(str(directory))
     if stored.get("program") not in programs:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {programs[0]}")
     flags = update_names(type(args), flags_of(stored), source)
@@ -207,6 +208,8 @@ def _check_resumed(
         remedy = f"start a new run, or go on as it was by --resume_from {directory} alone"
         raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; {remedy}")
     check_given(stored.get("given", {}), given, source)
+    if "initial" not in stored:
+        raise UsageError(f"{directory / 'args.json'} does not say which policy the run began with; restore it")
     _check_began(args, stored, given, source, rows)
     return str(stored["initial"])
 
@@ -230,18 +233,17 @@ def _check_began(
 def find_started_run(folder: Path) -> str | None:
     """The training run of an iteration that can be resumed; one without a checkpoint is removed.
 
-    One whose checkpoints are all damaged is renamed to `damaged-training`, and a line says so.
+    One whose checkpoints are all damaged is renamed to `damaged-training`, one with files of others to
+    `failed-training`, and a line says so.
     """
     training = folder / "training"
     runs = [path.parent for path in training.rglob("args.json")]
     resumable = next((str(run) for run in runs if any(read_checkpoint(one)[0] for one in checkpoints(run))), None)
     if resumable is None and any(map(checkpoints, runs)):
-        kept = folder / "damaged-training"
-        shutil.rmtree(kept, ignore_errors=True)
-        training.rename(kept)
+        kept = set_aside(training)
         print(f"note: no checkpoint of {training} is good; training starts again, and they are kept as {kept}")
     elif resumable is None:
-        shutil.rmtree(training, ignore_errors=True)
+        discard_runs(training)
     return resumable
 
 
@@ -265,7 +267,7 @@ def keep_policy(folder: Path) -> None:
     (run,) = [path.parent for path in (folder / "training").rglob("args.json")]
     with writing(folder / "policy"):
         rename(run, folder / "policy")
-        shutil.rmtree(folder / "training")
+        remove_empty(folder / "training")
 
 
 def link_checkpoint(directory: Path, number: int, policy: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.run_dir import discard_runs
 
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 NOTE = "lightrlhf_run"  # file in torchrun's folder that names a run, and its number in the process
@@ -62,7 +62,7 @@ def note_run(directory: Path) -> None:
 def as_restarted(fabric: Any, args: AnyArgs) -> AnyArgs:
     """The arguments; after a restart, those that resume the run which an earlier attempt began.
 
-    One without a checkpoint is removed, and starts anew.
+    One without a checkpoint is removed, unless it holds files of others, and starts anew.
     """
     global _number
     _number = next(_runs)
@@ -75,7 +75,7 @@ def as_restarted(fabric: Any, args: AnyArgs) -> AnyArgs:
             print(f"restarted by torchrun: this run goes on in {begun}", flush=True)
         else:
             print(f"restarted by torchrun: {begun} had no checkpoint yet, so this run starts anew", flush=True)
-            shutil.rmtree(begun, ignore_errors=True)
+            discard_runs(Path(begun))
             begun = None
     begun = fabric.broadcast(begun)
     return replace(args, resume_from=begun) if begun else args

@@ -36,6 +36,7 @@ from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, 
 from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.storage.checkpoint import (
     BEST,
+    CHECKPOINT,
     checkpoints,
     drop_lost_best,
     last_good,
@@ -56,11 +57,12 @@ from lightrlhf.storage.run_dir import (
     link_latest,
     make_parent,
     new_run_dir,
-    read_growing,
+    read_logged,
     resumed_dir,
     stored_args,
 )
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.temporary import remove_left
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.beginning import OLDER, Beginning
 from lightrlhf.training.best import Best
@@ -814,7 +816,7 @@ class Run(Generic[AnyArgs]):
                 if results:  # none when a finished run is resumed: its card keeps those it has
                     write_text(self.directory / "README.md", self._card(results))
             if not is_stage(self.directory):
-                rows = read_growing(self.directory / "metrics.jsonl") or []
+                rows = read_logged(self.directory / "metrics.jsonl") or []
                 print_summary(f"lightrlhf.{self.program}", self.directory, rows, memory)
             if self.best.step is not None:
                 link = self.directory / BEST
@@ -864,10 +866,9 @@ class Run(Generic[AnyArgs]):
         if args.resume_from:
             return resumed_dir(args.resume_from, args.output_dir)
         if args.output_dir:
-            directory = make(Path(args.output_dir), f"--output_dir {args.output_dir}")
-            if directory.is_dir():
-                check_vacant(directory)
-            return directory
+            if Path(args.output_dir).is_dir():
+                check_vacant(Path(args.output_dir))
+            return make(Path(args.output_dir), f"--output_dir {args.output_dir}")
         folders = [Path(folder).resolve() for folder in self.data_dirs]
         name = "+".join(folder.name for folder in folders)[:200]
         parent = Path(args.log_dir) / args.experiment_name / folders[0].parent.name / name
@@ -880,9 +881,9 @@ class Run(Generic[AnyArgs]):
             with self.writing():
                 for folder in self._damaged:
                     self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
-                for leftover in self.directory.glob("*.partial"):  # of a text whose writing was cut
-                    if leftover.is_file():
-                        leftover.unlink()
+                remove_left(self.directory)
+                if self._lock and self._lock.handle is not None:  # so no other machine saves here now
+                    remove_left(self.directory, CHECKPOINT, of_any_host=True)
                 for name in ("metrics", "samples", "rollouts"):
                     forget_rows_after(self.directory / f"{name}.jsonl", self.step)
                 link_best(self.directory, self.best.step)  # a kill may have come before it

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CAFE_SIZES, CPU, environment
+from helpers import CAFE_SIZES, CPU, environment, unmarked
 from helpers.faulty_disk import ERRNOS, WarmProcess
 
 from lightrlhf.storage.checkpoint import checkpoints
@@ -111,7 +111,7 @@ def commands(tmp_path_factory, cafe_data, base_model, sft_dir, rm_dir, tokenizer
 def kind_of(call: str, path: str, out: Path) -> tuple[str, str]:
     """A call and its file without numbers, names of temporary files and the program that wrote it."""
     inside = os.path.relpath(path, out)
-    inside = re.sub(r"events\.out\.\S+", "events", re.sub(r"\.partial-\w+", ".partial", inside))
+    inside = re.sub(r"events\.out\.\S+", "events", unmarked(inside))
     inside = re.sub(r"[a-z]+_(train|validation|test)\.pt", "split.pt", inside)  # one line of code writes them all
     parts = re.sub(r"\d+", "0", inside).split("/")
     if parts[0] == "logs" and len(parts) < 6:  # the folders of --log_dir above a run, then that of the run

@@ -142,7 +142,8 @@ def test_killed_at_every_event_of_a_save(program, whole, case):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_twelve_points_of_every_algorithm(program, whole, case):
     one = whole(program)
-    first = one.events.index("os.rename args.json.partial") + 2 if program in ITERATED else first_checkpoint(one.events)
+    begun = "os.rename .args.json.partial"
+    first = one.events.index(begun) + 2 if program in ITERATED else first_checkpoint(one.events)
     for at in spread(first, len(one.events), 12):
         difference = one.killed_and_resumed(at)
         name = f"{program} at event {at} of {len(one.events)}, {one.events[at - 1]}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from helpers import save_model
+from helpers import last_checkpoint, save_model
 from helpers.data import chatml_like
 from helpers.demo_page import PPO, SFT, SLIDERS, open_backend, say
 
@@ -96,6 +98,10 @@ def test_suggestions_are_prompts_of_the_data_else_starters(backend, base_model):
     assert as_text(first) == "Could I get a large oat latte and two muffins, please?" and len(others) == 3
     alone = DemoBackend.open(parse(DemoArgs, ["--model_name", str(base_model), "--accelerator", "cpu"]))
     assert [prompt[0]["content"] for prompt in alone.suggestions(base_model.name)] == list(STARTERS)
+
+
+def test_votes_on_a_checkpoint_are_kept_beside_it(sft_dir):
+    assert open_backend(str(last_checkpoint(sft_dir))).votes_file == Path(sft_dir) / "votes.jsonl"
 
 
 def test_a_model_without_a_run_is_served_alone(base_model, tmp_path, tokenizer):

@@ -73,6 +73,18 @@ def test_an_incomplete_last_row_is_ignored_and_overwritten(tmp_path):
     assert len(read_votes(file)) == 2
 
 
+def test_a_whole_last_row_without_an_end_of_line_and_a_file_of_others_are_kept(tmp_path):
+    file, notes = tmp_path / "votes.jsonl", tmp_path / "notes.txt"
+    append_vote(file, vote(0))
+    file.write_text(file.read_text().rstrip("\n"))  # as an editor leaves it
+    append_vote(file, vote(1))
+    assert [json.loads(line)["pair"] for line in file.read_text().splitlines()] == [vote(n)["pair"] for n in (0, 1)]
+    notes.write_text("not a vote")
+    with pytest.raises(UsageError, match="ends with a line that is no vote"):
+        append_vote(notes, vote(0))
+    assert notes.read_text() == "not a vote"
+
+
 @pytest.mark.parametrize(
     ("line", "pins"),
     [

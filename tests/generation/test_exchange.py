@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lightrlhf.generation import exchange
 from lightrlhf.generation.exchange import Exchange
 from lightrlhf.models.roles import Policy
 from lightrlhf.storage import locks
+from lightrlhf.storage.temporary import host
 
 KILLED = """
 import os, signal, sys
@@ -76,6 +78,58 @@ def test_living_trainers_keep_their_folders(policy, tmp_path):
     assert (target.folder / "model.safetensors").is_file() and list(tmp_path.iterdir()) == [mine.folder]
 
 
+STARTS = """
+import sys, time
+from lightrlhf.generation.exchange import Exchange
+print("ready", flush=True)
+for line in sys.stdin:
+    time.sleep(max(0.0, float(line) - time.time()))
+    made = Exchange(sys.argv[1])
+    print(made.folder, flush=True)
+    sys.stdin.readline()
+    print(made.folder.is_dir(), flush=True)
+    made.close()
+"""
+
+
+def test_trainers_that_start_at_once_keep_their_folders(tmp_path):
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    options = {"env": environment(), "cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    trainers = [subprocess.Popen(command, **options) for _ in range(3)]
+
+    def say(text: str) -> list[str]:
+        for one in trainers:
+            one.stdin.write(f"{text}\n")
+            one.stdin.flush()
+        return [one.stdout.readline().strip() for one in trainers]
+
+    try:
+        assert [one.stdout.readline() for one in trainers] == ["ready\n"] * 3
+        for _ in range(50):
+            assert len(set(say(str(time.time() + 0.01)))) == 3
+            assert say("") == ["True"] * 3
+    finally:
+        for one in trainers:
+            one.kill()
+            one.communicate()
+
+
+def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path, monkeypatch):
+    """Another trainer starts between the moments in which this one makes its folder and locks it."""
+    code = "import sys; from lightrlhf.generation.exchange import Exchange; Exchange(sys.argv[1])"
+    acquired = locks._acquired
+
+    def slowly(path: Path, what: str, wait: bool) -> int | None:
+        path.touch()
+        monkeypatch.undo()
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
+        return acquired(path, what, wait)
+
+    monkeypatch.setattr(locks, "_acquired", slowly)
+    made = Exchange(str(tmp_path))
+    assert made.folder.is_dir() and (made.folder / locks.LOCK).is_file()
+
+
 def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, capsys):
     left = killed_in(tmp_path)
 
@@ -91,12 +145,15 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, caps
 def test_what_others_own_is_left_alone(tmp_path, monkeypatch):
     left = killed_in(tmp_path)
     (tmp_path / "mine.txt").write_text("a")
-    (tmp_path / f"{exchange._prefix()}file").write_text("a")
+    name, token = left.name.rsplit("-", 1)
+    (tmp_path / f"{name}-00000000").write_text("a")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / locks.LOCK).touch()
-    (tmp_path / f"{exchange._prefix()}link").symlink_to(elsewhere)
-    (tmp_path / f"{exchange._prefix()}new").mkdir()  # of a trainer that has made it, and will lock it
+    (tmp_path / f"{name}-00000001").symlink_to(elsewhere)
+    (tmp_path / f"{exchange.PREFIX}-{host()}-{os.getppid()}-{token}").mkdir()  # of one that lives, and will lock it
+    (tmp_path / f"{exchange.PREFIX}-{host()}-2-{name.rsplit('-', 1)[1]}-{token}").mkdir()  # of the host `{host}-2`
+    (tmp_path / f"{exchange.PREFIX}-{host()}-mine").mkdir()
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr("os.getuid", lambda: os.stat(left).st_uid + 1)
     made = Exchange(str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from helpers.processes import PATIENCE, started
 from lightrlhf.data.batch import Batch, response_batch
 from lightrlhf.models.roles import Policy, ScalarModel
+from lightrlhf.storage.temporary import MARK, host
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ["--accelerator", "cpu", "--devices", "1"]
@@ -50,6 +52,11 @@ ARCHITECTURES = {
     "bloom": SMALL | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }
+
+
+def unmarked(name: str) -> str:
+    """A file's name; that of a temporary file without the mark of its process, which differs in each."""
+    return re.sub(rf"\.{re.escape(host())}-{MARK}\.partial", ".partial", name)
 
 
 def tiny_model(architecture: str, scalar: bool = False, **changes):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers import unmarked
 from helpers.processes import die_when
 
 CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
@@ -153,7 +154,7 @@ class Events:
             return
         is_relative = kind in ("os.remove", "os.rmdir") and len(arguments) > 1 and arguments[-1] not in (-1, None)
         if is_relative or (isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder)):
-            self.happens(f"{kind} {Path(path).name}")
+            self.happens(f"{kind} {unmarked(Path(path).name)}")
 
     def _around(self, owner: Any, name: str, file: int | None = None) -> None:
         """Events before and after a function; of one that writes a file (its second argument) also in the middle."""

@@ -312,6 +312,23 @@ def test_a_merged_folder_that_is_not_the_model_is_not_kept(cafe_model, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_what_others_have_at_its_place_is_left_alone(cafe_model, tmp_path, monkeypatch):
+    """A folder that appears while it works, and a file that is called as if it were a part of the export."""
+    check, out = export_check.check, tmp_path / "out"
+    (tmp_path / ".out.partial").write_text("mine")
+
+    def slow(*given):
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+        return check(*given)
+
+    monkeypatch.setattr(export.checks, "check", slow)
+    with pytest.raises(RunFailure, match="out cannot be written: Directory not empty"):
+        export.run(export.ExportArgs(model_name=str(cafe_model), to="merged", destination_dir=str(out)))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial"}
+    assert [path.read_text() for path in (out / "notes.txt", tmp_path / ".out.partial")] == ["mine", "mine"]
+
+
 def _shifted(model):
     with torch.no_grad():
         model.get_input_embeddings().weight[3, 4] += 1e-3

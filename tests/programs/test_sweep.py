@@ -140,6 +140,19 @@ def test_a_failed_run_ends_no_other_and_is_tried_again(swept, tmp_path, capsys, 
     assert len(metrics) == 2  # what had no checkpoint was removed, not gone on with
 
 
+def test_a_failed_run_with_notes_of_the_user_is_kept_beside(swept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SWEPT_FAILS", NAMES[0])
+    refusal(capsys, swept)
+    failed = tmp_path / "out" / NAMES[0]
+    (failed / "notes.txt").write_text("why?")
+    monkeypatch.delenv("SWEPT_FAILS")
+    swept()
+    assert rows(tmp_path / "out")[NAMES[0]]["status"] == "finished" and not (failed / "notes.txt").exists()
+    kept = failed.with_name("failed-seed-1")
+    assert (kept / "notes.txt").read_text() == "why?" and (kept / "metrics.jsonl").is_file()
+    assert swept()[1]["seeds"] == 2  # it is no run of the sweep
+
+
 def test_when_all_fail_there_is_no_picture(swept, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWEPT_FAILS", "learning_rate")
     assert "4 of 4 runs failed" in refusal(capsys, swept)
@@ -221,6 +234,32 @@ def test_a_folder_of_something_else_is_refused(swept, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
     assert "holds no sweep but thesis.tex" in refusal(capsys, swept)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": 1},
+        {"run": ["a"]},
+        {"combination": "other"},
+        {"combination": None},
+        {"status": 3},
+        {"seconds": "1"},
+        {"final": None},
+        {"best": 10**400},
+        {"final": float("nan")},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_state_with_rows_of_other_shapes_is_refused(changes, swept, tmp_path, capsys):
+    one = {"grid": {"learning_rate": [0.001]}, "seeds": [1]}
+    swept(**one)
+    file = tmp_path / "out" / "results.jsonl"
+    before = json.dumps(json.loads(file.read_text()) | changes) + "\n"
+    file.write_text(before)
+    line = refusal(capsys, lambda: swept(**one))
+    assert f"{file}: row 1 has {next(iter(changes))}" in line and "restore" in line
+    assert file.read_text() == before
 
 
 def test_a_sweep_locks_its_folder(swept, tmp_path, capsys):

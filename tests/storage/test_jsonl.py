@@ -31,6 +31,15 @@ def test_an_incomplete_last_line_is_written_again(tmp_path, cut):
     assert read_jsonl(path) == ROWS
 
 
+def test_a_file_of_others_is_left_as_it_is(tmp_path):
+    """Also its last line, which has no end."""
+    for text in ("my notes", '{"n": 1}\n{"n": 2}'):
+        (tmp_path / "rows.jsonl").write_text(text)
+        with pytest.raises(UsageError, match="name another file, or remove it"):
+            JsonlWriter(tmp_path / "rows.jsonl", {"seed": 1})
+        assert (tmp_path / "rows.jsonl").read_text() == text and len(list(tmp_path.iterdir())) == 1
+
+
 def test_rows_of_other_settings_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     with JsonlWriter(path, {"temperature": 1.0, "files": ("a",)}) as writer:

@@ -55,6 +55,28 @@ def test_a_file_is_locked_once_and_a_folder_as_often_as_the_process_likes(tmp_pa
     assert not (tmp_path / "run").exists()  # it was made for the lock alone
 
 
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "second name", "pipe"])
+def test_what_somebody_planted_is_neither_followed_nor_emptied(kind, tmp_path):
+    theirs, folder = tmp_path / "theirs.txt", tmp_path / "shared"
+    folder.mkdir()
+    for path, take in (
+        (folder / LOCK, lambda: lock_folder(folder)),
+        (folder / ".a.lock", lambda: lock_file(folder / "a")),
+    ):
+        if kind != "link to nothing":
+            theirs.write_text("theirs")
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "second name":
+            os.link(theirs, path)
+        else:
+            path.symlink_to(theirs)
+        with pytest.raises(UsageError, match=f"{path} is a .*; remove it"):
+            take()
+        assert theirs.read_text() == "theirs" if kind != "link to nothing" else not theirs.exists()
+        assert os.path.lexists(path)
+
+
 def test_a_stale_lock_file_locks_nothing(tmp_path):
     (tmp_path / LOCK).write_text("process 1 on elsewhere since 2020-01-01 00:00:00")
     lock_folder(tmp_path).release()

@@ -6,6 +6,8 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.models.names import resolve
 from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.storage.temporary import host
 from lightrlhf.training.run import Run
 
 MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
@@ -157,6 +160,18 @@ def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tm
             file.write('{"step": 2, "response": "☕'.encode()[:-1])
     main(["--resume_from", str(folder)])
     assert metrics(folder) == before and samples(folder) == kept != ""
+
+
+def test_what_a_killed_process_left_is_removed_on_resuming_and_files_of_users_are_not(sft_dir, tmp_path):
+    run = Path(shutil.copytree(sft_dir, tmp_path / "run", symlinks=True))
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    left = [f".README.md.{host()}-{int(ended.stdout)}-0123abcd.partial"]
+    left += [f".checkpoint-000009.elsewhere-{int(ended.stdout)}-0123abcd.partial"]  # the lock says that it has ended
+    mine = ["draft.partial", ".checkpoint-mine.partial", f".README.md.elsewhere-{int(ended.stdout)}-0123abcd.partial"]
+    for name in (*left, *mine):
+        (run / name).write_text("half")
+    sft.main(["--resume_from", str(run)])
+    assert all((run / name).exists() for name in mine) and not any((run / name).exists() for name in left)
 
 
 def test_texts_with_line_separators_of_unicode_survive_resuming(sft_dir, tmp_path):
