@@ -209,6 +209,7 @@ def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
             values[one.name] = COMMAND_TOKENS
     try:
         acting = ActingArgs(**({key: value for key, value in values.items() if value is not None} | overrides))
+        check_types(acting)
         acting.check_acting()
     except (TypeError, ValueError) as problem:
         raise UsageError(f"--acting: {problem}") from None

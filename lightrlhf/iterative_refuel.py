@@ -64,7 +64,7 @@ from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import final_checkpoint, write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.run_dir import data_dir_of, iterations, read_growing
+from lightrlhf.storage.run_dir import data_dir_of, iterations, read_logged
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.iterate import (
     as_given,
@@ -203,7 +203,7 @@ def train(
                         train_iteration(args, folder, number, policy)
             except PolicyCollapsed as problem:
                 print(f"{problem}; iteration {number - 1} is the last", flush=True)
-                rows = read_growing(directory / "metrics.jsonl") or []
+                rows = read_logged(directory / "metrics.jsonl") or []
                 return finish(args, directory, "", started, rows)
             if not (folder / "policy").is_dir():
                 break  # a single stage before training
@@ -219,7 +219,7 @@ def train(
             except StopTraining:
                 break
         return finish(
-            args, directory, unfinished(args, directory), started, read_growing(directory / "metrics.jsonl") or []
+            args, directory, unfinished(args, directory), started, read_logged(directory / "metrics.jsonl") or []
         )
 
 

@@ -34,6 +34,7 @@ WRITE_REMEDIES = {
     errno.EACCES: "allow access there or name another place",
     errno.EPERM: "allow access there or name another place",
     errno.ESTALE: "mount the network file system again",
+    errno.ENAMETOOLONG: "give a shorter one",
 }
 FOREIGN_ERRNO = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)  # as Rust's and Arrow's messages end
 CLOSED_PIPE = 141  # exit status that shells give a program whose reader is gone, 128 + SIGPIPE
@@ -107,8 +108,8 @@ def _causes(problem: BaseException | None) -> Iterator[BaseException]:
 def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status.
 
-    So does a package that is missing, and a write that failed where no caller knew more about it: in another package,
-    or to a full standard output.
+    So does a package that is missing, a given path that is longer than the file system's names, and a write that failed
+    where no caller knew more about it: in another package, or to a full standard output.
     Where the reader of a pipe is gone, as behind `head`, the program ends without a word.
     """
 
@@ -131,9 +132,10 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             names = (getattr(one, "filename", None) for one in _causes(problem))
             where = next((f"{name}: " for name in names if name), "")
+            is_given = isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG  # only a user's is so long
             with suppress(OSError):
-                print(f"error: {where}{reason}, then run this again", file=sys.stderr)
-            sys.exit(RunFailure.exit_status)
+                print(f"error: {where}{reason}{'' if is_given else ', then run this again'}", file=sys.stderr)
+            sys.exit((UsageError if is_given else RunFailure).exit_status)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

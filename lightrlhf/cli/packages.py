@@ -52,7 +52,12 @@ def check_package(what: str, package: str, error: type[Exception] = ValueError) 
 
 
 def missing_line(problem: BaseException | None) -> str | None:
-    """The message for an import that found no package; None where the package is none of those in `setup.py`."""
+    """The message for an import that found no package; None where the package is none of those in `setup.py`.
+
+    Also for one that found no folder for temporary files: packages that torch imports ask for it.
+    """
+    if isinstance(problem, FileNotFoundError) and "No usable temporary directory" in str(problem):
+        return "no folder for temporary files can be written; set TMPDIR to one that can"
     name = problem.name if isinstance(problem, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
     required = _required()

@@ -29,7 +29,7 @@ from lightrlhf.storage.curves import (
     seed_groups,
 )
 from lightrlhf.storage.results import USUAL_METRICS
-from lightrlhf.storage.run_dir import read_growing, stored, stored_args
+from lightrlhf.storage.run_dir import read_logged, stored, stored_args
 
 AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
@@ -61,7 +61,7 @@ class Warned(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- files
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file that may be growing; none without a file."""
-    return read_growing(path) or []
+    return read_logged(path) or []
 
 
 def stamp(path: Path) -> tuple[int, int]:

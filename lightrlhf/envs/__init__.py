@@ -17,11 +17,13 @@ import importlib
 import inspect
 import string
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any, Protocol, get_args, get_type_hints
 
 import numpy as np
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.args import TYPES, check_value
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.packages import needs_package
 
 ENVIRONMENTS = {
@@ -135,13 +137,30 @@ def make_env(name: str, **options: Any) -> TextEnv:
         known = ", ".join(inspect.signature(environment).parameters) or "none"
         raise UsageError(f"--env {name}: {problem}; its options are: {known}") from None
     try:
+        _check_options(environment, options)
         made = environment(**options)
     except ValueError as problem:
         raise UsageError(f"--env {name}: {problem}") from None
+    except (TypeError, ArithmeticError) as problem:  # of values that the constructor gives no type
+        if not options:
+            raise
+        raise UsageError(f"--env {name} cannot be made with these --env_options: {first_line(problem)}") from None
     missing = [member for member in MEMBERS if not hasattr(made, member)]
     if missing:
         raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for the interface")
     return made
+
+
+def _check_options(environment: Any, options: dict[str, Any]) -> None:
+    """Raises: ValueError for an option that is of another type than the constructor says, where that is a plain one."""
+    try:
+        hints = get_type_hints(environment.__init__ if inspect.isclass(environment) else environment)
+    except (NameError, TypeError):  # names that only a type checker knows
+        return
+    for name, value in options.items():
+        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        if len(plain := [kind for kind in kinds if kind in TYPES]) == 1 and not (value is None and NoneType in kinds):
+            check_value(f"env_options {name}", value, plain[0])
 
 
 def read_options(words: Sequence[str]) -> dict[str, Any]:
@@ -156,7 +175,7 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--env_options {word} must be name=value, such as horizon=30")
         try:
             options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[name] = value
     return options
 

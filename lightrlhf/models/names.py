@@ -99,7 +99,7 @@ def check_hub(name: str, flag: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        cached = (try_to_load_from_cache(name, file) for file in ("config.json", lora.ADAPTER_CONFIG))
+        cached = [try_to_load_from_cache(name, file) for file in ("config.json", lora.ADAPTER_CONFIG)]
         if constants.HF_HUB_OFFLINE or any(isinstance(path, str) for path in cached):
             return
         HfApi().model_info(name, timeout=HUB_PATIENCE)

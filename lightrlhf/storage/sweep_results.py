@@ -17,7 +17,7 @@ from lightrlhf.cli.sweep_file import Sweep, text_of
 from lightrlhf.maths.student import interval
 from lightrlhf.storage.curves import columns, curves_of, differences
 from lightrlhf.storage.results import draw_curves, new_figure, print_table, save_figure
-from lightrlhf.storage.run_dir import read_growing
+from lightrlhf.storage.run_dir import read_logged
 
 PICTURE = "sweep.png"
 SMOOTHING = 9  # points in the moving average of long curves, as in `lightrlhf.plot`
@@ -98,7 +98,7 @@ def draw(sweep: Sweep, rows: Rows, results: Sequence[Result], folder: Path) -> N
     finals: dict[str, list[float]] = {label: [] for label in labels.values()}
     for row in rows:
         if row["status"] == "finished":
-            runs[labels[row["combination"]]].append(columns(read_growing(folder / row["run"] / "metrics.jsonl") or []))
+            runs[labels[row["combination"]]].append(columns(read_logged(folder / row["run"] / "metrics.jsonl") or []))
             finals[labels[row["combination"]]].append(row["final"])
     colours = _colours(list(runs), by_number)
     better = "lower is better" if sweep.lower_is_better else "higher is better"

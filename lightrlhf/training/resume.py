@@ -22,7 +22,7 @@ from lightrlhf.maths.finite import leaves, not_finite
 from lightrlhf.models.lora import is_initial
 from lightrlhf.models.sharding import full_tensors
 from lightrlhf.storage.checkpoint import checkpoints, damage, newest_checkpoint, write_text
-from lightrlhf.storage.run_dir import check_args
+from lightrlhf.storage.run_dir import check_args, check_logged
 from lightrlhf.training.provenance import check_given
 
 
@@ -37,8 +37,9 @@ def read_state(
     """
     try:
         stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
+    stored = stored if isinstance(stored, dict) else {}
     is_old = stored.get("program") == split_from and "setting" in stored
     if stored.get("program") != program and not is_old:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
@@ -164,13 +165,19 @@ def load_trained(weights: dict[str, Tensor], module: nn.Module, directory: str) 
 
 
 def forget_rows_after(path: Path, step: int) -> None:
-    """Drop logged rows of steps that a resumed run repeats, and a last line that a kill cut."""
+    """Drop logged rows of steps that a resumed run repeats, and a last line that a kill cut.
+
+    Raises: UsageError when a row has no step.
+    """
     if path.is_file():
         lines = []
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # a text may hold U+2028
+        # a text may hold U+2028
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
             try:
-                if json.loads(line)["step"] <= step:
-                    lines.append(line + "\n")
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            check_logged(row, path, number)
+            if row["step"] <= step:
+                lines.append(line + "\n")
         write_text(path, "".join(lines))

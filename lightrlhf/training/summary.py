@@ -59,7 +59,9 @@ def metric_cells(rows: Rows, names: Iterable[str]) -> list[list[str]]:
     """
     cells = []
     for name in names:
-        values = [(row[name], row["step"]) for row in rows if name in row]
+        values = [(row[name], row["step"]) for row in rows if isinstance(row.get(name), int | float)]
+        if not values:
+            continue
         best = step = ""
         try:
             better = min if best_metric(name)[1] else max
@@ -74,7 +76,7 @@ def metric_cells(rows: Rows, names: Iterable[str]) -> list[list[str]]:
 def mean_speed(rows: Rows) -> str:
     """Mean of the logged tokens or decisions per second, in words; empty when none was logged."""
     for name, unit in (("time/tokens_per_second", "tokens"), ("time/steps_per_second", "decisions")):
-        values = [row[name] for row in rows if name in row]
+        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         if values:
             return f"{sum(values) / len(values):,.0f} {unit} per second of training"
     return ""

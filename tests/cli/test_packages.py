@@ -80,6 +80,17 @@ def test_a_required_package_that_is_missing_is_a_line(program, package, tmp_path
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limits of resources")
+@pytest.mark.parametrize("program", ["lightrlhf.doctor", "lightrlhf.sft", "datasets_prep.cafe.prepare_data"])
+def test_where_no_file_may_be_written_a_line_says_so(program, tmp_path):
+    code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    code += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", code, "-m", program, "--help"]
+    done = subprocess.run(command, env=environment() | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and "TMPDIR" in done.stderr
+
+
 def test_any_other_exception_of_an_import_is_shown_as_it_is(tmp_path):
     (tmp_path / "torch.py").write_text("import no_such_package")
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"

@@ -129,6 +129,9 @@ def test_an_environment_of_your_own_by_import_path(monkeypatch, tmp_path):
         "class Slow(DangerousTaxi):\n"
         "    def __init__(self, horizon: int = 40):\n"
         "        super().__init__(horizon)\n\n\n"
+        "class Untyped(DangerousTaxi):\n"
+        "    def __init__(self, horizon):\n"
+        "        super().__init__(horizon)\n\n\n"
         "class Mute:\n    actions = levels = instructions = reset = step = starts = expert = None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -141,6 +144,10 @@ def test_an_environment_of_your_own_by_import_path(monkeypatch, tmp_path):
         ("mine:Slow", {"speed": 3}, "its options are: horizon"),
         ("dangerous_taxi", {"horizon": 0}, "horizon 0 must be at least 1"),
         ("dangerous_taxi", {"split": "dev"}, "split dev must be one of train"),
+        ("dangerous_taxi", {"horizon": "text"}, "--env_options horizon 'text' is not a whole number"),
+        ("dangerous_taxi", {"first_step": 1}, "--env_options first_step 1 is not True or False"),
+        ("dangerous_taxi", {"split": [1]}, "--env_options split [1] is not a text"),
+        ("mine:Untyped", {"horizon": "text"}, "cannot be made with these --env_options"),
     ):
         with pytest.raises(UsageError) as problem:
             make_env(name, **options)
@@ -157,6 +164,7 @@ def test_options_from_the_command_line():
         "repo_dir": "/a b=c",
         "level": None,
     }
+    assert read_options(["a={[]: 1}", "b=" + "[" * 9999]) == {"a": "{[]: 1}", "b": "[" * 9999}  # texts
     for word in ("horizon", "=3", "a-b=3"):
         with pytest.raises(ValueError, match="must be name=value"):
             read_options([word])

@@ -26,6 +26,8 @@ import lightrlhf.evaluate
 import lightrlhf.generate
 import lightrlhf.iterative_refuel
 import lightrlhf.judge
+import lightrlhf.online_dpo
+import lightrlhf.plot
 import lightrlhf.ppo
 import lightrlhf.rm
 import lightrlhf.sft
@@ -43,6 +45,8 @@ PROGRAMS = {
     "annotate": lightrlhf.annotate.main,
     "judge": lightrlhf.judge.main,
     "evaluate": lightrlhf.evaluate.main,
+    "online_dpo": lightrlhf.online_dpo.main,
+    "plot": lightrlhf.plot.main,
 }
 PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "helpers.rewards:constant"]
@@ -582,6 +586,39 @@ def test_an_args_json_that_holds_no_arguments_is_refused(content, world, capsys)
     shutil.copytree(world["model"], world["tmp"] / "run")
     (world["tmp"] / "run" / "args.json").write_text(content)
     assert "args.json" in refused("evaluate", ["--experiment_dir", world["tmp"] / "run"], capsys)
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "null", "", '{"seed": 1', "[" * 20000, '{"program": "online_dpo"}'])
+def test_an_output_dir_whose_arguments_cannot_be_read_is_refused(content, world, capsys):
+    folder = world["tmp"] / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text(content)
+    iterated = ["--data_dir", world["data"], "--sft_experiment_dir", world["sft"], *REWARD, "--iterations", "1"]
+    iterated += ["--prompts_per_iteration", "8", "--mini_batch_size", "4", "--micro_batch_size", "4"]
+    for program, flags in (("sft", good_flags("sft", world)), ("online_dpo", iterated)):
+        assert str(folder) in refused(program, [*flags, "--output_dir", folder], capsys)
+    assert [path.name for path in folder.iterdir()] == ["args.json"]
+
+
+@pytest.mark.parametrize(
+    "row", ['{"train/loss": 1.0}', '{"step": "1"}', '{"step": null}', '{"step": 1e999}', "[1]", "3"]
+)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_log_whose_rows_have_no_step_is_refused(name, row, world, capsys):
+    folder = shutil.copytree(world["sft"], world["tmp"] / "run", symlinks=True)
+    (folder / name).write_text(row + "\n")
+    pins = (f"{folder / name}: row 1 has no step", "restore")
+    assert not missing(refused("sft", ["--resume_from", folder, "--max_steps", 3], capsys), *pins)
+    if name == "metrics.jsonl":
+        assert not missing(refused("plot", ["--experiment_dir", folder], capsys), *pins)
+    assert (folder / name).read_text() == row + "\n"
+
+
+@pytest.mark.parametrize("program, flag", [("sft", "--data_dir"), ("sft", "--model_name"), ("plot", "--output_file")])
+def test_a_path_longer_than_names_may_be_is_refused(program, flag, world, capsys):
+    flags = good_flags("sft", world) if program == "sft" else ["--experiment_dir", world["sft"]]
+    line = refused(program, [*flags, flag, world["tmp"] / f"{'名' * 90}.png"], capsys)  # 274 bytes
+    assert "名.png" in line and "File name too long" in line
 
 
 # --------------------------------------------------------------------------------------------- failures of a run

@@ -408,6 +408,7 @@ def test_stored_flags_of_an_older_run_are_renamed_or_refused():
         (["--env", "nowhere"], "--env nowhere"),
         (["--env", "helpers.corridor:Nothing"], "--env helpers.corridor:Nothing"),
         (["--env_options", "horizon"], "--env_options horizon"),
+        (["--env_options", "horizon=text"], "--env_options horizon 'text' is not a whole number"),
         (["--env_options", "width=3"], "its options are: horizon"),
         (["--levels", "deep"], "--levels deep is no level of the environment; it has short, long way"),
         (["--stages", "short; deep+short"], "--stages deep is no level of the environment; it has short, long way"),
