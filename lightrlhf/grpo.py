@@ -426,15 +426,16 @@ def combined_scores(
 ) -> Tensor:
     """The weighted sum of the rewards, (B,), of each first made mean 0 and deviation 1 in its group on request (GDPO).
 
-    NaN where a response is not scored, or by a number beyond float32.
+    NaN where a response is not scored, or by a number beyond float32; none of its rewards is in a mean or deviation.
     """
     total = torch.where(scores.total.isfinite(), scores.total, math.nan)
     if not args.normalize_each_reward:
         return total
     parts = []
     for part, weight in zip(scores.parts.T, reward_weights):
-        moments = group_moments(part, rollout.group, num_groups, sum_over_ranks)
-        parts.append(weight * group_advantages(part, moments, standardised))
+        known = torch.where(part.isfinite() & ~total.isnan(), part, math.nan)  # (B,); one of weight 0 may be infinite
+        moments = group_moments(known, rollout.group, num_groups, sum_over_ranks)
+        parts.append(weight * group_advantages(known, moments, standardised))
     return torch.where(total.isnan(), total, torch.stack(parts).sum(0).to(total.dtype))
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrlhf.maths.student import Z, quantile
+
 SumOverRanks = Callable[[Tensor], Tensor]
 
 
@@ -153,16 +155,15 @@ def wins(first: Tensor, second: Tensor) -> Tensor:
     return (first > second).float() + 0.5 * (first == second).float()
 
 
-def share_interval(
-    values: Sequence[float], groups: Sequence[Hashable] | None = None, z: float = 1.96
-) -> tuple[float, float]:
+def share_interval(values: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float]:
     """95% interval of the mean of values in [0, 1], such as wins with a tie as 1/2: Wilson's, on an effective number.
 
     Values of one group (programs for one problem, judgements on one prompt) depend on each other. With G groups and the
     variance v of their mean as that of a ratio (Cochran 1977, eq. 6.13), n' = p (1-p) / v values would be independent
-    (Kish 1965, section 8.2); n' is multiplied by (z / t_{G-1})^2 as in Korn and Graubard 1998, and lies between G
-    and the number of values. Where all groups agree v is 0, and n' is G. Ties make the interval wider than it needs to
-    be. Without groups each value is one of its own, and the interval is `wilson_interval`.
+    (Kish 1965, section 8.2); n' is multiplied by (z / t_{G-1})^2, of the 97.5% quantiles of the normal distribution and
+    of Student's t, as in Korn and Graubard 1998, and lies between G and the number of values. Where all groups agree v
+    is 0, and n' is G. Ties make the interval wider than it needs to be. Without groups each value is one of its own,
+    and the interval is `wilson_interval`.
     """
     total, count = sum(values), len(values)
     members: dict[Hashable, list[float]] = {}
@@ -170,25 +171,24 @@ def share_interval(
         members.setdefault(group, []).append(value)
     num_groups = len(members)
     if num_groups == count:
-        return wilson_interval(total, count, z)
+        return wilson_interval(total, count)
     effective = float(num_groups)
     mean = total / count
     residuals = sum((sum(one) - mean * len(one)) ** 2 for one in members.values())
     if num_groups > 1 and residuals > 1e-12 and 0 < mean < 1:
         variance = num_groups / (num_groups - 1) * residuals / count**2
-        df = num_groups - 1
-        quantile = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)  # Student's t
-        effective = min(max(mean * (1 - mean) / variance * (z / quantile) ** 2, effective), float(count))
-    return wilson_interval(mean * effective, effective, z)
+        shrunk = mean * (1 - mean) / variance * (Z / quantile(num_groups - 1)) ** 2
+        effective = min(max(shrunk, effective), float(count))
+    return wilson_interval(mean * effective, effective)
 
 
-def wilson_interval(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """95% interval of a share (Wilson 1927, eq. 1); holds for few trials and for shares near 0 and 1."""
     if trials == 0:
         return 0.0, 1.0
     share = successes / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
+    centre = (share + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    half = Z / (1 + Z * Z / trials) * (share * (1 - share) / trials + Z * Z / (4 * trials * trials)) ** 0.5
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

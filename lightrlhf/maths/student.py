@@ -1,10 +1,11 @@
-"""The mean over a few seeds, and its interval by Student's t."""
+"""Quantiles of the normal distribution and of Student's t, and the interval of a mean over a few seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import NormalDist
 
+Z = NormalDist().inv_cdf(0.975)  # 1.96
 FEW = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5%, for 1 to 9 degrees of freedom
 
 
@@ -26,8 +27,7 @@ def quantile(freedom: int) -> float:
     """
     if freedom <= len(FEW):
         return FEW[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
+    return Z + first / freedom + second / freedom**2 + third / freedom**3

@@ -645,11 +645,11 @@ def test_losses_of_reward_models(case):
 
 # --------------------------------------------------------------------------------------------------------- statistics
 def wilson_by_bisection(share: float, n: float, side: int) -> float:
-    """The p where |share - p| = 1.96 sqrt(p (1-p) / n), below or above the share."""
+    """The p where |share - p| = z sqrt(p (1-p) / n), below or above the share."""
     low, high = (0.0, share) if side < 0 else (share, 1.0)
     for _ in range(200):
         p = (low + high) / 2
-        inside = abs(share - p) <= 1.96 * (p * (1 - p) / n) ** 0.5
+        inside = abs(share - p) <= 1.959963984540054 * (p * (1 - p) / n) ** 0.5
         if side < 0:
             low, high = (low, p) if inside else (p, high)
         else:

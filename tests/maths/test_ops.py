@@ -196,6 +196,21 @@ def test_wilson_interval_of_known_numbers():
     assert ops.wilson_interval(0, 0) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("wins", "quantile"), [((80, 90), 12.7062), ((88, 100, 104), 4.30265), ((88, 108) * 5, 2.26216)]
+)
+def test_the_interval_of_a_share_has_student_s_t_of_its_groups(wins, quantile):
+    """Groups of 200 values. Quantiles of 1, 2 and 9 degrees of freedom: Abramowitz and Stegun 1964, table 26.10."""
+    size, count, z = 200, 200 * len(wins), 1.959964
+    values = [float(i < number) for number in wins for i in range(size)]
+    share = sum(wins) / count
+    variance = sum((number - share * size) ** 2 for number in wins) * len(wins) / (len(wins) - 1) / count**2
+    trials = share * (1 - share) / variance * (z / quantile) ** 2
+    assert len(wins) + 1 < trials < count - 1  # neither bound is met
+    found = ops.share_interval(values, [group for group in range(len(wins)) for _ in range(size)])
+    assert found == pytest.approx(ops.wilson_interval(share * trials, trials), abs=1e-4)
+
+
 def test_episode_gae_equals_the_recursion_along_each_episode():
     lengths, gamma, lambd = [3, 1, 2], 0.9, 0.8
     episode = torch.tensor([index for index, length in enumerate(lengths) for _ in range(length)])

@@ -211,6 +211,26 @@ def test_each_reward_can_be_normalised_before_the_sum():
     assert torch.allclose(found, expected - expected.mean(), atol=1e-4)
 
 
+@pytest.mark.parametrize("advantage", ["std", "mean", "batch_std", "rloo"])
+def test_a_response_whose_other_reward_failed_is_in_no_baseline(advantage):
+    """As if it had not been sampled; nor is a response in one whose reward, of weight 0, is beyond float32."""
+    accuracy, failing = [0.0, 0.0, 1.0, 0.0, 1.0], [0.2, 0.9, 0.4, 0.5, math.nan]
+    whole = dataclasses.replace(rollout_of([[5]] * 5, [[6]] * 5), group=torch.zeros(5, dtype=torch.int64))
+    args = grpo_args(normalize_each_reward=True, advantage=advantage)
+
+    def found(rollout, weights: tuple[float, ...], *rewards: list[float]) -> list[float]:
+        scores = scores_of(*rewards)
+        scores = scores._replace(total=scores.parts[:, :2].sum(1))
+        return estimate_advantages(args, rollout, scores, torch.tensor(weights), 1).advantages[:, 0].tolist()
+
+    expected = found(whole.select(slice(0, 4)), (1.0, 1.0), accuracy[:4], failing[:4])
+    assert found(whole, (1.0, 1.0), accuracy, failing) == pytest.approx([*expected, 0.0])
+    logged = [math.inf, 0.0, 0.0, 0.0, 0.0]
+    assert found(whole, (1.0, 1.0, 0.0), accuracy, failing, logged) == pytest.approx([*expected, 0.0])
+    if advantage == "std":
+        assert expected == pytest.approx([-1.221, 0.690, 0.933, -0.402], abs=1e-3)
+
+
 def test_normalised_rewards_decide_whether_a_group_has_a_signal():
     """The sums of group 0 are equal, those of the normalised rewards are not."""
     scores = scores_of([2.0, 0.0, 1.0, 0, 0, 0, 0, 0], [-2.0, 0.0, -1.0, 0, 0, 0, 0, 0])
