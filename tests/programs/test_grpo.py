@@ -281,6 +281,7 @@ def test_minibatches_keep_groups_together_and_hold_every_row_once():
     assert len(parts) == 2
     seen = torch.cat([part.logprobs[part.action_mask] for part in parts])
     assert sorted(seen.tolist()) == sorted(batch.logprobs[batch.action_mask].tolist())
+    assert sum(len(set(part.group.tolist())) for part in parts) <= 3 + 1  # one cut cuts at most one group
 
 
 def test_a_mean_score_as_divisor_refuses_scores_below_zero():
