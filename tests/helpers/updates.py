@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers import RunOfOneStep
+from helpers.rollouts import rollout_of
+from lightrlhf.data.batch import Rollout
 from lightrlhf.models.roles import Policy
 
 
@@ -49,6 +51,26 @@ def exact_entropy(policy: Policy, prompt: list[int], response: list[int], temper
     """Entropy of the policy before each token of a response: (tokens,)."""
     logprobs = _distributions(policy, prompt, response, temperature)
     return -(logprobs.exp() * logprobs).sum(1)
+
+
+@torch.no_grad()
+def sampled_by_others(policy: Policy, prompts, responses, truncated, temperature: float) -> Rollout:
+    """A rollout of other weights than the policy's, so that ratios are not 1, weighed as where servers sampled."""
+    torch.manual_seed(2)
+    rollout = rollout_of(prompts, responses, truncated=truncated)
+    mask, noise = rollout.action_mask, torch.randn(2, *rollout.action_mask.shape)
+    for row, response in enumerate(zip(prompts, responses)):
+        rollout.logprobs[row][mask[row]] = exact_logprobs(policy, *response, temperature)
+    rollout.ref_logprobs = torch.where(mask, rollout.logprobs + 0.5 * noise[0], 0.0)
+    rollout.logprobs = torch.where(mask, rollout.logprobs + 0.2 * noise[1], 0.0)
+    rollout.correction = torch.where(mask, 0.25 + 1.5 * torch.rand(mask.shape), 0.0)
+    return rollout
+
+
+def numbers_in(rollout: Rollout, row: int) -> list[list[float]]:
+    """Of each token of a response its log-probabilities under policy and reference, and its weight."""
+    columns = (rollout.logprobs, rollout.ref_logprobs, rollout.correction)
+    return [column[row][rollout.action_mask[row]].tolist() for column in columns]
 
 
 def _distributions(policy: Policy, prompt: list[int], response: list[int], temperature: float) -> Tensor:

@@ -10,8 +10,7 @@ from statistics import mean, pstdev, stdev
 import pytest
 import torch
 from helpers import assert_same_gradients, rows_of, tiny_policy
-from helpers.rollouts import rollout_of
-from helpers.updates import RunOfSteps, changes, descend, exact, exact_logprobs
+from helpers.updates import RunOfSteps, changes, descend, exact, exact_logprobs, numbers_in, sampled_by_others
 
 from lightrlhf.data.batch import Rollout
 from lightrlhf.grpo import GRPOArgs, estimate_advantages, update
@@ -55,27 +54,13 @@ def policy():
 
 @pytest.fixture(scope="module")
 def rollout(policy) -> Rollout:
-    """Sampled by other weights than the policy's, so that ratios are not 1, and weighed as where servers sampled."""
-    torch.manual_seed(2)
-    made = dataclasses.replace(rollout_of(PROMPTS, RESPONSES, truncated=TRUNCATED), group=torch.tensor(GROUP))
-    noise = torch.randn(2, *made.action_mask.shape)
-    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
-        with torch.no_grad():
-            made.logprobs[i][made.action_mask[i]] = exact_logprobs(policy, prompt, response, 0.7)
-    made.ref_logprobs = torch.where(made.action_mask, made.logprobs + 0.5 * noise[0], 0.0)
-    made.logprobs = torch.where(made.action_mask, made.logprobs + 0.2 * noise[1], 0.0)
-    made.correction = torch.where(made.action_mask, 0.25 + 1.5 * torch.rand(made.action_mask.shape), 0.0)
-    return made
+    made = sampled_by_others(policy, PROMPTS, RESPONSES, TRUNCATED, 0.7)
+    return dataclasses.replace(made, group=torch.tensor(GROUP))
 
 
 def rows_in(rollout: Rollout) -> list[Row]:
-    given = zip(PROMPTS, RESPONSES, GROUP, SCORES, TRUNCATED, rollout.action_mask)
-    return [
-        Row(
-            *one, *(column[i][mask].tolist() for column in (rollout.logprobs, rollout.ref_logprobs, rollout.correction))
-        )
-        for i, (*one, mask) in enumerate(given)
-    ]
+    given = zip(PROMPTS, RESPONSES, GROUP, SCORES, TRUNCATED)
+    return [Row(*one, *numbers_in(rollout, i)) for i, one in enumerate(given)]
 
 
 # --------------------------------------------------------------------------------------------------------- the papers
