@@ -1,9 +1,10 @@
-"""Sixty random faults in the code that trains: the tests notice each one, or it changes no result."""
+"""Faults in the code that trains, random ones and written ones: the tests notice each, or it changes no result."""
 
 from __future__ import annotations
 
 import pytest
-from helpers import mutants
+from helpers import ROOT, mutants
+from helpers.program_mutants import TESTS
 
 ROW = "mutants"
 SAME = {  # survivors that change no result, by a part of their name, and why
@@ -20,10 +21,18 @@ SAME = {  # survivors that change no result, by a part of their name, and why
 @pytest.mark.timeout(7200)
 def test_the_tests_kill_at_least_95_of_100_mutants_that_change_a_result(case):
     killed = changing = 0
-    for number, mutant, killer in mutants.run(60, seed=0):
-        name = mutants.name_of(mutant)
+    for number, mutant, killer in mutants.run(mutants.draw(60, seed=0)):
+        name = mutant.name
         reason = next((why for part, why in SAME.items() if part in name), "")
         changing += not reason
         killed += bool(killer)
         case(f"{number} {name}", bool(killer or reason), killer or f"SURVIVED {reason}")
     assert killed >= 0.95 * changing
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("program", TESTS)
+def test_the_quick_tests_of_a_program_kill_its_mutants(program, case):
+    """What an interrupted run has found for the same code and tests is not tried again."""
+    for number, mutant, killer in mutants.run(mutants.program_mutants([program]), ROOT / "build" / "mutants.jsonl"):
+        case(f"{number} {mutant.name}", bool(killer), killer or "SURVIVED")

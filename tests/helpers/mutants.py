@@ -1,13 +1,17 @@
-"""Mutants: one small fault at a random place of the code that trains, against the tests that concern the file.
+"""Mutants: one small fault in the code that trains, against the tests that concern the file.
 
-    python tests/helpers/mutants.py --count 60 --seed 0
+    PYTHONPATH=.:tests python -m helpers.mutants --count 60 --seed 0
+    PYTHONPATH=.:tests python -m helpers.mutants --programs grpo ppo --results build/mutants.jsonl
 
-The faults: operators, comparisons and signs swapped, integers off by one (axes, shifts, slices), `and` for `or`, True
-for False, and calls of `clamp`, `detach`, `clone`, `float` and the like left out. A generator with a seed draws places
-from the syntax trees of `TESTS`' files, so every file gets its share by the number of its places. A mutant lives in a
-temporary copy of the tree, and its tests run in a process forked from one that has imported torch.
+The first draws faults at random places: operators, comparisons and signs swapped, integers off by one (axes, shifts,
+slices), `and` for `or`, True for False, and calls of `clamp`, `detach`, `clone`, `float` and the like left out. A
+generator with a seed draws places from the syntax trees of `TESTS`' files, so every file gets its share by the number
+of its places. The second tries the written faults of programs, `program_mutants.py`: of all when none is named. What
+the file of results has for the same code and tests is not tried again. A mutant lives in a temporary copy of the tree,
+and its tests run in a process forked from one that has imported torch.
 
-Left out: faults in annotations, decorators, docstrings, texts and the arguments of exceptions, which change no number.
+Left out: random faults in annotations, decorators, docstrings, texts and the arguments of exceptions, which change no
+number.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import argparse
 import ast
 import contextlib
 import copy
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -23,9 +29,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from helpers import program_mutants as written
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # a file: the tests that concern it, the quick ones first
@@ -47,7 +55,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/models/saving.py": "models/test_loading.py models/test_lora.py storage/test_checkpoint.py",
     "lightrlhf/storage/checkpoint.py": "storage/test_checkpoint.py training/test_run.py training/test_best.py",
 }
-LIMIT = 240  # seconds that the tests of a mutant may take; one that hangs is killed
+LIMIT = 600  # seconds that the tests of a mutant may take; one that hangs is killed
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 OPERATORS |= {ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -68,12 +76,52 @@ class Mutant(NamedTuple):
     def line(self) -> int:
         return getattr(self.node, "lineno", 0)
 
+    @property
+    def tests(self) -> str:
+        return TESTS[self.file]
+
+    @property
+    def name(self) -> str:
+        """File, fault and the line without it, with a mark where the fault is."""
+        line = (ROOT / self.file).read_text(encoding="utf-8").splitlines()[self.line - 1]
+        column = getattr(self.node, "col_offset", 0)
+        return f"{self.file} [{self.fault}] {line[:column].lstrip()}>>{line[column:]}"
+
     def source(self) -> str:
         """The whole file with the fault."""
         twins: dict[int, ast.AST] = {}
         tree = copy.deepcopy(self.tree, twins)
         faulty = ast.copy_location(copy.deepcopy(self.faulty), self.node)
         return ast.unparse(ast.fix_missing_locations(_Replace(twins[id(self.node)], faulty).visit(tree)))
+
+
+class ProgramMutant(NamedTuple):
+    """A written fault of a program: a text of its file, and what takes its place."""
+
+    program: str
+    old: str
+    new: str
+
+    @property
+    def file(self) -> str:
+        return f"lightrlhf/{self.program}.py"
+
+    @property
+    def tests(self) -> str:
+        return " ".join(f"programs/{name}" for name in written.TESTS[self.program].split())
+
+    @property
+    def name(self) -> str:
+        return f"{self.file} {self.old} >> {self.new}"
+
+    def source(self) -> str:
+        """The whole file with the fault."""
+        return (ROOT / self.file).read_text(encoding="utf-8").replace(self.old, self.new)
+
+
+def program_mutants(programs: Iterable[str] = written.TESTS) -> list[ProgramMutant]:
+    """The written faults of these programs."""
+    return [ProgramMutant(program, *fault) for program in programs for fault in written.FAULTS[program]]
 
 
 def places(tree: ast.Module) -> Iterator[ast.AST]:
@@ -134,28 +182,20 @@ def draw(count: int, seed: int) -> list[Mutant]:
     Each mutant's number is drawn by itself, so the sample changes little with the code.
     """
     everything = [mutant for file in TESTS for mutant in all_mutants(file)]
-    drawn = {id(mutant): random.Random(f"{seed} {name_of(mutant)}").random() for mutant in everything}
+    drawn = {id(mutant): random.Random(f"{seed} {mutant.name}").random() for mutant in everything}
     sample = sorted(everything, key=lambda mutant: drawn[id(mutant)])[:count]
     return sorted(sample, key=lambda mutant: (mutant.file, mutant.line))
 
 
-def name_of(mutant: Mutant) -> str:
-    """File, fault and the line without it, with a mark where the fault is."""
-    line = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines()[mutant.line - 1]
-    column = getattr(mutant.node, "col_offset", 0)
-    return f"{mutant.file} [{mutant.fault}] {line[:column].lstrip()}>>{line[column:]}"
-
-
-def survives(mutant: Mutant | None, tree: Path, tests: str) -> str:
+def survives(mutant: Mutant | ProgramMutant, tree: Path) -> str:
     """Run the tests in a copy of the tree with the mutant in it; "" if it survives, else what killed it."""
-    if mutant is not None:
-        (tree / mutant.file).write_text(mutant.source(), encoding="utf-8")
+    (tree / mutant.file).write_text(mutant.source(), encoding="utf-8")
     sys.stdout.flush()
     log = tree / "log.txt"
     child = os.fork()
     if not child:
         os.setsid()
-        _run_tests(tree, tests, log)
+        _run_tests(tree, mutant.tests, log)
     end = time.monotonic() + LIMIT
     status = None
     while status is None and time.monotonic() < end:
@@ -166,8 +206,7 @@ def survives(mutant: Mutant | None, tree: Path, tests: str) -> str:
         os.killpg(child, signal.SIGKILL)  # also programs that a test has started
     if status is None:
         os.waitpid(child, 0)
-    if mutant is not None:
-        shutil.copyfile(ROOT / mutant.file, tree / mutant.file)
+    shutil.copyfile(ROOT / mutant.file, tree / mutant.file)
     if status is None:
         return f"no end within {LIMIT} s"
     if status == 0:
@@ -183,29 +222,56 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print one line a mutant and the count."""
+    """Print one line a mutant and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--programs", nargs="*", choices=[*written.TESTS])
+    parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    survivors = 0
-    for number, mutant, killer in run(args.count, args.seed):
-        survivors += not killer
-        print(f"{number:3d} {name_of(mutant)}: {killer or 'SURVIVED'}", flush=True)
-    print(f"{args.count - survivors} of {args.count} killed")
+    is_drawn = args.programs is None
+    chosen = draw(args.count, args.seed) if is_drawn else program_mutants(args.programs or written.TESTS)
+    killed: dict[str, list[bool]] = {}
+    for number, mutant, killer in run(chosen, args.results):
+        killed.setdefault(mutant.file, []).append(bool(killer))
+        print(f"{number:3d} {mutant.name}: {killer or 'SURVIVED'}", flush=True)
+    for file, held in killed.items():
+        print(f"{file}: {sum(held)} of {len(held)} killed")
 
 
-def run(count: int, seed: int) -> Iterator[tuple[int, Mutant, str]]:
-    """Number, mutant and what killed it, of each."""
+def run(
+    chosen: Iterable[Mutant | ProgramMutant], results: Path | None = None
+) -> Iterator[tuple[int, Mutant | ProgramMutant, str]]:
+    """Number, mutant and what killed it, of each; results: a file that keeps them by the code and the tests."""
     import pytest  # noqa: F401  every fork has them, so none pays for the import
     import torch
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
+    known: dict[str, str] = {}
+    if results is not None and results.is_file():
+        known = dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
-        for number, mutant in enumerate(draw(count, seed), 1):
-            yield number, mutant, survives(mutant, tree, TESTS[mutant.file])
+        for number, mutant in enumerate(chosen, 1):
+            key = digest(mutant)
+            if key not in known:
+                known[key] = survives(mutant, tree)
+                if results is not None:
+                    results.parent.mkdir(parents=True, exist_ok=True)
+                    with results.open("a", encoding="utf-8") as file:
+                        print(json.dumps([key, known[key]]), file=file)
+            yield number, mutant, known[key]
+
+
+def digest(mutant: Mutant | ProgramMutant) -> str:
+    """SHA-256 of the mutant, the library, and the tests that are run with what they import."""
+    tests = [ROOT / "tests" / name for name in mutant.tests.split()]
+    shared = [*ROOT.glob("lightrlhf/**/*.py"), *ROOT.glob("tests/helpers/*.py"), ROOT / "tests" / "conftest.py"]
+    content = hashlib.sha256(mutant.source().encode())
+    for path in (*sorted(shared), *tests):
+        content.update(path.read_bytes())
+    return content.hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
