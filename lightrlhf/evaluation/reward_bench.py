@@ -4,7 +4,8 @@ Pairs are those of the user's file in RewardBench's format (prompt, chosen, reje
 whose column `group` is the subset. `results` is 1 where the chosen response scores higher and 0 elsewhere, as
 RewardBench counts ties.
 
-Left out: RewardBench 2, with four responses a prompt, and the weights of RewardBench's sections, which are its own.
+Left out: RewardBench 2, with four responses a prompt (see `ranking`), and the weights of RewardBench's sections, which
+are its own.
 """
 
 from __future__ import annotations

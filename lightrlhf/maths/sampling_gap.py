@@ -5,9 +5,11 @@ With r_t = pi(y_t) / mu(y_t), pi of the trainer's scoring pass before the first 
 product of a response's r_t, a weight multiplies all that is in the policy loss of a token, a KL included (not PPO's
 entropy bonus and value loss):
 
-    sequence kinds   exact where no R is out of bounds: the mean over mu of R f is the mean over pi_old of f, of any f,
-                     so at each update of a rollout, for each loss, and for advantages that a response has by itself or
-                     against the mean of others; a group's deviation remains that of scores under mu.
+    sequence kinds   exact where no R is out of bounds: the mean over mu of R f is the mean over pi_old of f, of any f
+                     of the response alone, so at each update of a rollout, for each loss, and for advantages that a
+                     response has by itself. The scores of others carry no weight. Against their mean the first update
+                     is exact, later ones for losses that are linear in the ratio: not where ratios are clipped, nor
+                     for `sapo` and `reinforce`. A group's deviation remains that of scores under mu.
     token kinds      at pi_old the sum over t of the gradient were only token t from pi, prefix and continuation from mu
                      (2605.07331). The bias that is left is of first order in the gap, as is that without weights.
     truncation       takes the mean over mu of (ratio - C)_+ f away, masking that of the ratios outside [1/C, C]. Masks

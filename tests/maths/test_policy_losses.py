@@ -149,12 +149,12 @@ REFERENCE = torch.tensor([0.1, 0.4, -0.5, 0.3], dtype=torch.float64).log_softmax
 OTHER = torch.tensor([-0.2, 0.5, 0.3, 0.1], dtype=torch.float64).log_softmax(0)  # pi_old when it is not pi
 
 
-def kl_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+def kl_gradients(reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by the logits of KL(pi || ref) and KL(ref || pi)."""
     logits = POLICY.clone().requires_grad_()
     policy = logits.log_softmax(0)
-    reverse = (policy.exp() * (policy - REFERENCE)).sum()
-    forward = (REFERENCE.exp() * (REFERENCE - policy)).sum()
+    reverse = (policy.exp() * (policy - reference)).sum()
+    forward = (reference.exp() * (reference - policy)).sum()
     return tuple(torch.autograd.grad(term, logits, retain_graph=True)[0] for term in (reverse, forward))
 
 
@@ -167,7 +167,7 @@ def expected_gradient(term, old: torch.Tensor | None) -> torch.Tensor:
     return logits.grad
 
 
-REVERSE, FORWARD = kl_gradients()
+REVERSE, FORWARD = kl_gradients(REFERENCE)
 TERMS = {  # name: term, gradient on samples of pi, gradient on samples of pi_old; None: of neither divergence
     "k1": (lambda p, r: kl_k1(p, REFERENCE), torch.zeros(4, dtype=torch.float64), None),
     "k2": (lambda p, r: kl_k2(p, REFERENCE), REVERSE, None),
@@ -177,6 +177,11 @@ TERMS = {  # name: term, gradient on samples of pi, gradient on samples of pi_ol
     "rho k1": (lambda p, r: r.exp() * kl_k1(p, REFERENCE), REVERSE, REVERSE),
     "rho k2": (lambda p, r: r.exp() * kl_k2(p, REFERENCE), None, None),
     "rho k3": (lambda p, r: r.exp() * kl_k3(p, REFERENCE), REVERSE, REVERSE),
+    "k1 in the reward, of pi_old": (
+        lambda p, r: r.exp() * kl_k1((p - r).detach(), REFERENCE),
+        REVERSE,
+        REVERSE - kl_gradients(OTHER)[0],
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from lightrlhf.maths import sampling_gap
 from lightrlhf.maths.groups import ADVANTAGES as GROUP_ADVANTAGES
 from lightrlhf.maths.groups import group_advantages, group_moments
 from lightrlhf.maths.ops import policy_loss
-from lightrlhf.maths.policy_losses import LOSSES, kl_loss, make_loss, sequence_log_ratio
+from lightrlhf.maths.policy_losses import LOSSES, TokenLoss, kl_loss, make_loss, sequence_log_ratio
 from lightrlhf.maths.sampling_gap import CORRECTIONS, GapSize
 
 INF, NAN = math.inf, math.nan
@@ -362,32 +362,50 @@ def test_after_updates_sequence_weights_give_the_gradient_on_samples_of_pi_old(n
     assert (gradient(chances(SAMPLER)[:, None]) - expected).norm() > 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["rloo", "mean", "std"])
-def test_a_mean_of_a_group_keeps_the_gradient_exact_and_a_deviation_does_not(name):
-    """All 225 groups of two from mu, against those from pi_old: only a row's own loss is weighted."""
-    pairs = torch.cartesian_prod(torch.arange(15), torch.arange(15))  # (225, 2)
-    rows, group = pairs.flatten(), torch.arange(225).repeat_interleave(2)  # (450,) each
-    advantages = group_advantages(SCORES[rows], group_moments(SCORES[rows], group, 225), GROUP_ADVANTAGES[name])
-    logits = LOGITS.clone().requires_grad_()
+PAIRS = torch.cartesian_prod(torch.arange(15), torch.arange(15))  # (225, 2): all groups of two
+
+
+def group_gradients(advantage: str, loss: TokenLoss, moved: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    """Ascent directions of a loss over all groups from pi_old, and over those from mu, of which a row's own loss alone
+    is weighted; moved: what was added to the logits of pi_old since."""
+    rows, group = PAIRS.flatten(), torch.arange(225).repeat_interleave(2)  # (450,) each
+    advantages = group_advantages(SCORES[rows], group_moments(SCORES[rows], group, 225), GROUP_ADVANTAGES[advantage])
+    logits = (LOGITS + moved).requires_grad_()
     logprobs = token_logprobs(logits)[rows]
-    losses = make_loss("clip", 0.2, 0.28, None)(logprobs, logprobs - OLD[rows], advantages[:, None], MASK[rows])
-    weights = importance_weights(OLD[rows], SAMPLER[rows], MASK[rows], "sequence_mask", NO_BOUND)
+    losses = loss(logprobs, logprobs - OLD[rows], advantages[:, None], MASK[rows])
+    weights = torch.ones_like(OLD[rows])
+    if kind is not None:
+        weights = importance_weights(OLD[rows], SAMPLER[rows], MASK[rows], kind, NO_BOUND)
 
     def gradient(policy: Tensor, factors: Tensor) -> Tensor:
-        chance = chances(policy)[pairs].prod(1)[group] / 2  # of the group, over its two rows
-        return -torch.autograd.grad((chance[:, None] * factors * losses)[MASK[rows]].sum(), logits, retain_graph=True)[
-            0
-        ]
+        chance = chances(policy)[PAIRS].prod(1)[group] / 2  # of the group, over its two rows
+        total = (chance[:, None] * factors * losses)[MASK[rows]].sum()
+        return -torch.autograd.grad(total, logits, retain_graph=True)[0]
 
-    plain = torch.ones_like(weights)
-    expected, found = gradient(OLD, plain), gradient(SAMPLER, weights)
+    return gradient(OLD, torch.ones_like(weights)), gradient(SAMPLER, weights)
+
+
+@pytest.mark.parametrize("name", ["rloo", "mean", "std"])
+def test_a_mean_of_a_group_keeps_the_first_gradient_exact_and_a_deviation_does_not(name):
+    loss, start = make_loss("clip", 0.2, 0.28, None), torch.zeros_like(LOGITS)
+    expected, found = group_gradients(name, loss, start, "sequence_mask")
     if name == "std":
         assert (found - expected).norm() > 0.05 * expected.norm()
         return
     share = 1.0 if name == "rloo" else 0.5  # of two rows, r - mean is half of r - r'
     for gradients in (expected, found):
         assert torch.allclose(gradients, share * exact_gradient(), atol=1e-12, rtol=0)
-    assert distance(gradient(SAMPLER, plain) / share) > 0.05
+    assert distance(group_gradients(name, loss, start, None)[1] / share) > 0.05
+
+
+@pytest.mark.parametrize("name", ["linear", *LOSSES])
+def test_after_updates_the_mean_of_others_is_exact_for_losses_linear_in_the_ratio_alone(name):
+    """The others' scores come from mu without a weight: their mean drops out where the mean gradient of the loss for
+    an advantage of 1 is 0, as that of the ratio is."""
+    loss = make_loss("clip", 20.0, 20.0, None) if name == "linear" else make_loss(name, 0.2, 0.28, None)
+    expected, found = group_gradients("rloo", loss, UPDATE, "sequence_mask")
+    error = float((found - expected).norm() / expected.norm())
+    assert error < 1e-12 if name == "linear" else error > 0.005
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
