@@ -500,15 +500,19 @@ def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model,
 def test_the_kl_weight_follows_the_kl_of_all_samples_and_stays_where_none_was_scored(
     cafe_data, base_model, tmp_path, reward, moves
 ):
-    """At the reference the KL is 0, far below the target: the weight falls by 0.2 * 8 / 10,000 a rollout."""
+    """At the reference the KL is 0, far below the target: the weight falls by 0.2 * 8 / 10,000 a rollout.
+
+    The last of three is that of a resumed run.
+    """
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
     flags += ["--reward_function", f"helpers.rewards:{reward}", "--adaptive_kl_coeff", "True", *CPU]
-    folder = last_checkpoint(main([*flags, "--actor_learning_rate", "1e-9"]))
-    rows = metrics(folder.parent)
-    expected = 0.1 * (1 - 0.2 * 8 / 10_000) if moves else 0.1
+    started = main([*flags, "--actor_learning_rate", "1e-9"])
+    rows = metrics(main(["--resume_from", started, "--max_steps", "3"]))
+    factor = 1 - 0.2 * 8 / 10_000 if moves else 1.0
     trained = [row for row in rows if "objective/kl" in row]
-    assert [row["objective/kl_coeff"] for row in trained] == pytest.approx([0.1, expected], rel=1e-9)
-    assert [row["objective/valid_ratio"] for row in trained] == [0.5 if moves else 0.0] * 2
+    expected = [0.1, 0.1 * factor, 0.1 * factor**2]
+    assert [row["objective/kl_coeff"] for row in trained] == pytest.approx(expected, rel=1e-9)
+    assert [row["objective/valid_ratio"] for row in trained] == [0.5 if moves else 0.0] * 3
     assert all(("objective/score" in row) == moves for row in trained)
 
 
