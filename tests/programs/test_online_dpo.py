@@ -46,7 +46,7 @@ def test_every_iteration_keeps_its_files_and_fresh_prompts(finished, cafe_data):
     prompts = [read_jsonl(finished / f"iteration-0{t}" / "prompts.jsonl") for t in (1, 2)]
     known = {tuple(row["input_ids"].tolist()) for row in load_prompts(cafe_data, "train")}
     shards = [{tuple(row["prompt_ids"]) for row in rows} for rows in prompts]
-    assert shards[0] | shards[1] <= known and [len(rows) for rows in prompts] == [8, 8]
+    assert shards[0] | shards[1] <= known and not shards[0] & shards[1] and [len(rows) for rows in prompts] == [8, 8]
     for t in (1, 2):
         folder = finished / f"iteration-0{t}"
         responses, rewards = read_jsonl(folder / "responses.jsonl"), read_jsonl(folder / "rewards.jsonl")
@@ -72,7 +72,7 @@ def test_it_starts_each_time_from_the_last_policy_and_is_held_at_the_first(finis
     assert second["sft_experiment_dir"] == str(last_checkpoint(finished / "iteration-01" / "policy"))
     answered = [json.loads((finished / f"iteration-0{t}/responses.args.json").read_text()) for t in (1, 2)]
     assert [told["model_name"] for told in answered] == [initial, second["sft_experiment_dir"]]
-    assert answered[0]["seed"] != answered[1]["seed"]
+    assert answered[0]["seed"] != answered[1]["seed"] and first["seed"] != second["seed"]
 
 
 def test_the_experiment_dir_is_all_the_next_stage_needs(finished, cafe_data):
