@@ -78,7 +78,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return scores - args.overlong_penalty * over", "return scores - over"),
         ("torch.where(part.isfinite() & ~total.isnan(), part", "torch.where(part.isfinite(), part"),
         ("if args.loss_type in LOSSES and not kl_coeff:", "if args.loss_type in LOSSES:"),
-        ("whiten(advantages.double(), scored.action_mask", "whiten(advantages.double(), rollout.action_mask"),
+        ("rewards = token_rewards(scored, total, kl_coeff)", "rewards = token_rewards(scored, total, 0.0)"),
     ],
     "refuel": [
         ("return first_minus_second(logps - old_logps)", "return first_minus_second(logps)"),
@@ -89,7 +89,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("target = log_ratio_gap(logps, old).detach(), args.eta *", "target = log_ratio_gap(logps, old).detach(), 1 *"),
         ("aligned = (future * target > 0)", "aligned = (future * target < 0)"),
         ("for side in SIDES], device=run.device)", "for side in SIDES[::-1]], device=run.device)"),
-        ('if stored.get("fingerprint") == digest and', "if stored and"),
+        ("pairwise_loss(logps, old, rewards, args.beta)", "pairwise_loss(logps, old, rewards, args.eta)"),
         ("turn_logps(model, batch, run.args.temperature), micro", "turn_logps(model, batch, 1.0), micro"),
     ],
     "online_refuel": [
