@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, reseal, tiny_policy, weights
+from safetensors.torch import load_file
 
 from lightrlhf import online_refuel
 from lightrlhf.cli.parser import parse
@@ -86,8 +87,8 @@ def parse_value(text: str):
     return float(text) if "e-" in text else int(text) if text.isdigit() else text
 
 
-def make_pairs(talk_data, tokenizer, **given):
-    """Pairs of one step of tiny models, with what they were made of."""
+def make_pairs(talk_data, tokenizer, scorer=None, **given):
+    """Pairs of one step of tiny models, with what they were made of; scorer: in place of the reward function."""
     fixed = {"max_new_tokens": 5, "init_kl_coeff": 0.0, "data_dir": str(talk_data)}
     fixed |= {"reward_function": "helpers.rewards:vowels", "model_name": "tiny", "accelerator": "cpu"}
     args = OnlineRefuelArgs(**(fixed | given))
@@ -97,7 +98,7 @@ def make_pairs(talk_data, tokenizer, **given):
         for parameter in reference.parameters():
             parameter.mul_(1.05)
     run = RunOfOneStep(args, policy=policy)
-    scorer = make_rewards(args, run.device, args.rollout_mini_batch_size, grouped=True).of_groups
+    scorer = scorer or make_rewards(args, run.device, args.rollout_mini_batch_size, grouped=True).of_groups
     rows = load_dialogues(str(talk_data), "train")[:8]
     pairs, row = online_refuel.make_pairs(run, policy, reference, scorer, recorded_user, rows, tokenizer)
     return policy, reference, rows, pairs, row
@@ -130,6 +131,36 @@ def test_pairs_share_the_datas_prefix_and_whitened_rewards_have_mean_0(talk_data
         assert pair["chosen_input_ids"][:start] == pair["rejected_input_ids"][:start] == row.input_ids[:start]
         starts.append([span[0] for span in row.turn_spans].index(start))
     assert len(set(starts)) > 1  # turns differ within a batch
+    assert any(pair["chosen_input_ids"] != pair["rejected_input_ids"] for pair in pairs.rows)
+
+
+def test_a_pair_without_two_scores_has_no_reward_and_is_not_whitened(talk_data, tokenizer):
+    """Of eight pairs one lacks a score of one side, and one both; ends are so frequent that few turns are cut."""
+    scores = [None, None, *(i / 2 for i in range(6)), 3.0, None, *(-float(i) for i in range(6))]
+    given = {"whiten_rewards": True, "penalty_reward_value": 0.0, "eos_ids": [*range(2, 500)]}
+    *_, pairs, row = make_pairs(talk_data, tokenizer, lambda groups: [[score] for score in scores], **given)
+    assert row["completions/truncated_ratio"] == 0 and row["objective/valid_ratio"] == 6 / 8
+    assert (pairs.rewards[:, :2] == 0).all()
+    kept = torch.tensor([scores[2:8], scores[10:]])
+    expected = (kept - kept.mean()) / kept.std(correction=0)
+    assert torch.allclose(pairs.rewards[:, 2:], expected, atol=1e-5)
+    assert row["objective/score"] == pytest.approx(float(kept.mean()))
+
+
+def test_mini_batches_divide_the_pairs_of_a_rollout(flags, sft_dir):
+    """At a small rate two steps, on half of the pairs each, are one of twice the rate on all.
+
+    A first step of Adam with so large an epsilon is one of gradient descent; its second moment has no weight.
+    """
+    plain = ["--optimizer_eps", "1e6", "--optimizer_beta1", "0", "--gradient_clip_val", "0", "--lr_warmup_steps", "0"]
+    plain += ["--lr_scheduler_type", "constant", "--rollout_size", "8", "--max_steps", "1", "--eval_dialogues", "0"]
+    start, changes = load_file(last_checkpoint(sft_dir) / "model.safetensors"), []
+    for size, rate in (("4", "1e1"), ("8", "2e1")):
+        run = main([*flags, *plain, "--mini_batch_size", size, "--learning_rate", rate])
+        end = load_file(last_checkpoint(run) / "model.safetensors")
+        changes.append(torch.cat([(end[name] - start[name]).flatten() for name in start]))
+    one, other = changes
+    assert (one - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.parametrize(
