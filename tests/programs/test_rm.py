@@ -42,6 +42,8 @@ def loss_by_hand(chosen, rejected, chosen_ids: list[int], rejected_ids: list[int
     """One pair, from the scores at its own tokens only."""
     if loss_type == "last_token":
         return log_sigmoid_loss(chosen[-1] - rejected[-1])
+    if loss_type == "pair":  # logits of the first one's being better
+        return (log_sigmoid_loss(chosen[-1]) + log_sigmoid_loss(-rejected[-1])) / 2
     longest = max(len(chosen_ids), len(rejected_ids))
     first = len(chosen_ids) - 1  # of equal texts the last token
     for t in range(longest):
@@ -61,7 +63,7 @@ def loss_by_hand(chosen, rejected, chosen_ids: list[int], rejected_ids: list[int
 
 
 @pytest.mark.parametrize("pad_id", [0, 1])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "pair"])
 def test_the_loss_and_its_gradient_equal_a_float64_reference(loss_type, pad_id):
     batch = preference_batch(rows(), pad_id)
     scores = torch.randn(batch.input_ids.shape, dtype=torch.float64, requires_grad=True)
@@ -183,6 +185,12 @@ def test_transformers_scores_with_the_trained_reward_model(mode, cafe_data, sft_
     mine = last_token(ours(batch.input_ids, batch.attention_mask), batch.attention_mask)
     assert torch.allclose(scores, mine, atol=1e-5)
     assert weights(folder) != weights(last_checkpoint(sft_dir))
+
+
+def test_a_model_that_compares_says_so(cafe_data, sft_dir, tmp_path):
+    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *CPU]
+    folder = last_checkpoint(main([*flags, "--loss_type", "pair", "--max_steps", "1"]))
+    assert json.loads((folder / "config.json").read_text())["compares_pairs"] is True
 
 
 def test_training_learns_the_pairs_it_sees(cafe_data, logs):

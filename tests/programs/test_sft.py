@@ -23,12 +23,10 @@ from helpers import (
 )
 
 from lightrlhf.cli.args import ModelArgs
-from lightrlhf.data.batch import finetune_batch
 from lightrlhf.data.splits import load_split
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.roles import policy_inputs
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.sft import SFTArgs, evaluate, main, sft_loss, train_step
+from lightrlhf.sft import SFTArgs, evaluate, main, train_step
 
 EOS = 1
 
@@ -60,21 +58,20 @@ def test_the_loss_and_its_gradient_equal_a_float64_reference(use_targets, label_
         for p, r in zip(prompts, responses)
     ]
     policy = tiny_policy("llama")
-    batch = finetune_batch(rows, 0, use_targets)
-    stats = policy(**policy_inputs(batch), with_mean=label_smoothing > 0)
-    loss = sft_loss(stats, batch.action_mask, label_smoothing)
-    loss.backward()
-    found = gradients(policy)
+    flags = {"use_targets": use_targets, "label_smoothing": label_smoothing, "micro_batch_size": 1}
+    run = RunOfOneStep(SFTArgs(data_dir="x", model_name="tiny", mini_batch_size=2, **flags), policy=policy)
+    loss, _ = train_step(run, policy, rows, 0)
 
     exact = copy.deepcopy(policy).double()
-    total = torch.zeros((), dtype=torch.float64)
+    total, count = torch.zeros((), dtype=torch.float64), 0
     for p, r in zip(prompts, responses):
         logits = exact.model(torch.tensor([p + r]), use_cache=False).logits[0]
         counted = [not use_targets] * len(p) + [True] * len(r)
         total = total + loss_by_hand(logits, p + r, counted, label_smoothing)
-    total.backward()
-    assert loss.item() == pytest.approx(total.item(), rel=1e-5)
-    assert_same_gradients(gradients(exact), found, atol=1e-5)
+        count += sum(counted[1:])
+    (total / count).backward()
+    assert loss == pytest.approx(total.item() / count, rel=1e-5)
+    assert_same_gradients(gradients(exact), run.gradients["policy"], atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "opt"])
@@ -182,6 +179,19 @@ def test_plain_transformers_loads_the_checkpoint_with_its_tokenizer(sft_dir, tok
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_step_reads_a_mini_batch_and_the_evaluation_the_validation_split(cafe_data, base_model, tmp_path, tokenizer):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *CPU]
+    flags += ["--max_steps", "1", "--lr_warmup_steps", "0", "--log_interval", "1"]
+    runs = [main([*flags, "--micro_batch_size", size]) for size in ("8", "2")]
+    whole, cut = (metrics(run)[0]["train/loss"] for run in runs)
+    assert cut == pytest.approx(whole, rel=1e-5)
+    policy = load_policy(str(last_checkpoint(runs[0])), ModelArgs(), tokenizer)
+    args = SFTArgs(data_dir=str(cafe_data), model_name="tiny")
+    rows = load_split(cafe_data, "finetune", "validation")
+    expected = evaluate(RunOfOneStep(args), policy, rows, tokenizer.pad_token_id)
+    assert metrics(runs[0])[-1]["val/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_two_runs_of_one_seed_are_bitwise_equal_and_of_two_seeds_are_not(cafe_data, base_model, tmp_path):
