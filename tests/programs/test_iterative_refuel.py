@@ -127,6 +127,30 @@ def test_every_stage_leaves_its_files(finished, flags):
     assert "score at turn 3" in (finished / "README.md").read_text()
 
 
+def test_each_iteration_has_a_seed_splits_counts_and_scores_of_its_own(finished):
+    results, queries, seeds = json.loads((finished / "results.json").read_text()), 0, set()
+    for number in (1, 2):
+        folder = finished / f"iteration-0{number}"
+        seeds.add(json.loads((folder / "policy" / "args.json").read_text())["seed"])
+        told = json.loads((folder / "pairs" / "report.json").read_text())
+        rewards = read_jsonl(folder / "rewards.jsonl")
+        assert told["reward_queries"] == sum(len(row["first"]) + len(row["second"]) for row in rewards)
+        assert 0 < told["rows"]["train"] < told["counts"]["pairs"]  # others are held out
+        queries += told["reward_queries"]
+        assert results[number]["reward_queries"] == queries
+        played = read_jsonl(folder / "evaluation.jsonl")
+        assert all(end - start <= 6 for row in played for start, end in row["turn_spans"])  # no turn is the data's
+        means = [sum(row["scores"][h] for row in played) / len(played) for h in range(3)]
+        assert results[number]["score_by_turn"] == pytest.approx(means) and len(set(means)) > 1
+    assert len(seeds) == 2
+
+
+def test_a_dialogue_without_a_score_is_told_from_one_of_score_0():
+    row = line([7, 8, 1], [9, 1])
+    scored = iterative_refuel.score_pairs(lambda groups: [[None if i % 2 else 0.0] for i in range(len(groups))], [row])
+    assert scored == [{"index": 0, "first": [0.0, INVALID_REWARD], "second": [0.0, INVALID_REWARD]}]
+
+
 def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, tmp_path):
     from lightrlhf.evaluate import main as evaluate
 
