@@ -106,8 +106,10 @@ def test_the_gradient_of_a_step_is_the_same_packed_and_padded(micro_batch_size, 
     assert_same_gradients(*found, atol=2e-6)
 
 
-@pytest.mark.parametrize("eval_iters", [None, 2])
-def test_the_validation_loss_is_the_mean_over_all_counted_tokens(eval_iters, base_model, cafe_data, tokenizer):
+@pytest.mark.parametrize(("eval_iters", "use_targets"), [(None, True), (2, True), (2, False)])
+def test_the_validation_loss_is_the_mean_over_all_counted_tokens(
+    eval_iters, use_targets, base_model, cafe_data, tokenizer
+):
     policy = load_policy(str(base_model), ModelArgs(), tokenizer).train()
     rows = load_split(cafe_data, "finetune", "validation")
     args = SFTArgs(
@@ -115,13 +117,13 @@ def test_the_validation_loss_is_the_mean_over_all_counted_tokens(eval_iters, bas
         model_name="tiny",
         mini_batch_size=5,
         micro_batch_size=5,
-        use_targets=True,
+        use_targets=use_targets,
         eval_iters=eval_iters,
     )
     loss = evaluate(RunOfOneStep(args), policy, rows, tokenizer.pad_token_id)
     total, count = 0.0, 0
     for row in rows[: 10 if eval_iters else None]:
-        ids, start = row["input_ids"].long(), row["prompt_len"]
+        ids, start = row["input_ids"].long(), row["prompt_len"] if use_targets else 1
         logprobs = policy.model(ids[None], use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
         total -= float(logprobs.gather(-1, ids[start:, None]).sum())
         count += len(ids) - start
