@@ -85,21 +85,21 @@ def args_of(talk_data, **given) -> RefuelArgs:
 
 
 def test_the_losses_and_metrics_of_pairs_by_hand(talk_data):
-    """Of two pairs the first moved as its scores say, the second against them."""
-    rewards, old = torch.tensor([[3.0, 0.5], [1.0, 0.25]]), torch.tensor([[-2.5, -3.5], [-4.75, -3.0]])
-    logps = torch.tensor([-2.0, -4.0, -5.0, -3.0])  # both chosen sides, then the rejected ones
-    gaps, targets = (0.75, -0.5), (0.2, 0.025)
+    """Of three pairs the second moved against its scores."""
+    rewards = torch.tensor([[3.0, 0.5, 2.0], [1.0, 0.25, 1.0]])
+    old = torch.tensor([[-2.5, -3.5, -1.0], [-4.75, -3.0, -1.0]])
+    logps = torch.tensor([-2.0, -4.0, -0.75, -5.0, -3.0, -1.0])  # the chosen sides, then the rejected ones
+    gaps, targets = (0.75, -0.5, 0.25), (0.2, 0.025, 0.1)
     for loss_type in ("refuel", "dpo"):
         args = args_of(talk_data, loss_type=loss_type, eta=0.1, beta=0.4)
-        losses, sums = pair_losses(args, logps, Pairs([{}, {}], rewards, old))
+        losses, sums = pair_losses(args, logps, Pairs([{}] * 3, rewards, old))
         expected = [(gap - target) ** 2 for gap, target in zip(gaps, targets)]
         if loss_type == "dpo":
             expected = [math.log(1 + math.exp(-0.4 * gap)) for gap in gaps]
         assert losses.tolist() == pytest.approx(expected)
-        means = refuel.mean_metrics("", (sums / 2).tolist())
-        ratios = {"chosen_ratio": 0.0, "rejected_ratio": -0.125}
-        known = {"loss": sum(expected) / 2, "future": 0.125, "target": 0.1125, "sign_align": 0.5, **ratios}
-        assert means == pytest.approx(known)
+        means = refuel.mean_metrics("", (sums / 3).tolist())
+        known = {"loss": sum(expected) / 3, "future": 0.5 / 3, "target": 0.325 / 3, "sign_align": 2 / 3}
+        assert means == pytest.approx(known | {"chosen_ratio": 0.25 / 3, "rejected_ratio": -0.25 / 3})
 
 
 def test_only_the_turns_own_tokens_have_gradient():
