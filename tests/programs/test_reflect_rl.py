@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -154,6 +155,15 @@ def test_advantages_are_the_rewards_to_come():
     assert with_values.returns.tolist() == plain.returns.tolist()
     raw = plain.advantages
     assert torch.allclose(estimated(*rewards).advantages, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
+
+
+def test_the_penalty_is_taken_off_the_reward_and_a_state_has_its_last_token_s_value():
+    batch = response_batch([[5, 6], [7]], [[3], [4, 2]], 0)
+    played = SimpleNamespace(rewards=torch.tensor([1.0, 2.0]))
+    log_ratio = torch.tensor([[0.2, 0.4], [0.0, -1.0]])
+    charged = reflect_rl.penalized_rewards(SimpleNamespace(init_kl_coeff=0.5), played, log_ratio)
+    assert charged.tolist() == pytest.approx([0.7, 2.5])
+    assert reflect_rl.state_values(lambda input_ids, attention_mask: input_ids, batch).tolist() == [6.0, 7.0]
 
 
 def test_estimating_advantages_changes_nothing_in_place():
