@@ -275,6 +275,7 @@ def train(
         baseline = RunningMean(**run.resumed["extra"]["baseline"])
     elif args.ref_model is None and args.loss_type not in REFERENCE_FREE:
         check_start(run, model, pairs, tokenizer.pad_token_id)
+    run.saves(policy, tokenizer, lambda: {"reference": reference, "baseline": dict(vars(baseline))})
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(pairs, step, args.mini_batch_size)
@@ -285,15 +286,14 @@ def train(
             metrics = train_step(run, model, shard, tokenizer.pad_token_id, baseline.value)
         baseline.update(*total_reward(metrics, batch))
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(shard, started)})
+        run.log_step({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(shard, started)}, num_steps)
         if validation and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
                 held_out.log(run, model)
             run.log(results)
         if run.save_due(num_steps):
-            run.save(policy, tokenizer, extra={"reference": reference, "baseline": vars(baseline)})
+            run.save()
     return run.finish(results)
 
 

@@ -131,6 +131,8 @@ class GRPOArgs(
     """Peak learning rate; with LoRA about ten times that of full tuning."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = "std"
@@ -298,18 +300,15 @@ def train(
     stored = run.resumed["extra"] if run.resumed else {}
     audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"), run.once)
     served = serve(run, actor, tokenizer)
-
-    def save() -> None:
-        store_sampling(actor, args, tokenizer)
-        run.save(actor, tokenizer, extra={"audit": audit.state()})
-
+    store_sampling(actor, args, tokenizer)
+    run.saves(actor, tokenizer, lambda: {"audit": audit.state()})
     for step in run.steps(num_steps):
         following = None
         if args.max_staleness and step + 1 < num_steps:
             coming = run.global_batch(range(len(examples)), step + 1, args.rollout_size)
             following = group_rows(run, examples, coming, step + 1)  # before this step's, whose rows errors are to name
         index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
-        with run.phase("rollout"), kept_without_servers(run, save):
+        with run.phase("rollout"), kept_without_servers(run):
             rows, noise = group_rows(run, examples, index, step)
             rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
             rollout = numbered(run, rollout, range(len(index)))
@@ -323,7 +322,7 @@ def train(
             audits = audit.score(rollout, tokenizer)  # (B,), never trained on
         metrics = group_metrics(run, rollout, scores, rewards.weights, len(index))
         sampled_first = scores.total, audits
-        with run.phase("resample"), kept_without_servers(run, save):
+        with run.phase("resample"), kept_without_servers(run):
             for number in range(1, args.resample_rounds + 1):
                 combined = combined_scores(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
                 missing = uninformative(run, rollout, combined, len(index))  # numbers of groups
@@ -349,17 +348,16 @@ def train(
             metrics |= update(run, model, batch, loss, len(index), step) | failure_metrics(run, scores)
 
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "resample", "update")}
-            tokens = run.total(int(rollout.attention_mask.sum()))
-            speed = {"time/tokens_per_second": tokens / sum(times.values())}
-            run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
+        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "resample", "update")}
+        tokens = run.total(int(rollout.attention_mask.sum()))
+        speed = {"time/tokens_per_second": tokens / sum(times.values())}
+        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run, save):
+            with run.phase("evaluation"), kept_without_servers(run):
                 results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):
-            save()
+            run.save()
     return run.finish(results)
 
 

@@ -81,6 +81,7 @@ from lightrlhf.training.iterate import (
     run_on_devices,
     shared_flags,
     steps_of_iteration,
+    stopped_by_signals,
     trial_directory,
 )
 from lightrlhf.training.model_card import model_card, quoted
@@ -116,6 +117,8 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArg
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
     output_dir: str | None = None
@@ -183,7 +186,7 @@ def train(
             try_iteration(args, directory / "iteration-01", policy, tokenizer, rows_of("train"), user, reward)
         return place_of(args, data)
     directory, policy = open_directory(args, "iterative_refuel", data, work, given, args.SPLIT_FROM, openings)
-    with lock_folder(directory):
+    with stopped_by_signals(directory), lock_folder(directory):
         tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
         with kept_if_started(args, directory):
             evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)

@@ -82,6 +82,7 @@ from lightrlhf.training.iterate import (
     run_on_devices,
     shared_flags,
     steps_of_iteration,
+    stopped_by_signals,
     trial_directory,
 )
 from lightrlhf.training.provenance import given_objects
@@ -110,6 +111,8 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerA
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     output_dir: str | None = None
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     iterations: int = 3
     """Number of iterations."""
     prompts_per_iteration: int | None = None
@@ -197,7 +200,7 @@ def train(
             try_iteration(args, directory / "iteration-01", shards[0], initial, data_dir, tokenizer, reward)
         return place_of(args, data)
     directory, initial = open_directory(args, "online_dpo", data, work, given, rows=rows)
-    with lock_folder(directory):
+    with stopped_by_signals(directory), lock_folder(directory):
         tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
         with kept_if_started(args, directory):
             evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)

@@ -91,6 +91,8 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutL
 
     experiment_name: str = "rlhf-online-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     rollout_size: int = 32
     """Dialogues per step and device; each gives a pair."""
     ppo_epochs: int = 4
@@ -159,15 +161,12 @@ def train(
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
     sample = ServedSampler(run, policy, tokenizer) if args.rollout_server else None
-
-    def save() -> None:
-        run.save(policy, tokenizer)
-
+    run.saves(policy, tokenizer)
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(rows, step, args.rollout_size)
         run.name_batch([row.index for row in batch], "dialogues")
-        with run.phase("rollout"), kept_without_servers(run, save):
+        with run.phase("rollout"), kept_without_servers(run):
             mine = run.shard(batch)
             pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, mine, tokenizer, sample)
         with run.phase("update"):
@@ -178,17 +177,16 @@ def train(
                     index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
                     metrics = train_step(run, model, pairs.select(index), tokenizer.pad_token_id)
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            times = {f"time/{name}": run.seconds[name] for name in ("rollout", "update")}
-            rate = {"train/lr": run.learning_rate("policy")}
-            run.log({**rollout_metrics, **metrics, **rate, **run.speed(pairs.rows, started), **times})
+        times = {f"time/{name}": run.seconds[name] for name in ("rollout", "update")}
+        metrics |= {"train/lr": run.learning_rate("policy"), **run.speed(pairs.rows, started), **times}
+        run.log_step(rollout_metrics | metrics, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run, save):
+            with run.phase("evaluation"), kept_without_servers(run):
                 results = evaluate(run, model, scorer, user, held_out, tokenizer, sample)
             run.log(results)
             log_replies(run, policy, pairs.rows[:2], tokenizer, "train")
         if run.save_due(num_steps):
-            save()
+            run.save()
     return run.finish(results)
 
 

@@ -113,6 +113,8 @@ class PPOArgs(
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     init_kl_coeff: float = 0.1
@@ -272,16 +274,15 @@ def train(
         rows = run.global_batch(examples, step, args.rollout_size)
         return run.shard(rows), run.noise(len(rows), args.max_new_tokens, step)
 
-    def save() -> None:
-        store_sampling(actor, args, tokenizer)
-        run.save(actor, tokenizer, extra={"kl_coeff": kl_coeff.value, "audit": audit.state()})
+    store_sampling(actor, args, tokenizer)
+    run.saves(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, "audit": audit.state()})
 
     for step in run.steps(num_steps):
         # first the next rollout, then this one, whose rows errors are to name
         following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
         rows, noise = asked(step)
         num_rows = int(run.total(len(rows)))  # of all ranks
-        with run.phase("rollout"), kept_without_servers(run, save):
+        with run.phase("rollout"), kept_without_servers(run):
             rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
         if step == 0:
             check_start(rollout)
@@ -304,17 +305,16 @@ def train(
             kl_coeff.update(metrics["objective/kl"], num_rows)
 
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "update")}
-            tokens = run.total(int(rollout.attention_mask.sum()))
-            speed = {"time/tokens_per_second": tokens / sum(times.values())}
-            run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
+        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "update")}
+        tokens = run.total(int(rollout.attention_mask.sum()))
+        speed = {"time/tokens_per_second": tokens / sum(times.values())}
+        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run, save):
+            with run.phase("evaluation"), kept_without_servers(run):
                 results = evaluate(run, model, reference, rewards_of, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):
-            save()
+            run.save()
     return run.finish(results)
 
 

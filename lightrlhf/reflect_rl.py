@@ -156,7 +156,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     save_interval: int = 50
     """Iterations between checkpoints; a kill loses at most this many."""
     log_interval: int = 1
-    """Iterations between two rows of metrics."""
+    """Iterations between rows of metrics, each the mean over the iterations since the row before."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,17 +258,14 @@ def train(
     if run.resumed:
         replay.load(run.resumed["extra"])
     agent.served = serve(run, agent.policy, agent.tokenizer)
-
-    def save() -> None:
-        run.save(agent.policy, agent.tokenizer, extra=replay.state())
-
+    run.saves(agent.policy, agent.tokenizer, replay.state)
     results: Metrics = {}
     for step in run.steps(num_steps):
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
         starts = starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
         run.name_batch(starts, "starts")
-        with run.phase("rollout"), kept_without_servers(run, save), run.autocast():
+        with run.phase("rollout"), kept_without_servers(run), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
             agent.wait_for_others()
@@ -286,18 +283,17 @@ def train(
             metrics = update(run, actor, value_model, batch, agent, step)
             metrics |= replay_step(run, actor, replay, episodes, agent, stage) | gap_metrics(run, batch)
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            metrics |= episode_metrics(run, episodes, made[0].levels)
-            metrics["curriculum/stage"] = stage_index
-            times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "update")}
-            speed = {"time/steps_per_second": run.total(len(batch)) / sum(times.values())}
-            run.log({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")})
+        metrics |= episode_metrics(run, episodes, made[0].levels)
+        metrics["curriculum/stage"] = stage_index
+        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "update")}
+        speed = {"time/steps_per_second": run.total(len(batch)) / sum(times.values())}
+        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run, save):
+            with run.phase("evaluation"), kept_without_servers(run):
                 results = evaluate(run, made, agent, stages)
             run.log(results)
         if run.save_due(num_steps):
-            save()
+            run.save()
     return run.finish(results)
 
 

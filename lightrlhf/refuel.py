@@ -218,6 +218,7 @@ def train(
     validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
     results: Metrics = {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
+    run.saves(policy, tokenizer)
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(range(len(train_rows)), step, args.mini_batch_size)
@@ -225,8 +226,7 @@ def train(
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(mine.rows, started)})
+        run.log_step({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(mine.rows, started)}, num_steps)
         if run.due(args.eval_interval, num_steps):
             split = "validation" if validation.rows else "train"
             log_replies(run, policy, (validation.rows or train_rows)[:2], tokenizer, split)
@@ -235,7 +235,7 @@ def train(
                     results = validate(run, model, validation, pad_id)
                 run.log(results)
         if run.save_due(num_steps):
-            run.save(policy, tokenizer)
+            run.save()
     return run.finish(results)
 
 

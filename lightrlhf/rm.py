@@ -19,6 +19,7 @@ Left out: ranked lists of more than two answers, margins and regression on ratin
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from dataclasses import dataclass
@@ -189,21 +190,27 @@ def train(
     results: Metrics = {}
     num_steps = run.num_steps(pairs, args.mini_batch_size)
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
+
+    @functools.lru_cache(1)
+    def measured(step: int) -> tuple[Metrics, Metrics]:
+        """Metrics and statistics of validation after a step; a checkpoint has the latter, whenever it is written."""
+        with run.phase("evaluation"):
+            return evaluate(run, model, validation, tokenizer.pad_token_id)
+
+    run.saves(reward_model, tokenizer, files=lambda: {STATISTICS: json.dumps(measured(run.step)[1])})
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, batch, tokenizer.pad_token_id)
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            run.log({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(batch, started)})
+        run.log_step({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(batch, started)}, num_steps)
         save_now = run.save_due(num_steps)
         if save_now or run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results, statistics = evaluate(run, model, validation, tokenizer.pad_token_id)
+            results, _ = measured(run.step)
             run.log(results)
         if save_now or run.save_due(num_steps):  # on_step or the evaluation may have changed it
-            run.save(reward_model, tokenizer, files={STATISTICS: json.dumps(statistics)})
+            run.save()
     return run.finish(results)
 
 

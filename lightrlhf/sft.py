@@ -119,15 +119,15 @@ def train(
     num_steps, results = run.num_steps(examples, args.mini_batch_size), {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     held_out = HeldOut(run, policy, validation, tokenizer)
+    run.saves(policy, tokenizer)
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.shard(run.global_batch(examples, step, args.mini_batch_size))
         with run.phase("update"):
             loss, norm = train_step(run, model, batch, tokenizer.pad_token_id)
         run.step += 1
-        if run.due(args.log_interval, num_steps):
-            metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
-            run.log(metrics | run.speed(batch, started))
+        metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
+        run.log_step(metrics | run.speed(batch, started), num_steps)
         if validation and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"):
                 loss = evaluate(run, model, validation, tokenizer.pad_token_id)
@@ -135,7 +135,7 @@ def train(
             results = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
             run.log(results)
         if run.save_due(num_steps):
-            run.save(policy, tokenizer)
+            run.save()
     return run.finish(results)
 
 

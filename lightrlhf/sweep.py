@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from lightrlhf.__main__ import args_class
 from lightrlhf.cli.args import INPUT, check_args, check_types
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
@@ -38,6 +38,7 @@ from lightrlhf.storage.locks import LOCK, lock_folder
 from lightrlhf.storage.run_dir import discard_runs, is_experiment_dir, read_logged
 from lightrlhf.storage.sweep_results import PICTURE, draw, show, summarise
 from lightrlhf.storage.writing import make_folder, writing
+from lightrlhf.training.signals import StopSignals, Terminated
 from lightrlhf.training.summary import lines
 
 RESULTS = "results.jsonl"
@@ -75,7 +76,8 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
     """Train what is left of a sweep; returns one row of results per combination, best first.
 
     Raises: UsageError, before anything is trained, for an invalid file or a folder of other settings; RunFailure when
-        runs have failed, after the others and the table, or when the metric is not logged.
+        runs have failed, after the others and the table, or when the metric is not logged; Terminated when none has
+        failed, but a signal has stopped some or the sweep.
     """
     check_args(args, SweepArgs)
     sweep = read_sweep(args.sweep_file, args_class)
@@ -98,11 +100,15 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
         if any(one["seeds"] for one in results):
             draw(sweep, own, results, folder)
             print(f"wrote {folder / PICTURE}")
-    if failed := [row["run"] for row in own if row["status"] != "finished"]:
+    if failed := [row["run"] for row in own if row["status"] == "failed"]:
         raise RunFailure(
             f"{len(failed)} of {len(own)} runs failed: {', '.join(failed)}; the .log next to each in {folder} says "
             "why, the same command tries them again"
         )
+    if stopped := [row["run"] for row in own if row["status"] == "interrupted"]:
+        names = ", ".join(stopped)
+        print(f"{len(stopped)} of {len(own)} runs were stopped: {names}; the same command goes on with them")
+        raise Terminated
     return results
 
 
@@ -159,9 +165,11 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
                 row["status"], row["error"] = train_one(sweep.program, one)
                 if row["status"] == "finished":
                     row |= scores(sweep, one)
-                else:
+                elif row["status"] == "failed":
                     tqdm.write(f"{one.name} failed: {row['error']}", file=sys.stderr)
-            except KeyboardInterrupt:
+                else:
+                    tqdm.write(f"{one.name} was stopped by a signal", file=sys.stderr)
+            except (KeyboardInterrupt, Terminated):
                 row["status"], row["error"] = "interrupted", None
                 tqdm.write(f"{one.name} is stopped; the same command goes on with it", file=sys.stderr)
                 raise
@@ -213,6 +221,8 @@ def train_one(program: str, one: Planned) -> tuple[str, str | None]:
         words = [*non_default_words(one.args), "--output_dir", str(one.folder)]
     log = one.folder.with_name(f"{one.folder.name}.log")  # the folder must be empty when the run starts
     status = run_child([*program_command(program), *words], log)
+    if status in (TERMINATED, -signal.SIGTERM):  # saved, or before it had anything to save
+        return "interrupted", None
     return ("failed", why_failed(status, log)) if status else ("finished", None)
 
 
@@ -221,7 +231,8 @@ def program_command(program: str) -> list[str]:
 
 
 def run_child(command: Sequence[str], log: Path) -> int:
-    """Exit status of a process whose output is appended to a file; an interruption is passed on to it, once.
+    """Exit status of a process whose output is appended to a file; an interruption is passed on to it, once, and a
+    signal of a batch system, after which it has all the time that the system leaves it to save what it has trained.
 
     The process has a session of its own, so that Ctrl-C reaches it, and the ranks that it starts, from here alone.
     """
@@ -238,6 +249,10 @@ def run_child(command: Sequence[str], log: Path) -> int:
         with suppress(subprocess.TimeoutExpired):
             child.wait(PATIENCE)
         raise
+    except Terminated:
+        os.killpg(child.pid, signal.SIGTERM)
+        child.wait()
+        raise
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -246,20 +261,22 @@ def run_child(command: Sequence[str], log: Path) -> int:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Context manager: SIGTERM and SIGHUP, as batch systems and closed terminals send them, act as Ctrl-C does.
+    """Context manager: SIGTERM and SIGUSR1 raise Terminated; SIGHUP, as closed terminals send it, acts as Ctrl-C does.
 
     Where SIGINT is ignored, as shells have it for jobs in the background of a script, a run must not inherit that.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        numbers = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
         before = {number: signal.SIG_DFL for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
         before |= {signal.SIGINT: signal.SIG_IGN} if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else {}
     for number in before:
         signal.signal(number, (lambda *_: None) if number == signal.SIGINT else signal.default_int_handler)
+    signals = StopSignals("; the same command goes on")
     try:
         yield
     finally:
+        signals.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -128,10 +128,12 @@ class RunArgs(DryRunArgs):
     """Examples per forward and backward pass; never changes a gradient."""
     save_interval: int = 500
     """Steps between checkpoints."""
+    save_minutes: float = field(default=15.0, metadata=RARE)
+    """Minutes after which a step is saved whatever `save_interval`; 0 switches this off."""
     keep_last: int = field(default=2, metadata=RARE)
     """Checkpoints to keep; 0 keeps all."""
     log_interval: int = 5
-    """Steps between rows of metrics."""
+    """Steps between rows of metrics, each the mean over the steps since the row before."""
     logger: Literal["tensorboard", "csv", "wandb"] = field(default="tensorboard", metadata=RARE)
     """Where metrics and some samples go besides the files of the run; wandb has an extra, csv has metrics alone."""
     wandb_project: str | None = field(default=None, metadata=RARE)
@@ -268,7 +270,7 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs):
             )
         for name in ("save_interval", "log_interval", "devices", "num_nodes", "ddp_timeout"):
             check_at_least(self, name, 1)
-        for name in ("keep_last", "gradient_clip_val", "weight_decay", "seed"):
+        for name in ("keep_last", "save_minutes", "gradient_clip_val", "weight_decay", "seed"):
             check_at_least(self, name, 0)
         if self.lr_warmup_steps is not None:
             check_at_least(self, "lr_warmup_steps", 0)

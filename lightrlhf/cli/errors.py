@@ -38,6 +38,7 @@ WRITE_REMEDIES = {
 }
 FOREIGN_ERRNO = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)  # as Rust's and Arrow's messages end
 CLOSED_PIPE = 141  # exit status that shells give a program whose reader is gone, 128 + SIGPIPE
+TERMINATED = 143  # exit status of a run that SIGTERM or SIGUSR1 has ended, saved: 128 + SIGTERM
 TORCH_WRITERS = ("inline_container", "PytorchStreamWriter", "PyTorchFileWriter")  # their messages have no errno
 
 

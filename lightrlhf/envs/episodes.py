@@ -11,6 +11,7 @@ Left out: environments in processes of their own.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,6 +55,11 @@ class Episode:
     decisions: list[Decision] = field(default_factory=list)
     success: bool = False
     cost: float = 0.0
+
+    @functools.cached_property
+    def plain(self) -> dict[str, Any]:
+        """Plain values of an episode that has ended; each step of a run with a replay asks for them."""
+        return asdict(self)
 
     def story(self) -> str:
         """The episode as text, for reading."""
@@ -215,7 +221,7 @@ class Replay:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        return {"replay": [asdict(one) for one in self.episodes], "replay_levels": self.levels}
+        return {"replay": [one.plain for one in self.episodes], "replay_levels": self.levels}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""

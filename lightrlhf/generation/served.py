@@ -241,7 +241,7 @@ def serve(run: Run[Any], policy: Policy, tokenizer: Any) -> ServedPolicy | None:
 
 
 @contextmanager
-def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[None]:
+def kept_without_servers(run: Run[Any]) -> Iterator[None]:
     """Save a checkpoint where no server is left, so that the run goes on from this step when it is resumed.
 
     An evaluation that was under way is not made up for then.
@@ -254,7 +254,7 @@ def kept_without_servers(run: Run[Any], save: Callable[[], None]) -> Iterator[No
             raise RunFailure(f"{problem}; no step was finished, start again") from None
         saved = [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)] if run.is_first else []
         if run.step not in run.broadcast(saved):
-            save()
+            run.save()
         raise RunFailure(f"{problem}; mend that, then resume with --resume_from {run.directory}") from None
 
 

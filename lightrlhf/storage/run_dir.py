@@ -273,7 +273,13 @@ def resumed_dir(resume_from: str, output_dir: str | None) -> Path:
 
 def is_stage(directory: Path) -> bool:
     """Whether a run is the training of an iteration, in the experiment dir of the program in iterations."""
-    return any(ITERATION.fullmatch(one.name) and is_experiment_dir(str(one.parent)) for one in directory.parents)
+    return whole_run(directory) != directory
+
+
+def whole_run(directory: Path) -> Path:
+    """The experiment dir to resume a run by: of the training of an iteration, that of the program in iterations."""
+    stages = (one for one in directory.parents if ITERATION.fullmatch(one.name))
+    return next((one.parent for one in stages if is_experiment_dir(str(one.parent))), directory)
 
 
 def iterations(directory: Path) -> dict[int, Path]:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrlhf.cli.args import is_gguf
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.latest import LATEST
 from lightrlhf.cli.old_flags import flags_of, update_names
 from lightrlhf.cli.parser import to_dict
@@ -54,12 +54,13 @@ from lightrlhf.training.dry_run import planned_results, texts_of_sample
 from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
+from lightrlhf.training.signals import NAMES, StopSignals, Terminated
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 from lightrlhf.training.summary import Rows, describe_device, describe_model, lines, peak_memory, print_summary
 
 SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
-# flags that may change when a run is resumed, and one that older runs have not
-FREE = ("resume_from", "iterations", "stage", "dry_run", *SERVERS)
+# flags that may change when a run is resumed; older runs do not have all of them
+FREE = ("resume_from", "iterations", "stage", "dry_run", "save_minutes", *SERVERS)
 Args = TypeVar("Args")
 Result = TypeVar("Result")
 
@@ -365,6 +366,8 @@ def run_on_devices(program: Callable[[Args], Result], args: Args, devices: int) 
             results: dict[int, Result] = elastic_launch(config, _run_rank)(program, args, devices)
     except ChildFailedError as failed:
         statuses = {failure.exitcode for failure in failed.failures.values()}
+        if {TERMINATED, -signal.SIGTERM} & statuses:  # by a signal that reached the ranks alone
+            raise Terminated from None
         error = UsageError if UsageError.exit_status in statuses else RunFailure
         rank = failed.get_first_failure()[0]
         raise error(f"{program.__module__} stopped on rank {rank}; see its error above") from None
@@ -384,6 +387,19 @@ def _run_rank(program: Callable[[Args], Result], args: Args, devices: int) -> Re
 
 
 @contextmanager
+def stopped_by_signals(directory: Path) -> Iterator[None]:
+    """Context manager: SIGTERM and SIGUSR1 end the stages, whose files a resumed run goes on from; Raises: Terminated.
+
+    A run of training within has its own handlers, by which it is saved.
+    """
+    signals = StopSignals(f"; go on by --resume_from {directory}")
+    try:
+        yield
+    finally:
+        signals.close()
+
+
+@contextmanager
 def _own_signals() -> Iterator[None]:
     """Restore signal handlers that the launcher replaces; its exception for Ctrl-C becomes KeyboardInterrupt."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -395,6 +411,8 @@ def _own_signals() -> Iterator[None]:
     except SignalException as problem:
         if problem.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
+        if signal.Signals(problem.sigval).name in NAMES:
+            raise Terminated from None
         raise SystemExit(128 + problem.sigval) from None
     finally:
         for number, handler in handlers.items():

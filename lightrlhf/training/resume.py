@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,25 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
     return (None, f"{bad[0]} is not finite") if bad else (state, "")
 
 
-def rng_states(device: torch.device, world_size: int) -> dict[str, Tensor]:
-    """States of torch's random generators on all ranks: (ranks, bytes) each."""
+class StepStart(NamedTuple):
+    """What a step begins with and its rollout or scoring may change, of this rank."""
+
+    step: int  # finished steps
+    rng: dict[str, Tensor]  # states of torch's random generators: (bytes,) each
+    python_rng: Any
+    extra: dict[str, Any]  # the loop's own state
+
+
+def step_start(step: int, device: torch.device, extra: dict[str, Any]) -> StepStart:
+    """The state that a step begins with."""
     states = {"rng": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda_rng"] = torch.cuda.get_rng_state(device)
+    return StepStart(step, states, random.getstate(), extra)
+
+
+def rng_states(states: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
+    """States of random generators on all ranks, of this one's: (ranks, bytes) each."""
     gathered = [states]
     if world_size > 1:
         gathered = [states] * world_size

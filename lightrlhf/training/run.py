@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ from lightrlhf.storage.run_dir import (
     read_logged,
     resumed_dir,
     stored_args,
+    whole_run,
 )
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove_left
@@ -71,20 +72,24 @@ from lightrlhf.training.dry_run import NUM_STEPS, DryRun, checkpoint_bytes, plan
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
+from lightrlhf.training.means import StepMeans
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.restarts import as_restarted, note_run
 from lightrlhf.training.resume import (
+    StepStart,
     forget_rows_after,
     load_trained,
     read_state,
     restore_rng,
     rng_states,
+    step_start,
     trained_weights,
     without_stored,
 )
+from lightrlhf.training.signals import StopSignals, Terminated
 from lightrlhf.training.summary import (
     describe_device,
     describe_model,
@@ -96,6 +101,8 @@ from lightrlhf.training.summary import (
 from lightrlhf.training.watchdog import RankWatchdog
 
 IN_PROGRESS_BAR = USUAL_METRICS[:4]
+HELD = ("update", "evaluation", "saving", "writing of rollouts")  # phases that a signal does not interrupt
+NOTHING_TO_SAVE = " before the first step was finished: there is nothing to save"
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
@@ -180,12 +187,21 @@ class Run(Generic[AnyArgs]):
         self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
         self.best = Best(args, self.resumed.get("best") if self.resumed else None)  # older runs have none
         self._improved = False  # the current step has the best value and is not saved yet
+        self._means = StepMeans(self.resumed.get("means") if self.resumed else None)  # older runs have none
         self._logged: dict[str, None] = {}  # names of metrics, in order
         self._infinite: set[str] = set()  # those of them that a note names
         self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
+        self._logger: Any = None
         self._endings = ExitStack()  # of what the loop opened
-        self._started = time.perf_counter()
+        self._started = self._saved_at = time.perf_counter()
+        self._saved_step = self.step if self.resumed else 0  # that needs no checkpoint any more
+        self._begun: StepStart | None = None
+        self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
+        self._state: Callable[[], dict[str, Any]] = dict
+        self._files: Callable[[], dict[str, str]] = dict
+        self._signals = StopSignals(NOTHING_TO_SAVE, interrupts=self.fabric.world_size == 1)
+        weakref.finalize(self, self._signals.close)  # of a run that is refused before its loop
 
     # -------------------------------------------------------------------------------------------------- ranks
     @property
@@ -285,14 +301,20 @@ class Run(Generic[AnyArgs]):
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of a step and name it in errors.
 
-        Raises: RunFailure when memory runs out or sampling meets logits that are not finite.
+        Raises: RunFailure when memory runs out or sampling meets logits that are not finite; Terminated after a signal,
+            once the run is saved.
         """
         started = time.perf_counter()
         where = f"{name} of step {self.step + 1}"
         if self.watchdog:
             self.watchdog.where = where
         try:
-            yield
+            with self._signals.phase(name not in HELD) as may_stop:
+                yield
+            if may_stop and self._most_of_ranks(bool(self._signals.received)):
+                raise Terminated
+        except Terminated:
+            self._stop_by_signal()
         except NotFinite as problem:
             rows = "" if name == "evaluation" else self._of_rows(problem.rows or None)
             raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
@@ -559,12 +581,17 @@ class Run(Generic[AnyArgs]):
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Remaining step numbers, counted from 0, with a progress bar; `self.step` counts finished steps."""
-        with self._endings:
-            yield from self._steps(num_steps)
+        try:
+            with self._endings:
+                yield from self._steps(num_steps)
+        except BaseException:
+            self._signals.close()
+            raise
 
     def _steps(self, num_steps: int) -> Iterator[int]:
         from tqdm import tqdm
 
+        self._signals.is_between = False
         self._open_directory()
         self.print0(self._banner(num_steps))
         if self.resumed:
@@ -580,6 +607,8 @@ class Run(Generic[AnyArgs]):
             while self.step < num_steps and not self._stopping:
                 if self.dry:
                     self._stopping = self.dry.begin(self.seconds, num_steps)
+                self._save_or_stop()
+                self._begun = step_start(self.step, self.device, self._state())
                 yield self.step
                 bar.update(self.step - bar.n)
                 round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
@@ -648,8 +677,14 @@ class Run(Generic[AnyArgs]):
         return places
 
     # --------------------------------------------------------------------------------------------------- metrics
-    def log(self, metrics: dict[str, float]) -> None:
-        """Log metrics of the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
+    def log_step(self, metrics: Metrics, num_steps: int) -> None:
+        """Log the means of the steps since the last row when `--log_interval` says so; `metrics`: of this step."""
+        self._means.add(metrics)
+        if self.due(self.args.log_interval, num_steps):
+            self.log(self._means.end())
+
+    def log(self, metrics: Metrics) -> None:
+        """Log metrics after the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
         if not all(name.startswith("val/") for name in metrics):
             more = self.loss_scale.metrics() if self.loss_scale else {}
             metrics = {**metrics, **more, "time/logging": self._seconds_logging}
@@ -729,36 +764,85 @@ class Run(Generic[AnyArgs]):
             tqdm.write(text)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-    def save(
+    def saves(
         self,
         module: Policy | ScalarModel,
         tokenizer: Any,
-        extra: dict[str, Any] | None = None,
-        files: dict[str, str] | None = None,
+        state: Callable[[], dict[str, Any]] = dict,
+        files: Callable[[], dict[str, str]] = dict,
     ) -> None:
+        """Say before the loop what a checkpoint holds, for `save` may be called by time or a signal.
+
+        state: returns the loop's own as plain values that no later step changes; files: further text files by name.
+        """
+        self._saved, self._state, self._files = (module, tokenizer), state, files
+
+    def save(self) -> None:
         """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
 
-        extra: the loop's own state as plain values; files: further text files by name.
+        Within a step that has changed no weight yet, the random and the loop's own state are those of its start.
         Raises: RunFailure, naming the last good checkpoint, when it cannot be written, or a weight, an optimiser's
         state or the loop's own is not finite.
         """
+        module, tokenizer = self._saved
+        began = self._begun if self._begun and self._begun.step == self.step else None
+        start = began or step_start(self.step, self.device, self._state())
+        files = {} if self.dry else self._files()
         with self.phase("saving"), self._collective():
-            self._check_finite(module, extra or {})
+            self._check_finite(module, start.extra)
             if self.dry:
                 self.dry.tokenizer = tokenizer
                 self.dry.checkpoint = checkpoint_bytes(module, self.learners, self.args)
                 return
-            self._save(module, tokenizer, extra, files)
+            self._save(module, tokenizer, start, files)
 
-    def _save(
-        self, module: Policy | ScalarModel, tokenizer: Any, extra: dict[str, Any] | None, files: dict[str, str] | None
-    ) -> None:
+    def _save_or_stop(self) -> None:
+        """Before a step: save if `--save_minutes` are over, and end the run after a signal; all ranks do the same."""
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        is_late = 0 < self.args.save_minutes <= minutes and self.step != self._saved_step
+        wish = self._most_of_ranks(2 if self._signals.received else int(is_late))
+        if wish == 2:
+            self._stop_by_signal()
+        elif wish and not self.dry:
+            self.save()
+
+    def _stop_by_signal(self) -> NoReturn:
+        """End the run after a signal, saved if a step has been finished since it was. Raises: Terminated."""
+        if not self._signals.is_closed:
+            if self.step != self._saved_step and not self.dry:
+                self.save()
+            done = f" after step {self.step}; go on by --resume_from {whole_run(self.directory)}"
+            where = done if self.step and not self.dry else NOTHING_TO_SAVE
+            self.print0(f"stopped by {self._signals.received or 'a signal'}{where}")
+            self._close()
+        raise Terminated
+
+    def _close(self) -> None:
+        """Close what a run holds open: logs, lock, handlers of signals, and the watchdog, on all ranks."""
+        if self.watchdog:
+            self.watchdog.close()
+        if self._logger:
+            with self.writing("logs"):
+                self._logger.close()
+        if self._lock:
+            self._lock.release()
+        self._signals.close()
+
+    def _most_of_ranks(self, value: int) -> int:
+        """The largest value of a rank, on all of them."""
+        if self.fabric.world_size == 1:
+            return value
+        with self._collective():
+            return int(self.fabric.all_reduce(torch.tensor(value, device=self.device), reduce_op="max"))
+
+    def _save(self, module: Policy | ScalarModel, tokenizer: Any, start: StepStart, files: dict[str, str]) -> None:
+        started = time.perf_counter()
         full = self.full(module)
         learned = {name: trained_weights(one.module.module, self.is_first) for name, one in self.learners.items()}
         state = {
             "step": self.step,
-            **rng_states(self.device, self.fabric.world_size),
-            "python_rng": random.getstate(),
+            **rng_states(start.rng, self.fabric.world_size),
+            "python_rng": start.python_rng,
             "threads": torch.get_num_threads(),
             "world_size": self.fabric.world_size,
             "optimizers": {
@@ -766,8 +850,9 @@ class Run(Generic[AnyArgs]):
                 for name, learner in self.learners.items()
             },
             "schedulers": {name: learner.scheduler.state_dict() for name, learner in self.learners.items()},
-            "extra": extra or {},
+            "extra": start.extra,
             "best": self.best.state(),
+            "means": self._means.state(),
         }
         if self.loss_scale:
             state["loss_scale"] = self.loss_scale.state()
@@ -778,15 +863,15 @@ class Run(Generic[AnyArgs]):
             tokenizer.save_pretrained(folder)
             rest, stored = without_stored(learned, folder)
             save_pickled(folder / "resume.pt", {**state, "learned": rest, "stored": stored})
-            for name, text in {"README.md": self._card(), **(files or {})}.items():
+            for name, text in {"README.md": self._card(), **files}.items():
                 (folder / name).write_text(text, encoding="utf-8")
 
         if self.is_first:
             saved = save_checkpoint(self.directory, self.step, write, self.args.keep_last, self.best.step)
             with self.writing():
                 write_text(self.directory / "README.md", self._card())
-            self.print0(f"saved {saved}")
-        self._improved = False
+            self.print0(f"saved {saved} in {time.perf_counter() - started:.1f} s")
+        self._improved, self._saved_step, self._saved_at = False, self.step, time.perf_counter()
         self.fabric.barrier()
 
     def full(self, module: Any) -> Any:
@@ -802,15 +887,19 @@ class Run(Generic[AnyArgs]):
         A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
         """
         memory = max(self.gather(peak_memory(self.device)))
+        is_stopped = bool(self._most_of_ranks(bool(self._signals.received)))
         if self.watchdog:
             self.watchdog.close()
+            self.watchdog = None
         if self.dry:
             if self.is_first:  # alone, for it decodes
                 self.print0(self.dry.report(self.args, self.seconds, memory))
+            self._close()
             return self.directory
         if self.is_first:
             with self.writing("logs"):
                 self._logger.close()
+                self._logger = None
                 if self._timed:
                     self._write_profile()
                 if results:  # none when a finished run is resumed: its card keeps those it has
@@ -822,12 +911,14 @@ class Run(Generic[AnyArgs]):
                 link = self.directory / BEST
                 self.print0(f"{self.best}: {link if link.exists() else 'its checkpoint was deleted'}")
             self.print0(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
-            if self.args.push_to_hub:
-                last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
-                upload(last, self.args.push_to_hub, dtype)
-                self.print0(f"uploaded {last} to {self.args.push_to_hub}")
-        if self._lock:
-            self._lock.release()
+        if is_stopped or (self._signals.interrupts and self._signals.received):
+            self._stop_by_signal()
+        self._signals.close()
+        if self.is_first and self.args.push_to_hub:
+            last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
+            upload(last, self.args.push_to_hub, dtype)
+            self.print0(f"uploaded {last} to {self.args.push_to_hub}")
+        self._close()
         return self.directory
 
     def _write_profile(self) -> None:

@@ -12,10 +12,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import kill_seed, last_checkpoint, metrics, weights
-from helpers.killed import forked, main_of, pair, wait_for_pair, with_events
-from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
+from helpers import kill_seed
+from helpers.killed import differs, forked, main_of, pair, state_of, wait_for_pair, with_events
+from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 
 ROW = "kills"
 RANKS = ["--devices", "2", "--mini_batch_size", "2", "--micro_batch_size", "1"]
@@ -59,38 +58,6 @@ class Whole:
         difference = differs(self.end, state_of(run, self.program))
         shutil.rmtree(log_dir)
         return difference
-
-
-def state_of(run: Path, program: str) -> dict:
-    """All that a resumed run must have as one that was left alone."""
-    runs = [run] if program not in ITERATED else sorted(run.glob("iteration-*/policy"))
-    found: dict = {"names": sorted(path.name for path in run.iterdir() if not path.name.startswith(".best"))}
-    for number, one in enumerate(runs):
-        state = torch.load(last_checkpoint(one) / "resume.pt", weights_only=True)
-        found |= {
-            f"{number} {name}": state[name] for name in ("optimizers", "schedulers", "extra", "rng", "python_rng")
-        }
-        found |= {f"{number} weights": weights(last_checkpoint(one)), f"{number} metrics": metrics(one)}
-    if program in SAMPLING:
-        found["rollouts"] = (run / "rollouts.jsonl").read_bytes()
-    if program in ITERATED:
-        found["evaluations"] = [path.read_text() for path in sorted(run.glob("iteration-*/evaluation.json"))]
-    return found
-
-
-def differs(one: dict, other: dict) -> str:
-    names = [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
-    return f"{', '.join(names)} differ" if names else ""
-
-
-def same(one, other) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def first_checkpoint(events: list[str]) -> int:

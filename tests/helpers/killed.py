@@ -15,13 +15,16 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from helpers import unmarked
+from helpers import last_checkpoint, metrics, unmarked, weights
 from helpers.processes import die_when
+from helpers.tiny_runs import ITERATED, SAMPLING
 
+At = int | tuple[str, int]
 CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
 
 
@@ -92,14 +95,17 @@ def wait_for_pair(pids: list[int], ends_both: bool = True) -> list[int]:
     return [ends[pid] for pid in pids]
 
 
-def with_events(call: Callable[[], Any], folder: Path, at: int = 0, tell: Path | None = None) -> Callable[[], None]:
-    """A call that dies by SIGKILL at its event number `at`, counted from 1; with 0 it writes all events to `tell`.
+def with_events(
+    call: Callable[[], Any], folder: Path, at: At = 0, tell: Path | None = None, number: int = signal.SIGKILL
+) -> Callable[[], None]:
+    """A call that gets a signal at its event number `at`, counted from 1, and at all events after it.
 
-    folder: events on files are counted below it. An event within `Run.save` begins with `save `. For a fork only.
+    at: 0 for none; or a name and how often it has happened then. tell: file that gets all events; folder: events on
+    files are counted below it. An event within `Run.save` begins with `save `. For a fork only.
     """
 
     def counted() -> None:
-        events = Events(str(folder), at)
+        events = Events(str(folder), at, number)
         try:
             call()
         finally:
@@ -109,16 +115,53 @@ def with_events(call: Callable[[], Any], folder: Path, at: int = 0, tell: Path |
     return counted
 
 
-class Events:
-    """Counts events of this process, which it ends at one of them; for good, so in a fork only."""
+def state_of(run: Path, program: str) -> dict:
+    """All that a resumed run must have as one that was left alone."""
+    runs = [run] if program not in ITERATED else sorted(run.glob("iteration-*/policy"))
+    import torch
 
-    def __init__(self, folder: str, at: int) -> None:
+    found: dict = {"names": sorted(path.name for path in run.iterdir() if not path.name.startswith(".best"))}
+    for number, one in enumerate(runs):
+        state = torch.load(last_checkpoint(one) / "resume.pt", weights_only=True)
+        found |= {
+            f"{number} {name}": state[name] for name in ("optimizers", "schedulers", "extra", "rng", "python_rng")
+        }
+        found |= {f"{number} weights": weights(last_checkpoint(one)), f"{number} metrics": metrics(one)}
+    if program in SAMPLING:
+        found["rollouts"] = (run / "rollouts.jsonl").read_bytes()
+    if program in ITERATED:
+        found["evaluations"] = [path.read_text() for path in sorted(run.glob("iteration-*/evaluation.json"))]
+    return found
+
+
+def differs(one: dict, other: dict) -> str:
+    """Names of what differs between two states; empty if nothing does."""
+    names = [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
+    return f"{', '.join(names)} differ" if names else ""
+
+
+def same(one: Any, other: Any) -> bool:
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class Events:
+    """Counts events of this process, which gets a signal from one of them on; for good, so in a fork only."""
+
+    def __init__(self, folder: str, at: At, number: int) -> None:
         import torch
         from transformers import modeling_utils
 
         from lightrlhf.training.run import Run
 
-        self.folder, self.at, self.seen, self.saving, self.waiting = folder, at, [], 0, False
+        self.folder, self.at, self.number, self.seen, self.saving, self.waiting = folder, at, number, [], 0, False
         sys.addaudithook(self._audit)
         self._around(os, "fsync")
         self._around(torch, "save", file=1)
@@ -129,7 +172,13 @@ class Events:
             from torch.distributed.tensor import DTensor
 
             self._around(DTensor, "full_tensor")  # of a sharded weight or state
-        save = Run.save
+        phase, save = Run.phase, Run.save
+
+        @contextmanager
+        def entered(run: Any, name: str) -> Iterator[None]:
+            with phase(run, name):
+                self.happens(f"in {name}")
+                yield
 
         def saving(*arguments: Any, **options: Any) -> None:
             self.happens("begins saving")
@@ -138,13 +187,14 @@ class Events:
             self.saving -= 1
             self.happens("has saved")
 
-        Run.save = saving
+        Run.phase, Run.save = entered, saving
 
     def happens(self, name: str) -> None:
-        """Note an event; the process ends at the one it is to end at."""
+        """Note an event; the process gets the signal from the one on that it is to get it at."""
         self.seen.append(f"{'save ' if self.saving else ''}{name}")
-        if len(self.seen) == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        name, times = self.at if isinstance(self.at, tuple) else ("", self.at)
+        if 0 < times <= (self.seen.count(name) if name else len(self.seen)):
+            os.kill(os.getpid(), self.number)
 
     def _audit(self, kind: str, arguments: tuple) -> None:
         if kind not in CHANGES or self.waiting:

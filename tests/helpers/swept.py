@@ -1,13 +1,14 @@
 """A training program for tests of sweeps: it writes the files of a run of two steps, and trains nothing.
 
-`python swept.py --output_dir DIR flags…` or `--resume_from DIR`. Folders whose names hold $SWEPT_FAILS fail; those with
-$SWEPT_WAITS wait after the first step until the file $SWEPT_GATE exists.
+`python swept.py --output_dir DIR flags…` or `--resume_from DIR`. Folders whose names hold $SWEPT_FAILS fail. After
+the first step those with $SWEPT_ENDS get SIGTERM, and those with $SWEPT_WAITS wait until the file $SWEPT_GATE exists.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ def train(words: list[str]) -> None:
             if is_named(folder, "SWEPT_FAILS"):
                 sys.exit("error: no luck today")
             (folder / f"checkpoint-00000{step}").mkdir()
+            if is_named(folder, "SWEPT_ENDS") and step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
             started = time.monotonic()
             while is_named(folder, "SWEPT_WAITS") and not Path(os.environ["SWEPT_GATE"]).exists():
                 time.sleep(0.05)
@@ -51,6 +54,7 @@ def is_named(folder: Path, variable: str) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         train(sys.argv[1:])
     except KeyboardInterrupt:

@@ -167,7 +167,7 @@ def test_a_run_that_a_signal_ended_says_which(tmp_path):
     assert sweep.why_failed(status, tmp_path / "b.log") == "exit status 3"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swept, tmp_path, monkeypatch):
     folder, gate, printed = tmp_path / "out", tmp_path / "gate", tmp_path / "printed"
     monkeypatch.setenv("SWEPT_WAITS", NAMES[1])
@@ -176,9 +176,8 @@ def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swe
         until(lambda: (folder / NAMES[1] / "checkpoint-000001").is_dir())
         process.send_signal(number)
         assert process.wait(PATIENCE) == status
-    interrupted = "interrupted" in (folder / f"{NAMES[1]}.log").read_text()
-    assert interrupted == (number != signal.SIGKILL)
-    if interrupted:
+    assert ("interrupted" in (folder / f"{NAMES[1]}.log").read_text()) == (number == signal.SIGINT)
+    if number != signal.SIGKILL:
         assert "the same command goes on with it" in printed.read_text()
         assert rows(folder)[NAMES[1]]["status"] == "interrupted"
         gate.touch()
@@ -193,6 +192,17 @@ def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swe
     assert [len(starts(folder, name)) for name in NAMES] == [1, 2, 1, 1]
     assert "--resume_from" in starts(folder, NAMES[1])[1]
     assert len((folder / NAMES[1] / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_that_a_signal_stopped_has_not_failed(swept, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SWEPT_ENDS", NAMES[1])
+    with pytest.raises(SystemExit) as stop:
+        swept()
+    assert stop.value.code == 143 and "error" not in capsys.readouterr().err
+    assert [row["status"] for row in rows(tmp_path / "out").values()] == ["finished", "interrupted", *["finished"] * 2]
+    monkeypatch.delenv("SWEPT_ENDS")
+    swept()
+    assert "--resume_from" in starts(tmp_path / "out", NAMES[1])[1]
 
 
 def start(folder: Path, output):

@@ -1,0 +1,97 @@
+"""SIGTERM and SIGUSR1, which batch systems send before they kill: the run is saved and ends with exit status 143.
+
+On one rank a signal interrupts whatever changes no weight. An update, an evaluation and a write are finished first: a
+handler that raised there would leave half of them. Several ranks must save the same step, so there a signal only is
+noted, and the ranks agree on it where all of them come by.
+
+Left out: SIGUSR1 on Windows, which has none; SIGINT, which stays Python's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightrlhf.cli.errors import TERMINATED
+
+NAMES = ("SIGTERM", "SIGUSR1")
+_all: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+
+
+class Terminated(SystemExit):
+    """Raised to end the program after a signal: no error, and no `except Exception` of a user's function catches it."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+class StopSignals:
+    """The handlers of both signals, until `close`; signals that the process ignores stay ignored.
+
+    Only a main thread can have handlers; elsewhere nothing is changed. line: what the handler prints where it raises
+    outside of all phases; interrupts: whether it may raise at all.
+    """
+
+    def __init__(self, line: str, interrupts: bool = True) -> None:
+        self.line, self.interrupts = line, interrupts
+        self.received = ""  # name of the first signal; later ones change nothing
+        self.is_between = True  # no loop has begun, so that the handler may raise between phases, too
+        self._in_phase: bool | None = None  # whether it may raise in the current phase
+        self.is_closed = False
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = [number for name in NAMES if (number := getattr(signal, name, None))]
+            handlers = {number: signal.getsignal(number) for number in numbers}
+            self._before = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+            _all.add(self)
+            for number in self._before:
+                signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        """Restore the handlers of before, unless others have replaced these."""
+        self.is_closed = True
+        with suppress(ValueError):  # not in the main thread; `_handle` does it then
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+
+    @contextmanager
+    def phase(self, may_stop: bool) -> Iterator[bool]:
+        """Context manager of a part of the work; yields whether it may stop here: never within one that may not."""
+        before, self._in_phase = self._in_phase, may_stop and self._in_phase is not False
+        try:
+            if self._in_phase and self.interrupts and self.received:  # came between phases
+                raise Terminated
+            yield self._in_phase
+        finally:
+            self._in_phase = before
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.is_closed:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+            return
+        if self.received:
+            return
+        self.received = signal.Signals(number).name
+        if self.interrupts and self._in_phase:
+            raise Terminated
+        if self.interrupts and self._in_phase is None and self.is_between:
+            line = f"\nstopped by {self.received}{self.line}\n"  # behind a progress bar
+            os.write(2, line.encode())  # a print may have been interrupted
+            raise Terminated
+
+
+def _restore_in_child() -> None:
+    """In a forked child, such as a process of a user's pool, which must end by a signal as it did before."""
+    for one in list(_all):
+        one.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_in_child)
