@@ -86,6 +86,7 @@ from lightrlhf.training.reference import (
     with_reference,
 )
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.scored import by_place, parts_to_score
 
 FITTING = {  # losses that a flag applies to
     "label_smoothing": SMOOTHED,
@@ -263,12 +264,14 @@ def train(
     num_steps, results, baseline = run.num_steps(pairs, args.mini_batch_size), {}, RunningMean()
     mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
-        places = run.to_score(len(pairs), len(validation))
-        reference = reference_logps(run, policy, pairs + validation, tokenizer, mismatches, places)
-    scored = with_reference(pairs + validation, reference["logps"])
+        parts = parts_to_score(run, len(pairs), len(validation), num_steps)
+        reference = reference_logps(run, policy, pairs + validation, tokenizer, parts, mismatches)
+    logps = by_place(reference, mismatches.end if mismatches else len(pairs) + len(validation))
+    scored = with_reference(pairs + validation, logps)
     pairs, validation = scored[: len(pairs)], scored[len(pairs) :]
-    if mismatches and validation:
-        validation = mismatches.add(validation, mismatches.num_steps, reference)
+    if mismatches and logps is not None:
+        mismatches.logps = logps
+        validation = mismatches.add(validation, -1)
     model = run.setup("policy", policy, args.learning_rate, num_steps)
     held_out = HeldOut(run, policy, validation, tokenizer)
     if run.resumed:
@@ -280,7 +283,7 @@ def train(
         started = time.perf_counter()
         batch = run.global_batch(pairs, step, args.mini_batch_size)
         if mismatches:
-            batch = mismatches.add(batch, step, reference)
+            batch = mismatches.add(batch, step)
         shard = run.shard(batch)
         with run.phase("update"):
             metrics = train_step(run, model, shard, tokenizer.pad_token_id, baseline.value)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +53,10 @@ from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.storage.checkpoint import save_tensors
-from lightrlhf.storage.locks import lock_folder
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import log_samples, rollout_row
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.scored import by_place, parts_to_score, score_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,16 +208,16 @@ def train(
     enable_packing(policy)
     pad_id = tokenizer.pad_token_id
     num_steps = run.num_steps(train_rows, args.mini_batch_size)
+    every = [*train_rows, *validation_rows]
     with run.phase("old log-probabilities"):
-        places = run.to_score(len(train_rows), len(validation_rows))
-        every = [*train_rows, *validation_rows]
-        old = old_logps(run, policy.to(run.device), every, pad_id, places, keep=rows is None and run.dry is None)
-    old = old.to(run.device)
+        parts = parts_to_score(run, len(train_rows), len(validation_rows), num_steps)
+        scored = old_logps(run, policy.to(run.device), every, pad_id, parts, keep=rows is None and run.dry is None)
+    old = cast(Tensor, by_place(scored, len(every))).float().to(run.device)
     pairs = Pairs(train_rows, rewards_of(run, train_rows), old[:, : len(train_rows)])
     validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
     results: Metrics = {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
-    run.saves(policy, tokenizer)
+    run.saves(policy, tokenizer, lambda: {"reference": scored})
     for step in run.steps(num_steps):
         started = time.perf_counter()
         batch = run.global_batch(range(len(train_rows)), step, args.mini_batch_size)
@@ -246,42 +245,18 @@ def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- old log-probabilities
 def old_logps(
-    run: Run[Any],
-    policy: Policy,
-    rows: Sequence[Row],
-    pad_id: int,
-    places: Sequence[int] | None = None,
-    keep: bool = True,
-) -> Tensor:
-    """S_old of both sides of N rows under the policy that this training starts from, on this machine: (2, N).
+    run: Run[Any], policy: Policy, rows: Sequence[Row], pad_id: int, parts: Sequence[Sequence[int]], keep: bool = True
+) -> dict[str, Any]:
+    """S_old of both sides of the rows of `parts` under the policy that this training starts from, by `score_parts`.
 
-    places: of the rows to score, 0 for the others; all when not given.
-
-    With `keep` they are stored next to the pairs, with a hash of all that they depend on: another machine rounds
-    differently, so values computed elsewhere are stale.
+    With `keep` finished parts are stored next to the pairs.
     """
-    if not keep:
-        return score(run, policy, rows, pad_id, places).cpu()
-    path, digest = Path(run.args.data_dir) / "old_logprobs.pt", fingerprint(run, policy, rows)
-    stored = torch.load(path, weights_only=True) if path.is_file() else {}
-    if stored.get("fingerprint") == digest and stored.get("sha256") == hash_tensor(stored["logps"]):
-        logps: Tensor = stored["logps"]
-        return logps
-    if stored:
-        run.print0(
-            f"{path} is of another policy, precision or device, or has changed: log-probabilities are computed again"
-        )
-    logps = score(run, policy, rows, pad_id).cpu()
-    if run.is_first:
-        with lock_folder(path.parent, wait=True):  # other runs may train on the same pairs
-            save_tensors(path, {"fingerprint": digest, "logps": logps, "sha256": hash_tensor(logps)})
-    run.fabric.barrier()
-    return logps
 
+    def score_part(part: Sequence[int]) -> Tensor:
+        return score(run, policy, [rows[i] for i in part], pad_id).reshape(-1)
 
-def hash_tensor(values: Tensor) -> str:
-    """SHA-256 of a tensor's values on the CPU."""
-    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+    folder = Path(run.args.data_dir) if keep else None
+    return score_parts(run, "old log-probabilities", fingerprint(run, policy, rows), parts, score_part, folder)
 
 
 def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:
@@ -295,12 +270,10 @@ def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:
     return str(digest.hexdigest())
 
 
-def score(
-    run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int, places: Sequence[int] | None = None
-) -> Tensor:
-    """S of both sides of N rows, or of those of some places, the work sharded over ranks: (2, N) on each."""
+def score(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
+    """S of both sides of N rows, the work sharded over ranks: (2, N) on each."""
     logps = torch.zeros(2, len(rows), device=run.device)
-    mine = run.shard(range(len(rows)) if places is None else places)
+    mine = run.shard(range(len(rows)))
     logps[:, mine] = score_shard(run, model, [rows[i] for i in mine], pad_id)
     return run.sum_over_ranks(logps)
 

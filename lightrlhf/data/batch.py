@@ -242,6 +242,7 @@ def _collate(
 
 
 # -------------------------------------------------------------------------------------------------------- batching
+@functools.lru_cache(maxsize=2)  # every step of an epoch asks for it
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     """Seeded permutation of a split for one epoch, the same on every rank; resuming needs only an index into it."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -1,15 +1,14 @@
 """Log-probabilities of responses under the policy, and under its reference before training begins.
 
-The reference is the policy as it was loaded, or `--ref_model`: it scores all rows once, so no second model is in memory
-during training. Rows are pairs, or for the losses of `UNPAIRED_LOSSES` labelled responses. A checkpoint keeps what the
-reference has given, with a hash of its weights and of the tokens.
+The reference is the policy as it was loaded, or `--ref_model`: it scores the rows that the steps will read, so no
+second model is in memory during training. Rows are pairs, or for the losses of `UNPAIRED_LOSSES` labelled responses. A
+checkpoint keeps what the reference has given, with a hash of its weights and of the tokens.
 
 Left out: references that move during training.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +28,8 @@ from lightrlhf.models.probes import check_positions, enable_packing
 from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.training.dry_run import NUM_STEPS
 from lightrlhf.training.run import Run
+from lightrlhf.training.scored import blocks, in_parts, score_parts
 
 SCORING_TOLERANCE = 1e-2  # nats per token
 
@@ -45,14 +44,11 @@ def make_batch(args: Any, rows: list[Row], pad_id: int) -> Batch:
     return (unpaired_batch if args.loss_type in UNPAIRED_LOSSES else preference_batch)(rows, pad_id)
 
 
-def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int, places: Sequence[int] | None = None) -> Tensor:
-    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first.
-
-    places: of the rows to score, 0 for the others; all when not given.
-    """
+def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first."""
     sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
     logps = torch.zeros(sides, len(rows), device=run.device)
-    here = run.shard(range(len(rows)) if places is None else places)
+    here = run.shard(range(len(rows)))
     logps[:, here] = score_shard(run, model, [rows[i] for i in here], pad_id).reshape(sides, -1)
     return run.sum_over_ranks(logps).reshape(-1)
 
@@ -81,52 +77,68 @@ def replayed_dropout(device: torch.device) -> Iterator[None]:
 
 
 class Mismatches:
-    """KTO's mismatched prompts and responses of each step, and of the validation rows after the last step.
+    """KTO's mismatched prompts and responses of the validation rows, and of each step.
 
     They follow from the order of the data, so the reference scores them before training, and a resumed run has the
-    same. No mismatched text is longer than the longest of the data.
+    same. Their places are behind those of the rows: first validation, then the steps, each as wide as a whole batch.
+    No mismatched text is longer than the longest of the data.
     """
 
     def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
         self.run, self.rows, self.validation = run, rows, validation
-        self.num_steps = min(NUM_STEPS, num_steps) if run.dry else num_steps
+        self.blocks = blocks(run, num_steps, of_dry_run=run.dry is not None)
         self.width = longest_text(rows + validation)
         args = run.args
-        self.key = (num_steps, len(rows), args.seed, args.mini_batch_size * run.world_size, *args.data_weights)
+        self.size = args.mini_batch_size * run.world_size
+        self.key = (len(rows), args.seed, self.size, *args.data_weights)
+        self.end = self._start(self.blocks[-1].stop)
+        self.logps = torch.empty(1, 0)  # (1, end), once they are scored
+        self._last: tuple[int, list[Row]] = -2, []  # a step and its mismatched rows
 
-    def score(self, reference: Policy, pad_id: int) -> list[list[float]]:
-        """Log-probabilities under the reference, by step."""
-        size = self.run.args.mini_batch_size
-        batches = (self.run.global_batch(self.rows, step, size) for step in range(self.num_steps))
-        parts = itertools.chain(batches, [self.validation] if self.validation else [])
-        return [score_rows(self.run, reference, self._of(part), pad_id).tolist() for part in parts]
+    def parts(self) -> list[list[int]]:
+        """All places to score, in parts."""
+        parts = in_parts(self.run, range(self._start(-1), self._start(0)))
+        for steps in self.blocks:
+            ends = [(self._start(step), self._start(step) + len(self._batch(step))) for step in steps]
+            parts.append([place for first, end in ends for place in range(first, end)])
+        return parts
 
-    def add(self, batch: list[Row], step: int, reference: dict[str, Any]) -> list[Row]:
-        """The rows of a step with their `mismatch`, a row with its log-probability under the reference."""
-        columns = zip(batch, self._of(batch), reference["mismatched"][step], strict=True)
+    def row(self, place: int) -> Row:
+        """The mismatched row at a place."""
+        step, number = divmod(place - self._start(0), self.size)
+        if place < self._start(0):
+            step, number = -1, place - self._start(-1)
+        if self._last[0] != step:  # places come in order
+            self._last = step, self._mismatched(self.validation if step < 0 else self._batch(step))
+        return self._last[1][number]
+
+    def add(self, batch: list[Row], step: int) -> list[Row]:
+        """Rows of a step, or of validation (-1), with their `mismatch` and its log-probability under the reference."""
+        values = self.logps[0, self._start(step) : self._start(step) + len(batch)].tolist()
+        columns = zip(batch, self._mismatched(batch), values, strict=True)
         return [{**row, "mismatch": {**other, "ref_logps": logp}} for row, other, logp in columns]
 
-    def _of(self, batch: list[Row]) -> list[Row]:
+    def _start(self, step: int) -> int:
+        first = len(self.rows) + len(self.validation)
+        return first if step < 0 else first + len(self.validation) + step * self.size
+
+    def _batch(self, step: int) -> list[Row]:
+        return self.run.global_batch(self.rows, step, self.run.args.mini_batch_size)
+
+    def _mismatched(self, batch: list[Row]) -> list[Row]:
         return mismatched_rows(batch, self.rows, self.width)
 
 
 def reference_logps(
-    run: Run,
-    policy: Policy,
-    rows: list[Row],
-    tokenizer: Any,
-    mismatches: Mismatches | None = None,
-    places: Sequence[int] | None = None,
+    run: Run, policy: Policy, rows: list[Row], tokenizer: Any, parts: list[list[int]], mismatches: Mismatches | None
 ) -> dict[str, Any]:
-    """Log-probabilities of all responses under the reference, with a hash; of pairs all chosen ones, then the rejected.
+    """Log-probabilities under the reference of the rows at the places of `parts`, as `score_parts` returns them.
 
-    places: see `score_rows`.
-
-    A resumed run reuses those of its checkpoint if the hash of the reference's weights and of the data is the same.
-    Call it before `run.setup`, which loads the trained weights of a resumed run. None for a loss without a reference.
+    Mismatched rows are behind the others. Call it before `run.setup`, which loads the trained weights of a resumed run.
+    Of a loss without a reference there are none.
     """
     if run.args.loss_type in REFERENCE_FREE:
-        return {"fingerprint": None, "logps": None}
+        return {"fingerprint": None, "places": [], "logps": []}
     reference = policy
     if run.args.ref_model is not None:
         load_tokenizer(
@@ -140,15 +152,16 @@ def reference_logps(
         check_positions(rows, reference, run.args.data_name)
         enable_packing(reference)
     digest = fingerprint(reference, rows, mismatches.key if mismatches else ())
-    stored = run.resumed["extra"]["reference"] if run.resumed else None
-    if stored and stored["fingerprint"] == digest:
-        return stored
-    if stored:
-        run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
-    reference = reference.to(run.device)
-    logps = score_rows(run, reference, rows, tokenizer.pad_token_id, places)
-    found = {"fingerprint": digest, "logps": logps.tolist()}
-    return found | ({"mismatched": mismatches.score(reference, tokenizer.pad_token_id)} if mismatches else {})
+
+    def score(part: Sequence[int]) -> Tensor:
+        chosen = [rows[i] if mismatches is None or i < len(rows) else mismatches.row(i) for i in part]
+        return score_rows(run, reference.to(run.device), chosen, tokenizer.pad_token_id)
+
+    if run.resumed and (stored := run.resumed["extra"].get("reference")):
+        stored.setdefault("places", [*range(len(rows))])  # older releases scored all rows
+    folder = Path(run.data_dirs[0])  # of given rows there is none
+    parts = parts + (mismatches.parts() if mismatches else [])
+    return score_parts(run, "reference", digest, parts, score, folder if folder.is_dir() and not run.dry else None)
 
 
 def fingerprint(reference: Policy, rows: list[Row], key: tuple[float, ...] = ()) -> str:
@@ -162,10 +175,10 @@ def fingerprint(reference: Policy, rows: list[Row], key: tuple[float, ...] = ())
     return digest.hexdigest()
 
 
-def with_reference(rows: list[Row], logps: list[float] | None) -> list[Row]:
-    """The rows with the log-probabilities of their responses under the reference, 0 without one."""
+def with_reference(rows: list[Row], logps: Tensor | None) -> list[Row]:
+    """The rows with the log-probabilities of their responses under the reference, the first (S, N); 0 without one."""
     names = [f"ref_{name.replace('input_ids', 'logps')}" for name in token_keys(rows[0])]
-    values = torch.tensor(logps or [0.0] * (len(names) * len(rows)), dtype=torch.float64).reshape(len(names), -1)
+    values = torch.zeros(len(names), len(rows)) if logps is None else logps[:, : len(rows)]
     return [{**row, **dict(zip(names, column))} for row, column in zip(rows, values.T.tolist(), strict=True)]
 
 

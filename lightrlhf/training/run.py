@@ -68,7 +68,7 @@ from lightrlhf.storage.writing import writing
 from lightrlhf.training.beginning import OLDER, Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
-from lightrlhf.training.dry_run import NUM_STEPS, DryRun, checkpoint_bytes, planned_results
+from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
 from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
@@ -660,21 +660,6 @@ class Run(Generic[AnyArgs]):
         """The first `--eval_iters` batches of all ranks, or all rows."""
         limit = self.eval_iters
         return list(rows[: limit * batch_size * self.world_size if limit else None])
-
-    def to_score(self, num_rows: int, num_validation: int) -> Sequence[int]:
-        """Places of the rows to score before training, those of the validation split behind the others.
-
-        All of them; in a dry run those that its steps, the check before them and the evaluation read.
-        """
-        if self.dry is None:
-            return range(num_rows + num_validation)
-        size = self.args.micro_batch_size
-        batches = [self.global_batch(range(num_rows), step, self.args.mini_batch_size) for step in range(NUM_STEPS)]
-        checked = range(min(num_rows, max(size, self.world_size)))
-        evaluated = [num_rows + place for place in self.eval_rows(range(num_validation), size)]
-        places = sorted({*itertools.chain(*batches), *checked, *evaluated})
-        self.dry.scored = len(places), num_rows + num_validation
-        return places
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log_step(self, metrics: Metrics, num_steps: int) -> None:

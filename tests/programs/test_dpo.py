@@ -729,7 +729,7 @@ def test_rounding_in_a_response_of_two_tokens_is_no_other_reference(gap, monkeyp
 
 
 def make_wrong(rows, logps):
-    return [row | {"ref_chosen_logps": one + 5, "ref_rejected_logps": one} for row, one in zip(rows, logps)]
+    return [row | {"ref_chosen_logps": 5.0, "ref_rejected_logps": 0.0} for row in rows]
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
@@ -796,7 +796,8 @@ def test_a_reference_that_is_no_longer_the_same_is_refused_and_of_an_older_run_c
 
     before = stored()
     main(["--resume_from", run, "--max_steps", "3"])
-    assert stored() == before and "log-probabilities again" not in capsys.readouterr().out
+    assert stored()["fingerprint"] == before["fingerprint"] and "log-probabilities again" not in capsys.readouterr().out
+    assert stored()["places"][: len(before["places"])] == before["places"]
     save_model("llama", folder, tokenizer, initializer_range=0.5)
     with pytest.raises(SystemExit):
         main(["--resume_from", run, "--max_steps", "4"])

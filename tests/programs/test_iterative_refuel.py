@@ -311,26 +311,6 @@ def test_a_half_written_line_is_written_again(finished, tmp_path):
     assert_same_run(run, finished)
 
 
-def test_old_log_probabilities_of_another_machine_are_stale(finished, tmp_path, capsys):
-    """Kept ones are taken only where the hash of weights, precision and device is the same."""
-    path = finished / "iteration-01" / "pairs" / "old_logprobs.pt"
-    stored = torch.load(path, weights_only=True)
-    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    shutil.rmtree(run / "iteration-01" / "policy")
-    shutil.rmtree(run / "iteration-02")
-    for link in run.glob("checkpoint-*"):
-        link.unlink()
-    mine = run / "iteration-01" / "pairs" / "old_logprobs.pt"
-    args = json.loads((run / "args.json").read_text()) | {"output_dir": str(run)}
-    (run / "args.json").write_text(json.dumps(args))
-    reseal(run)
-    torch.save({"fingerprint": "of another machine", "logps": stored["logps"] + 1}, mine)
-    main(["--resume_from", str(run), "--stage", "train"])
-    assert str(mine) in capsys.readouterr().out
-    again = torch.load(mine, weights_only=True)
-    assert again["fingerprint"] == stored["fingerprint"] and torch.equal(again["logps"], stored["logps"])
-
-
 @pytest.mark.parametrize("prefix", ["dataset", "policy"])
 def test_the_baselines_are_two_flags(flags, talk_data, tmp_path, prefix):
     """Last turn only: both sides end with the turn that learns; from the data's dialogue, its tokens come before."""

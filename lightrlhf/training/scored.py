@@ -1,0 +1,170 @@
+"""Log-probabilities of rows that a model gives before training: of those that the planned steps read, each once.
+
+Rows are scored in parts, those of some consecutive steps together: always the same ones, since how rows are batched
+changes last bits, and a run of ten steps must give what one of five gives that is resumed for five more. Where there
+are many rows, a file next to the data keeps the finished parts, so a run that is killed before its first checkpoint
+does not score them again; checkpoints keep them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.checkpoint import save_tensors
+from lightrlhf.storage.locks import lock_folder
+from lightrlhf.training.dry_run import NUM_STEPS
+from lightrlhf.training.run import Run
+
+PART_ROWS = 64  # of each rank, so many that rows of a length can be packed together
+KEPT_ROWS = 256  # of each rank, beyond which finished parts are kept in a file
+WRITE_SECONDS = 10.0  # between two writes of it
+Parts = dict[str, Tensor]
+
+
+def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[range]:
+    """Steps whose rows are scored together; the last ones may go on beyond the planned steps."""
+    if of_dry_run:
+        return [range(min(NUM_STEPS, num_steps))]
+    size = math.ceil(PART_ROWS / run.args.mini_batch_size)
+    return [range(first, first + size) for first in range(0, num_steps, size)]
+
+
+def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
+    """Places of the rows that steps, the check before them and evaluations read, validation behind the others.
+
+    In a dry run those of its own steps.
+    """
+    if not run.dry:
+        return _parts(run, num_rows, num_validation, num_steps, False)
+    parts = _parts(run, num_rows, num_validation, num_steps, True)
+    planned = _parts(run, num_rows, num_validation, num_steps, False)
+    run.dry.scored = len({*itertools.chain(*parts)}), len({*itertools.chain(*planned)})
+    return parts
+
+
+def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of_dry_run: bool) -> list[list[int]]:
+    args = run.args
+    size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.world_size))
+    if not getattr(args, "data_weights", []):
+        num_steps = min(num_steps, per_epoch)  # which read every row
+    parts = [list(range(min(num_rows, max(args.micro_batch_size, run.world_size))))]
+    for steps in blocks(run, num_steps, of_dry_run):
+        parts.append([row for step in steps for row in run.global_batch(range(num_rows), step, size)])
+    if getattr(args, "eval_interval", 0):
+        parts += in_parts(run, [num_rows + row for row in run.eval_rows(range(num_validation), args.micro_batch_size)])
+    return parts
+
+
+def in_parts(run: Run[Any], places: Sequence[int]) -> list[list[int]]:
+    """Places that every run scores, in parts."""
+    size = PART_ROWS * run.world_size
+    return [list(places[start : start + size]) for start in range(0, len(places), size)]
+
+
+def score_parts(
+    run: Run[Any],
+    phase: str,
+    digest: str,
+    parts: Iterable[Iterable[int]],
+    score: Callable[[Sequence[int]], Tensor],
+    folder: Path | None,
+) -> dict[str, Any]:
+    """Log-probabilities of the rows at some places, as plain values of a checkpoint: fingerprint, places, logps.
+
+    Those that `run.resumed["extra"]["reference"]` has are taken from there if its fingerprint is `digest`; logps: the
+    S columns one after the other. phase: named in errors; score: log-probabilities of some places, (S * n,) on all
+    ranks; folder: for the file with the finished parts; None keeps none.
+    """
+    stored = run.resumed["extra"].get("reference") if run.resumed else None
+    known = stored if stored and stored["fingerprint"] == digest else None
+    if stored and not known:
+        run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
+    places: list[int] = list(known["places"]) if known else []
+    found = [torch.tensor(known["logps"]).reshape(-1, len(places))] if known and places else []
+    seen, left = set(places), []
+    for part in parts:
+        left.append(sorted({*part} - seen))
+        seen.update(left[-1])
+    is_kept = folder is not None and sum(map(len, left)) > KEPT_ROWS * run.world_size
+    file = Finished(run, folder / f"logprobs-{_file_digest(run, digest)}.pt" if folder and is_kept else None)
+    try:
+        for part in filter(None, left):
+            key = hashlib.sha256(repr(part).encode()).hexdigest()
+            if key not in file.parts:
+                with run.phase(phase):
+                    logps = score(part).cpu().reshape(-1, len(part))
+                file.add(key, logps)
+            found.append(file.parts[key])
+            places += part
+    finally:  # after a signal, too
+        file.write()
+    return {"fingerprint": digest, "places": places, "logps": torch.cat(found, 1).reshape(-1).tolist() if found else []}
+
+
+class Finished:
+    """The parts that are scored, by a hash of their places, and the file that the first rank keeps them in, if any."""
+
+    def __init__(self, run: Run[Any], path: Path | None) -> None:
+        self.run, self.path = run, path
+        self.parts: Parts = run.broadcast(self._read() if path and run.is_first else {})
+        self._written, self._at = len(self.parts), time.monotonic()
+
+    def add(self, key: str, logps: Tensor) -> None:
+        """Add the (S, n) log-probabilities of a part, and write them if the last time is a while ago."""
+        self.parts[key] = logps
+        if time.monotonic() - self._at >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was added; where that is not possible, a line says so, once."""
+        if self.path is None or not self.run.is_first or len(self.parts) == self._written:
+            return
+        try:
+            with lock_folder(self.path.parent, wait=True):  # others may train on the same data
+                parts = self._read() | self.parts
+                save_tensors(self.path, {key: (logps, hash_tensor(logps)) for key, logps in parts.items()})
+        except UsageError as problem:
+            self.run.print0(f"note: {problem}; a run that is killed before its first checkpoint starts scoring again")
+            self.path = None
+        self._written, self._at = len(self.parts), time.monotonic()
+
+    def _read(self) -> Parts:
+        """The parts in the file, without those that have changed since then."""
+        try:
+            stored = torch.load(cast(Path, self.path), weights_only=True)
+            return {key: logps for key, (logps, sha256) in stored.items() if hash_tensor(logps) == sha256}
+        except Exception:  # there is none, or unpickling raises whatever the bytes mean
+            return {}
+
+
+def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
+    """(S, size) log-probabilities; NaN, which stops a run, at places that were not scored; None if none was."""
+    if not scored["places"]:
+        return None
+    columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))
+    logps = columns.new_full((len(columns), size), torch.nan)
+    logps[:, torch.tensor(scored["places"])] = columns
+    return logps
+
+
+def hash_tensor(values: Tensor) -> str:
+    """SHA-256 of a tensor's values on the CPU."""
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _file_digest(run: Run[Any], digest: str) -> str:
+    """A digest of the rows and the model, and of all by which another run would get other last bits."""
+    args, device = run.args, run.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    settings = (digest, args.precision, name, torch.__version__, args.micro_batch_size, run.world_size)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
