@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import random
 import re
 import time
 
@@ -29,6 +30,13 @@ def letters_said(prompts, completions, **columns):
 def vowels(prompts, completions, **columns):
     """Rarely gives the same reward twice."""
     return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
+
+
+def noisy(prompts, completions, **columns):
+    """Draws from both generators that a checkpoint keeps."""
+    import torch  # not for the processes that import this file to call a function
+
+    return [sum(letter in "aeiou" for letter in text) + float(torch.rand(())) + random.random() for text in completions]
 
 
 def whole_vowels(prompts, completions, **columns):

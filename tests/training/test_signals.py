@@ -91,6 +91,8 @@ def whole(runs, tmp_path_factory):
         more = [] if program in ITERATED else [*RARELY, "--eval_interval", 2]
         if program in ("ppo", "grpo"):
             more += ["--audit_function", "helpers.rewards:length"]
+        if program == "grpo":
+            more += ["--reward_function", "helpers.rewards:noisy"]
         if program not in made:
             made[program] = Whole(runs, program, tmp_path_factory.mktemp(program), *more)
         return made[program]
@@ -105,9 +107,12 @@ def test_an_update_is_finished_and_saved(whole):
     assert one.difference(run) == ""
 
 
-@pytest.mark.parametrize("phase, number", [("in rollout", signal.SIGTERM), ("in score", signal.SIGUSR1)])
-def test_what_changes_no_weight_is_interrupted_and_the_step_before_is_saved(phase, number, whole):
-    one = whole("ppo")
+@pytest.mark.parametrize(
+    "program, phase, number",
+    [("ppo", "in rollout", signal.SIGTERM), ("grpo", "in resample", signal.SIGUSR1)],  # whose score draws numbers
+)
+def test_what_changes_no_weight_is_interrupted_and_the_step_before_is_saved(program, phase, number, whole):
+    one = whole(program)
     run = one.stopped((phase, 3), number)
     assert saved(run) == ["checkpoint-000002"]
     assert one.difference(run) == ""
