@@ -99,7 +99,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     seed: int = 42
     """Seed of random choices and of the validation split."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -140,7 +140,9 @@ def machine() -> Iterator[tuple[str, str]]:
     half = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in flags]
     slow = "slow: no instructions for it" if flags else "not known: this system does not list its instructions"
     yield "bfloat16 on the processor", f"fast ({', '.join(half)})" if half else slow
-    if not torch.cuda.is_available():
+    if torch.backends.mps.is_available():
+        yield "GPU", "Apple's (mps), for one rank; it shares the processor's memory and has no float64"
+    elif not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         yield "GPU", "none that torch can use" + ("" if built else "; this torch was built for the CPU alone")
     for number in range(torch.cuda.device_count()):

@@ -107,7 +107,7 @@ class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunAr
     seed: int = 42
     """Seed of the sampling noise, the same for every model, and of bootstraps."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -71,7 +71,7 @@ class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs, DryRunArgs):
     seed: int = 42
     """Seed of the sampling noise, the same for every model."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -83,7 +83,7 @@ class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     seed: int = 42
     """Seed of the sampled episodes."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -58,7 +58,7 @@ from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
 from lightrlhf.storage.results import show_trial
-from lightrlhf.training.distributed import leave_at_exit, processes
+from lightrlhf.training.distributed import leave_at_exit, processes, training_device
 
 # flags that leave rows as they are
 NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify", "dry_run"}
@@ -117,7 +117,7 @@ class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs, DryRunArgs)
     seed: int = 42
     """Seed of the sampling noise."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
     devices: int = 1
     """Processes on this machine, one device each, that share the prompts."""
 
@@ -216,14 +216,15 @@ def run(args: GenerateArgs) -> list[str]:
 
 def start_ranks(args: GenerateArgs) -> tuple[Shard, torch.device, Callable[[], None]]:
     """This rank's shard, its device and a barrier; ranks are started by `--devices`, torchrun or SLURM."""
-    devices, num_nodes = processes(DeviceArgs(accelerator=args.accelerator, devices=args.devices))
+    given = DeviceArgs(accelerator=args.accelerator, devices=args.devices)
+    device, (devices, num_nodes) = training_device(given), processes(given)
     if devices * num_nodes == 1:
-        return Shard(0, 1), find_device(args.accelerator), lambda: None
+        return Shard(0, 1), device, lambda: None
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
     strategy = DDPStrategy(timeout=LONGEST_WAIT)
-    fabric = Fabric(accelerator=args.accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)
+    fabric = Fabric(accelerator=device.type, devices=devices, num_nodes=num_nodes, strategy=strategy)
     fabric.launch()
     leave_at_exit()
     return Shard(fabric.global_rank, fabric.world_size), fabric.device, fabric.barrier

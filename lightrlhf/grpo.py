@@ -72,6 +72,7 @@ from lightrlhf.generation.rollout import (
     store_sampling,
 )
 from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.groups import (
     ADVANTAGES,
     Estimator,
@@ -395,8 +396,8 @@ def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
 def uninformative(run: Run[GRPOArgs], rollout: Rollout, scores: Tensor, num_groups: int) -> list[int]:
     """Numbers of the groups without two different scores, before penalties of length; the same on all ranks."""
     moments = group_moments(scores, rollout.group, num_groups, run.sum_over_ranks)
-    differ = torch.zeros(num_groups, dtype=torch.float64, device=run.device)
-    differ.index_add_(0, rollout.group, moments.informative.double())
+    differ = torch.zeros(num_groups, dtype=torch.int64, device=run.device)
+    differ.index_add_(0, rollout.group, moments.informative.to(differ))
     return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
 
 
@@ -475,8 +476,9 @@ def estimate_advantages(
             advantages = advantages - kl_coeff * advantages_of(kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
-        whitened = whiten(advantages.double(), scored.action_mask, sum_over_ranks=sum_over_ranks)
-        advantages = whitened.to(advantages.dtype)
+        exact = to_float64(advantages)
+        whitened = whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=sum_over_ranks)
+        advantages = whitened.to(advantages)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
     return learned.extend(GRPOBatch, advantages=advantages, weights=torch.zeros_like(advantages))

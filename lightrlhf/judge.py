@@ -125,7 +125,7 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
     rollout_mini_batch_size: int = 32
     """Rows per pass of the reward model."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto, for the reward model."""
+    """cpu, cuda, mps, or auto (a GPU if there is one), for the reward model."""
     seed: int = 42
     """Seed of the order in which a person sees two responses, of the sample and of the bootstrap."""
     sample: int | None = None

@@ -41,6 +41,7 @@ from lightrlhf.generation.dialogues import (
 from lightrlhf.generation.samplers import ServedSampler
 from lightrlhf.generation.served import kept_without_servers
 from lightrlhf.generation.users import recorded_user
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import whiten
 from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
@@ -250,9 +251,9 @@ def make_pairs(
     rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
     if args.whiten_rewards:
         rewards = whiten(rewards, valid, sum_over_ranks=run.sum_over_ranks)
-    sums = torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]).double()
+    sums = to_float64(torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]))
     tokens = sum(int(row[f"{side}_action_mask"].sum()) for row in pair_rows for side in refuel.SIDES)
-    counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=device)
+    counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=sums.device)
     num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.sum_over_ranks(
         torch.cat([sums, counts])
     ).tolist()

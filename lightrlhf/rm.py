@@ -47,6 +47,7 @@ from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import pair_rows
+from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
 from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
@@ -252,7 +253,7 @@ def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
     rows = run.eval_rows(rows, args.micro_batch_size)
-    sums = torch.zeros(7, device=run.device, dtype=torch.float64)
+    sums = torch.zeros(7, dtype=torch.float64, device=float64_device(run.device))
     with inference(model):
         for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
             batch = preference_batch(micro, pad_id).to(run.device)
@@ -260,7 +261,7 @@ def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
             parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
-            sums += torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]).double()
+            sums += to_float64(torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]))
     *totals, count = run.sum_over_ranks(sums).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)

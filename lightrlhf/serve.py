@@ -63,7 +63,7 @@ class ServeArgs:
     rollout_mini_batch_size: int = 64
     """Slots of our own engine: rows decoded at a time."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto, of our own engine."""
+    """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
     """Let vLLM or SGLang load adapters while they run, as a trainer with adapters needs; our own engine always does."""
     max_lora_rank: int = field(default=64, metadata=RARE)

@@ -217,7 +217,7 @@ class DeviceArgs:
     """Devices (Lightning Fabric)."""
 
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
     devices: int = 1
     """Processes on this machine, one device each."""
     num_nodes: int = field(default=1, metadata=RARE)

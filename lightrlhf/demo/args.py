@@ -53,7 +53,7 @@ class DemoArgs(GenerationArgs, SealArgs):
     trust_remote_code: bool = False
     """Let a model run the code of its own repository."""
     accelerator: str = "auto"
-    """cpu, cuda, mps or auto."""
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
     seed: int = 42
     """Seed of sampling, of the order of pairs and of the order of the two answers."""
 

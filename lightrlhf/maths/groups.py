@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks
 
 EPS = 1e-6  # added to what divides
 
 
 class Moments(NamedTuple):
-    """Statistics of the scored rows, float64: `batch_std` of all of them, a scalar, the others of each row's group."""
+    """Statistics of the scored rows, by `to_float64`: `batch_std` of all of them, the others of each row's group."""
 
     size: Tensor  # (B,) scored rows
     mean: Tensor  # (B,)
@@ -41,18 +42,19 @@ def group_moments(
     In float64 the mean of equal float32 scores is exact, so that their deviation is exactly 0.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
-    scored = ~scores.isnan()
-    values = torch.where(scored, scores, torch.zeros_like(scores)).double()  # (B,)
+    given = to_float64(scores)  # (B,)
+    group = group.to(given.device)
+    scored = ~given.isnan()
+    values = torch.where(scored, given, torch.zeros_like(given))  # (B,)
 
     def sums(*columns: Tensor) -> Tensor:
         """Sum of each column (B,) over each group: (G, C)."""
-        zeros = torch.zeros(num_groups, len(columns), dtype=torch.float64, device=scores.device)
-        return reduce(zeros.index_add(0, group, torch.stack(columns, 1)))
+        return reduce(given.new_zeros(num_groups, len(columns)).index_add(0, group, torch.stack(columns, 1)))
 
     def std(squares: Tensor, count: Tensor) -> Tensor:
         return (squares / (count - 1).clamp(min=1)).sqrt()
 
-    count, total = sums(scored.double(), values).unbind(1)  # (G,) each
+    count, total = sums(scored.to(values.dtype), values).unbind(1)  # (G,) each
     mean = total / count.clamp(min=1)
     batch_mean = total.sum() / count.sum().clamp(min=1)
     centred = [torch.where(scored, values - middle, 0.0).pow(2) for middle in (mean[group], batch_mean)]  # (B,) each
@@ -66,7 +68,7 @@ Estimator = Callable[[Tensor, Moments], Tensor]
 
 def raw(scores: Tensor, moments: Moments) -> Tensor:
     """The scores: no baseline (REINFORCE; REINFORCE++, Hu 2025, 2501.03262, whitens what comes of them)."""
-    return scores.double()
+    return scores
 
 
 def centred(scores: Tensor, moments: Moments) -> Tensor:
@@ -106,6 +108,7 @@ ADVANTAGES: dict[str, Estimator] = {
 
 def group_advantages(scores: Tensor, moments: Moments, estimator: Estimator) -> Tensor:
     """Advantages (B,) of scores (B,), in their type; 0 without a score, and without a baseline in a group of one."""
-    advantages = estimator(scores, moments)
-    known = ~scores.isnan() & ((moments.size > 1) | (estimator is raw))
-    return torch.where(known, advantages, torch.zeros_like(advantages)).to(scores.dtype)
+    exact = to_float64(scores)
+    advantages = estimator(exact, moments)
+    known = ~exact.isnan() & ((moments.size > 1) | (estimator is raw))
+    return torch.where(known, advantages, torch.zeros_like(advantages)).to(scores)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.student import Z, quantile
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -126,8 +127,8 @@ def explained_variance(
 
     A scalar in float64; 0 where there is no action.
     """
-    counted = torch.stack([(returns - values)[mask], returns[mask]]).double()  # (2, N)
-    sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), mask.sum()[None].double()])
+    counted = to_float64(torch.stack([(returns - values)[mask], returns[mask]]))  # (2, N)
+    sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), to_float64(mask.sum()[None])])
     *moments, count = sum_over_ranks(sums) if sum_over_ranks else sums
     if count == 0:
         return count

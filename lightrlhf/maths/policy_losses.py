@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks, clipped_surrogate, kl_k2
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -132,11 +133,11 @@ def token_weights(
     Counts are over the rows of all ranks. group: (B,) int64 below num_groups; length: the constant of `constant`.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
-    row_tokens = action_mask.sum(1).double()  # (B,)
+    row_tokens = to_float64(action_mask.sum(1))  # (B,)
+    group = group.to(row_tokens.device)
     rows = torch.stack([row_tokens, (row_tokens > 0).double()], 1)  # (B, 2)
-    zeros = torch.zeros(num_groups, 2, dtype=torch.float64, device=action_mask.device)
-    by_group = reduce(zeros.index_add(0, group, rows))  # (G, 2)
+    by_group = reduce(rows.new_zeros(num_groups, 2).index_add(0, group, rows))  # (G, 2)
     tokens, sequences = by_group.sum(0)
     counts = Counts(tokens, sequences, (by_group[:, 0] > 0).sum(), row_tokens[:, None], by_group[group, :1], length)
-    weights = AGGREGATIONS[aggregation](counts).expand(action_mask.shape)  # infinite where there is nothing to weigh
-    return torch.where(action_mask, weights, 0.0).float()
+    weights = AGGREGATIONS[aggregation](counts).float()  # infinite where there is nothing to weigh
+    return torch.where(action_mask, weights.to(action_mask.device).expand(action_mask.shape), 0.0)

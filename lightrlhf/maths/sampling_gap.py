@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import kl_k3
 
 
@@ -73,12 +74,12 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, kind: str, bound: float)
     exactly 1 where pi = mu, and never NaN, since a ratio that overflows is out of bounds.
     """
     level, cut = CORRECTIONS[kind]
-    return torch.where(mask, cut(level(of_actions(log_ratio, mask)), bound), 0.0).to(log_ratio.dtype)
+    return torch.where(mask, cut(level(of_actions(log_ratio, mask)), bound).to(log_ratio), 0.0)
 
 
 def of_actions(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """log r_t at actions, 0 elsewhere, (B, T-1), float64: so that padding does not change a sum over thousands."""
-    return torch.where(mask, log_ratio.detach().double(), 0.0)
+    return to_float64(torch.where(mask, log_ratio.detach(), 0.0))
 
 
 # -------------------------------------------------------------------------------------------------------------- size
@@ -102,6 +103,7 @@ def gap_size(log_ratio: Tensor, mask: Tensor, kind: str | None = None, bound: fl
     infinite where pi = 0. An action is cut where its weight is truncated, masked, or 0.
     """
     log_ratio = of_actions(log_ratio, mask)
+    mask = mask.to(log_ratio.device)
     cut = torch.zeros_like(mask)
     if kind is not None:
         level, weigh = CORRECTIONS[kind]
@@ -110,6 +112,6 @@ def gap_size(log_ratio: Tensor, mask: Tensor, kind: str | None = None, bound: fl
     k3 = kl_k3(torch.zeros_like(log_ratio), log_ratio)  # of mu, as the policy, against pi; 0 off actions
     ratio_max = torch.where(mask, log_ratio.exp(), 0.0).flatten()
     return GapSize(
-        torch.stack([k3.sum(), cut.sum().double(), mask.sum().double()]),
+        torch.stack([k3.sum(), cut.sum().to(k3.dtype), mask.sum().to(k3.dtype)]),
         torch.cat([ratio_max, ratio_max.new_zeros(1)]).max(),  # of an empty batch, too
     )

@@ -10,6 +10,7 @@ Left out: training weights in half precision (`--precision` casts in the forward
 from __future__ import annotations
 
 import os
+import platform
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -417,11 +418,16 @@ def train_last_layers(model: PreTrainedModel, count: int) -> None:
 
 
 def find_device(accelerator: str) -> torch.device:
-    """The device of `--accelerator` (cpu, cuda, mps or auto). Raises: ValueError when this machine has none."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if accelerator == "auto":
-        accelerator = "cuda" if available["cuda"] else "cpu"
-    if not available.get(accelerator):
-        names = ", ".join(name for name, usable in available.items() if usable)
+    """The device of `--accelerator`: cpu, cuda, mps, gpu (cuda or mps), or auto (a GPU if there is one).
+
+    Raises: ValueError when this machine has none.
+    """
+    has_mps = torch.backends.mps.is_available() and platform.processor() in ("arm", "arm64")  # as Fabric requires it
+    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    first, *_ = found = [name for name, usable in available.items() if usable]
+    if accelerator == "auto" or (accelerator == "gpu" and first != "cpu"):
+        return torch.device(first)
+    if accelerator not in found:
+        names = ", ".join(found)
         raise ValueError(f"--accelerator {accelerator} is not available on this machine; use one of {names}")
     return torch.device(accelerator)

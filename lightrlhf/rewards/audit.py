@@ -26,6 +26,7 @@ from torch import Tensor
 from lightrlhf.cli.args import AuditArgs
 from lightrlhf.cli.functions import load_function
 from lightrlhf.data.batch import Rollout
+from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks
 from lightrlhf.rewards.scorers import FunctionScorer, Once, alone, score_rollout
 
@@ -161,10 +162,10 @@ class RewardAudit:
 
 def moments(columns: Sequence[Tensor], sum_over_ranks: SumOverRanks) -> list[Moments]:
     """Mean, unbiased variance and number of the finite values of each column (B,) on all ranks; NaN, 0, 0 of none."""
-    values = torch.stack([column.double() for column in columns], 1)  # (B, C)
+    values = torch.stack([to_float64(column) for column in columns], 1)  # (B, C)
     valid = values.isfinite()
     kept = torch.where(valid, values, torch.zeros_like(values))
-    sums = sum_over_ranks(torch.stack([valid.double().sum(0), kept.sum(0), kept.square().sum(0)]))  # (3, C)
+    sums = sum_over_ranks(torch.stack([valid.sum(0).to(kept.dtype), kept.sum(0), kept.square().sum(0)]))  # (3, C)
     found = []
     for count, total, squares in sums.T.tolist():
         mean = total / count if count else math.nan

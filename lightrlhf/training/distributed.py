@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import math
 import os
 import sys
 from datetime import timedelta
@@ -25,10 +26,11 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.products import use_onednn
 from lightrlhf.models.sharding import shard_layers
 from lightrlhf.storage.checkpoint import sha256
-from lightrlhf.training.loss_scale import check_scalable, scaled_precision
+from lightrlhf.training.loss_scale import scaled_precision
 from lightrlhf.training.restarts import check_restarts
 from lightrlhf.training.watchdog import COLLECTIVE_GRACE
 
@@ -38,12 +40,13 @@ OWN_TO_RANK = {"data_dir", "log_dir", "output_dir", "resume_from", "config"}  # 
 def make_fabric(args: TrainArgs) -> Any:
     """Fabric for these arguments, not launched yet. Raises: UsageError naming the flags when they do not fit."""
     from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # six lines at each start
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
-    check_scalable(args)
+    device = training_device(args)
     check_restarts()
     keep_freed_memory()
     use_onednn()
@@ -51,16 +54,42 @@ def make_fabric(args: TrainArgs) -> Any:
     devices, num_nodes = processes(args)
     if devices * num_nodes % (size := getattr(args, "tensor_parallel", 1)):
         raise UsageError(f"--tensor_parallel {size} does not divide {devices * num_nodes} ranks; change one of them")
-    chosen: dict[str, Any] = {"accelerator": args.accelerator, "devices": devices, "num_nodes": num_nodes}
+    chosen: dict[str, Any] = {"accelerator": device.type, "devices": devices, "num_nodes": num_nodes}
     precision: dict[str, Any] = {"precision": args.precision}
     if args.precision == "16-mixed":
         precision = {"plugins": scaled_precision("cuda")}
+    elif args.precision == "bf16-mixed" and device.type == "mps":  # where earlier Fabrics use the autocast of CUDA
+        precision = {"plugins": MixedPrecision("bf16-mixed", "mps")}
     try:
         return Fabric(**chosen, **precision, strategy=_strategy(args, devices * num_nodes))
     except (ValueError, RuntimeError, MisconfigurationException) as problem:
         flags = {**chosen, "precision": args.precision, "strategy": args.strategy}
         given = " ".join(f"--{name} {value}" for name, value in flags.items())
         raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
+
+
+def training_device(args: DeviceArgs) -> torch.device:
+    """The device that each rank computes on.
+
+    Raises: UsageError when this machine has none, or it cannot run by `--precision`, `--devices` or `--strategy`.
+    """
+    try:
+        device = find_device(args.accelerator)
+    except ValueError as problem:
+        raise UsageError(str(problem)) from None
+    if args.precision == "16-mixed" and device.type != "cuda":  # Fabric would take bfloat16 instead
+        raise UsageError(
+            f"--precision 16-mixed needs a CUDA GPU, which --accelerator {args.accelerator} is not here; "
+            "use --precision 32-true or bf16-mixed"
+        )
+    ranks = math.prod(processes(args))
+    if device.type == "mps" and (ranks > 1 or args.strategy != "auto"):
+        raise UsageError(
+            f"--accelerator {args.accelerator} is an Apple GPU (mps) here, which trains on one rank without a "
+            f"--strategy, but there are {ranks} with --strategy {args.strategy}; leave them out, or use "
+            "--accelerator cpu"
+        )
+    return device
 
 
 def processes(args: DeviceArgs) -> tuple[int, int]:

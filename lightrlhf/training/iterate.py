@@ -50,8 +50,8 @@ from lightrlhf.storage.run_dir import (
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import remove_empty, rename, sync_folder, writing
 from lightrlhf.training.beginning import OLDER, describe_rows
+from lightrlhf.training.distributed import training_device
 from lightrlhf.training.dry_run import planned_results, texts_of_sample
-from lightrlhf.training.loss_scale import check_scalable
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 from lightrlhf.training.signals import NAMES, StopSignals, Terminated
@@ -84,7 +84,7 @@ def open_directory(
     Raises: UsageError when it cannot be written, was started with other flags, objects, rows or sources, or the policy
     is no folder.
     """
-    check_scalable(args)  # of a stage that trains, before any other
+    training_device(args)  # of a stage that trains, before any other
     output_dir = args.output_dir
     started = args.resume_from or (output_dir if output_dir and (Path(output_dir) / "args.json").is_file() else None)
     if started:
@@ -131,7 +131,7 @@ def trial_directory(args: Any, program: str, data: str, work: str) -> Iterator[t
 
     Prints the banner; data and work: see `open_directory`, whose errors it raises, too.
     """
-    check_scalable(args)
+    training_device(args)
     initial, place = initial_policy(args), place_of(args, data)
     if args.output_dir and place.is_dir():
         check_vacant(place)

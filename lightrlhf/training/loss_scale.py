@@ -15,19 +15,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import DeviceArgs
-from lightrlhf.cli.errors import UsageError
-
 MOST_SKIPPED = 20  # steps in a row; from 65,536 the scale is then below 0.1
-
-
-def check_scalable(args: DeviceArgs) -> None:
-    """Raises: UsageError for `--precision 16-mixed` without a CUDA GPU, where Fabric would take bfloat16 instead."""
-    if args.precision == "16-mixed" and (args.accelerator in ("cpu", "mps") or not torch.cuda.is_available()):
-        raise UsageError(
-            f"--precision 16-mixed needs a CUDA GPU, which --accelerator {args.accelerator} is not here; "
-            "use --precision 32-true or bf16-mixed"
-        )
 
 
 def scaled_precision(device: str) -> Any:

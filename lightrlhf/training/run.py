@@ -235,6 +235,8 @@ class Run(Generic[AnyArgs]):
 
     def total(self, value: float) -> float:
         """Sum of a number over all ranks."""
+        if self.world_size == 1:
+            return float(value)
         return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
 
     def gather(self, value: Item) -> list[Item]:

@@ -1,0 +1,75 @@
+"""Which device `--accelerator` is, the same for every program, and what one without float64 refuses."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+from helpers import run_program
+from helpers.tiny_runs import TRAINED, TinyRuns
+from lightning.fabric.accelerators import MPSAccelerator
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.loading import find_device
+from lightrlhf.training.distributed import make_fabric
+
+
+@pytest.fixture
+def on_a_mac(monkeypatch):
+    """Let torch say that there is an Apple GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    MPSAccelerator.is_available.cache_clear()
+    yield
+    MPSAccelerator.is_available.cache_clear()
+
+
+@pytest.mark.parametrize("accelerator, kind", [("auto", "mps"), ("gpu", "mps"), ("mps", "mps"), ("cpu", "cpu")])
+def test_training_and_the_other_programs_find_the_same_device(accelerator, kind, on_a_mac):
+    assert find_device(accelerator).type == make_fabric(TrainArgs(accelerator=accelerator)).device.type == kind
+
+
+def test_bfloat16_is_that_of_the_device(on_a_mac):
+    assert make_fabric(TrainArgs(precision="bf16-mixed")).strategy.precision.device == "mps"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"devices": 2}, "one rank"),
+        ({"strategy": "ddp"}, "--strategy ddp"),
+        ({"precision": "16-mixed"}, "needs a CUDA GPU"),
+        ({"accelerator": "cuda"}, "use one of mps, cpu"),
+    ],
+)
+def test_what_an_apple_gpu_cannot_do_is_refused_by_name(flags, words, on_a_mac):
+    with pytest.raises(UsageError, match=words):
+        make_fabric(TrainArgs(**flags))
+    if "accelerator" not in flags:  # the way out
+        make_fabric(TrainArgs(**flags | {"accelerator": "cpu", "precision": "32-true"}))
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "tpu", "mps"])
+def test_a_device_that_is_not_there_is_refused(accelerator, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=f"--accelerator {accelerator} is not available .*; use one of cpu"):
+        make_fabric(TrainArgs(accelerator=accelerator))
+
+
+def test_no_program_makes_float64_on_a_device_without_it(cafe_data, talk_data, tokenizer, tmp_path):
+    """Two steps of each program with a loop on a device that refuses float64, as Apple's GPUs do."""
+    runs = TinyRuns(tmp_path / "runs", cafe_data, talk_data, tokenizer)
+    more = {
+        "grpo": ["--normalize_advantages", "True", "--normalize_each_reward", "True", "--aggregation", "prompt"],
+        "reflect_rl": ["--eval_interval", "1"],
+        "rm": ["--eval_interval", "1"],
+    }
+    more["grpo"] += ["--audit_function", "helpers.rewards:length"]
+    calls = {name: runs.flags(name, tmp_path / name, *more.get(name, []), steps=2) for name in TRAINED}
+    done = run_program("helpers.second_device", json.dumps(calls))
+    endings = json.loads(done.stdout.splitlines()[-1])
+    assert endings == dict.fromkeys([*TRAINED, "maths"], "")
