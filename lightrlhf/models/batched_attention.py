@@ -39,7 +39,12 @@ def use_batched_attention() -> None:
 
 
 def is_faster() -> bool:
-    """Whether this processor multiplies bfloat16 but torch's kernel does not make use of it."""
+    """Whether this processor multiplies bfloat16 but torch's kernel does not make use of it.
+
+    Not where ATEN_CPU_CAPABILITY holds torch to narrower vectors, whatever the processor has.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
     names = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # private, so a release may have none
     if not hasattr(torch.library, "get_kernel") or not all(hasattr(torch.cpu, name) for name in names):
         return False

@@ -154,18 +154,20 @@ def test_padding_order_and_cuts_of_a_batch_do_not_matter(given_batch, kind, boun
         return torch.nn.functional.pad(values[order], (left, right), value=filler)
 
     moved = padded(logprobs, junk), padded(sampler, -junk), padded(mask, False)
-    assert torch.equal(importance_weights(*moved, kind, bound), padded(weights, 0.0))
+    close = {"rtol": 1e-6 if weights.dtype == torch.float32 else 1e-12, "atol": 0.0}  # sums of other widths round apart
+    assert torch.allclose(importance_weights(*moved, kind, bound), padded(weights, 0.0), **close)
     if kind.startswith("token"):  # a token's weight depends on nothing else
         alone = [values.reshape(-1, 1) for values in given_batch]
-        assert torch.equal(importance_weights(*alone, kind, bound).view_as(weights), weights)
+        assert torch.allclose(importance_weights(*alone, kind, bound).view_as(weights), weights, **close)
 
     whole = gap_size(*given_batch, kind, bound)
     parts = [gap_size(*(values[rows] for values in given_batch), kind, bound) for rows in (slice(0, 1), slice(1, None))]
     together = GapSize(parts[0].sums + parts[1].sums, torch.maximum(parts[0].ratio_max, parts[1].ratio_max))
-    assert torch.allclose(whole.sums, together.sums, rtol=1e-12) and torch.equal(whole.ratio_max, together.ratio_max)
+    assert torch.allclose(whole.sums, together.sums, rtol=1e-12)
+    assert torch.allclose(whole.ratio_max, together.ratio_max, rtol=1e-12)
     moved_size = gap_size(*moved, kind, bound)
     assert torch.allclose(moved_size.sums, whole.sums, rtol=1e-12)
-    assert torch.equal(moved_size.ratio_max, whole.ratio_max)
+    assert torch.allclose(moved_size.ratio_max, whole.ratio_max, rtol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------ expected gradients

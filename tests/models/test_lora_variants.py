@@ -79,10 +79,7 @@ def test_it_begins_as_its_base_and_comes_back_from_disk(variant, architecture, s
     assert config_of(folder)["use_dora"] == (variant in ("dora", "both"))
     assert config_of(folder)["init_lora_weights"] is True and not (folder.parent / "base").exists()
     for theirs in (plain(folder), AutoPeftModelForCausalLM.from_pretrained(folder)):
-        if variant in PARTS:
-            assert torch.allclose(logits_of(theirs, IDS), after, atol=1e-5)
-        else:
-            assert torch.equal(logits_of(theirs, IDS), after)
+        assert torch.allclose(logits_of(theirs, IDS), after, atol=1e-5)
     mine = load_policy(str(folder), ModelArgs(), tokenizer)
     for merged in (mine.model, merged_model(policy), plain(stage(policy, "merged", merge=True))):
         assert not lora.lora_layers(merged) and torch.allclose(logits_of(merged, IDS), after, atol=1e-5)

@@ -151,7 +151,8 @@ def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_dat
     alone = evaluate.main(["--experiment_dir", NAME, "--data_dir", str(cafe_data), *few])
     both = evaluate.main(["--experiment_dir", str(tuned), "--use_pretrained", "True", "--reference_dir", NAME, *few])
     assert [row["model"] for row in both] == [NAME, "rlhf-supervised-finetuning"]
-    assert both[0]["perplexity"] == alone[0]["perplexity"] and both[0]["kl"] == 0
+    assert both[0]["perplexity"] == alone[0]["perplexity"]
+    assert both[0]["kl"] == pytest.approx(0, abs=1e-5)  # decoded token by token, and scored at once
 
 
 def test_the_demo_offers_it_and_what_a_run_started_from(here, tuned):
