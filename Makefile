@@ -26,8 +26,8 @@ $(VENV)/.tested: $(VENV)/.installed
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: install browser quickstart demo real wheel check test test-oldest test-vllm test-llama test-harness \
-	gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke lint site clean
+.PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
+	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -55,11 +55,22 @@ wheel: $(VENV)/.installed
 
 # While working: a few minutes.
 check: lint
-	$(PYTEST) -m "not slow and not attack" tests
+	$(PYTEST) -m "not slow and not thorough and not attack" tests
 
-# Before anything lands: all tests but the attacks.
+# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs, too.
 test: $(VENV)/.tested
-	$(PYTEST) -m "not attack" tests
+	$(PYTEST) -m "not attack and not thorough" tests
+
+test-thorough: $(VENV)/.tested
+	$(PYTEST) -m "thorough and not attack" tests
+
+# The numeric tests with all kernels held to AVX2, on a processor with wider vectors.
+NUMERIC := maths models generation $(addprefix programs/test_,gguf_names.py sft.py rm.py dpo.py unpaired.py ppo.py grpo.py)
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+test-avx2: $(VENV)/.tested
+	$(PYTEST) -m "not slow and not thorough and not attack" $(NUMERIC:%=tests/%)
 
 # The main rooms and programs with the lowest release of each package that setup.py allows, in an environment of its own
 # (6 GB: the oldest torch is a CUDA build).
@@ -148,7 +159,7 @@ attacks: $(VENV)/.tested
 
 # All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, new examples of properties.
 REPEATS ?= 5
-test-nightly: test attacks
+test-nightly: test test-thorough attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
 # Every command of the README and three pages in a new home with the system's Python; NEWCOMER="--without 'make test'".

@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
-from helpers import CAFE_SIZES, CPU, environment, processes, reseal, save_model
+from helpers import CAFE_SIZES, CPU, ROOT, environment, forks, processes, reseal, save_model
 from helpers.servers import Scripted
 from hypothesis import settings
 
@@ -22,6 +22,7 @@ os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # ranks and servers impo
 
 torch.set_num_threads(1)
 processes.open_session()
+forks.open_session(environment())
 settings.register_profile("patient", parent=settings.default, deadline=None)  # no example fails for being slow
 settings.load_profile("patient")
 
@@ -52,6 +53,15 @@ def _no_process_outlives_its_test():
     left = processes.left_by_a_test(before)
     processes.end(list(left))
     assert not left, f"still running, killed now: {[*left.values()]}"
+
+
+@pytest.fixture
+def light_functions(monkeypatch):
+    """Let `helpers.answers` and `helpers.rewards` be imported by their own names, too, which imports no torch.
+
+    Each process that calls a reward function imports the packages that its path names.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests" / "helpers")])
 
 
 @pytest.fixture(scope="session")
@@ -123,9 +133,9 @@ def transformers_serve(tmp_path_factory, tokenizer):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    with processes.started(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    flags = ["serve", folder, "--host", "127.0.0.1", "--port", port, "--device", "cpu"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with forks.started_program("transformers.cli.transformers", *flags, cwd=ROOT, env=environment(), **quiet):
         yield f"http://127.0.0.1:{port}/v1", str(folder)
 
 

@@ -14,7 +14,7 @@ from helpers import CAFE_SIZES, ROOT
 
 import lightrlhf
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 PACKAGES = ("lightrlhf", "datasets_prep")
 
 

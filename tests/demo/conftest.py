@@ -6,13 +6,13 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import CPU, ROOT, environment, last_checkpoint, reseal
 from helpers.demo_page import free_port, open_backend, save_endless
-from helpers.processes import PATIENCE, kept, started
+from helpers.forks import started_program
+from helpers.processes import PATIENCE, kept
 
 from lightrlhf.demo.session import DemoBackend
 
@@ -56,9 +56,9 @@ def server(world):
     def running() -> str:
         if not world["servers"] or world["servers"][-1].poll() is not None:
             world["port"] = free_port()
-            command = [sys.executable, "-m", "lightrlhf.demo", "--port", str(world["port"]), *world["flags"]]
+            flags = ["--port", world["port"], *world["flags"]]
             options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "text": True}
-            process = opened.enter_context(started(command, **options))
+            process = opened.enter_context(started_program("lightrlhf.demo", *flags, **options))
             kept.add(process.pid)
             world["servers"].append(process)
             assert f"http://127.0.0.1:{world['port']}" in process.stdout.readline()

@@ -133,7 +133,7 @@ def test_the_reference_is_the_model_that_training_started_from(sft_dir, lora_dir
     assert measure(model, model, answer, 0.7).kl == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_twenty_swaps_leave_one_model_in_memory(tmp_path, tokenizer, cafe_data):
     wide = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 3}
     folders = [str(save_model("llama", tmp_path / name, tokenizer, **wide)) for name in "ab"]

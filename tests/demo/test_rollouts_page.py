@@ -168,7 +168,7 @@ def test_a_slow_view_does_not_overwrite_a_later_one(page, address, monkeypatch):
     assert page.locator(".where", has_text=re.compile(r"Step \d+,")).count() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("browser")
 def test_the_benchmark_of_the_page_runs():
     command = [sys.executable, "-m", "benchmarks.rollouts_page", "--num_samples", "200", "--repetitions", "1"]

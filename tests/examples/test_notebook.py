@@ -8,7 +8,7 @@ from helpers import ROOT
 nbclient = pytest.importorskip("nbclient", reason="needs pip install -e '.[test]'")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_notebook_trains_looks_and_plots(tmp_path, monkeypatch):
     import nbformat
 

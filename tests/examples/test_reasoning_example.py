@@ -44,7 +44,7 @@ def test_the_claims_compare_means_over_seeds(grpo, held, tmp_path, capsys):
     assert (tmp_path / "figure.png").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch, capsys):
     flags = ["--output_dir", str(tmp_path), "--smoke", "True", "--tasks", "chain_sum", "--seeds", "7"]
     claims = reasoning.main(flags)

@@ -8,14 +8,14 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE
 
 import torch
 
-from helpers.processes import PATIENCE, started
+from helpers.forks import started_program
+from helpers.processes import PATIENCE
 from lightrlhf.data.batch import Batch, response_batch
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.storage.temporary import MARK, host
@@ -207,12 +207,11 @@ def environment() -> dict[str, str]:
 
 
 def run_program(module: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
-    """`python -m module flags…` in a process of its own."""
-    command = [sys.executable, "-m", module, *map(str, flags)]
-    with started(command, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
+    """`python -m module flags…` in a process of its own, a fork of one that has imported the libraries."""
+    with started_program(module, *flags, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
         out, err = process.communicate(timeout=PATIENCE)
     assert not check or process.returncode == 0, out + err
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess([module, *flags], process.returncode, out, err)
 
 
 def kill_seed() -> int:
@@ -231,9 +230,9 @@ def run_killed(folder: Path, pattern: str, rows: int, module: str, *flags: str, 
 
     rows = -1: as soon as such a file exists.
     """
-    script = [str(ROOT / "tests" / "helpers" / "killed.py"), str(folder), pattern, str(rows), str(delay)]
+    given = [folder, pattern, rows, delay, module, *flags]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with started([sys.executable, *script, module, *map(str, flags)], cwd=ROOT, env=environment(), **quiet) as process:
+    with started_program("helpers.killed", *given, cwd=ROOT, env=environment(), **quiet) as process:
         status = process.wait(PATIENCE)
     assert status == -signal.SIGKILL, f"not killed, exit status {status}"
 

@@ -25,6 +25,7 @@ PATIENCE = 300  # seconds to wait for another process before a test fails; long,
 GRACE = 20  # seconds for a process to end that was asked to
 PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the session
 kept: set[int] = set()  # started in a test but for all tests of a module
+forkers: set[int] = set()  # the same, whose forks are those of a test
 
 
 def open_session() -> None:
@@ -47,11 +48,13 @@ def running() -> list[psutil.Process]:
 
 def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
     """Processes that were not running before, with their commands, without children of those that were."""
-    known = kept | {process.pid for process in before}
+    known = (kept | {process.pid for process in before}) - forkers
 
     def found() -> dict[psutil.Process, str]:
         left = {}
         for process in running():
+            if process.pid in forkers:
+                continue
             with contextlib.suppress(psutil.Error):
                 ancestry = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
                 command = " ".join(process.cmdline())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import httpx2
 
 from helpers import ROOT, environment
-from helpers.processes import PATIENCE, started
+from helpers.forks import started_program
+from helpers.processes import PATIENCE
 
 KEY = "key-of-the-tests"
 
@@ -33,10 +33,10 @@ class Server:
     def start(self) -> None:
         """Start the process and wait until it answers; always on the port of its first start."""
         flags = {"engine": "lightrlhf", "accelerator": "cpu", "port": self.port, **self.options}
-        command = [sys.executable, "-m", "lightrlhf.serve", self.folder]
-        command += [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        words = [self.folder, *(word for name, value in flags.items() for word in (f"--{name}", value))]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = self.blocks.enter_context(started(command, cwd=ROOT, env=environment(), **pipes))
+        fork = started_program("lightrlhf.serve", *words, cwd=ROOT, env=environment(), **pipes)
+        self.process = self.blocks.enter_context(fork)
         ready = threading.Event()
         self.reader = threading.Thread(target=self._read, args=(self.process, ready), daemon=True)
         self.reader.start()

@@ -1,6 +1,6 @@
 """Two or more ranks of our programs as forked processes, many times over: the libraries are imported once.
 
-Reads jobs (JSON) from standard input and writes the exit statuses and outputs of each, by name, to standard output.
+Takes jobs (JSON) and writes the exit statuses and outputs of each, by name, to standard output.
 A job has `calls`, a list of [module or module:function, flags] that all ranks make in turn in one process each, and
 may have: `ranks`, their number, else two; `folders`, a working directory per rank; `kill`, the rank to kill as soon as
 there is a checkpoint below `log_dir`; `variables`, of the environment, per rank.
@@ -27,7 +27,7 @@ def main() -> None:
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    jobs = json.load(sys.stdin)
+    jobs = json.loads(sys.argv[1])
     for job in jobs:
         for name, _ in job["calls"]:
             called(name)

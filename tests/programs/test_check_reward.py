@@ -10,6 +10,7 @@ import torch
 from lightrlhf.check_reward import CheckRewardArgs, main, run
 from lightrlhf.data.splits import save_split
 
+pytestmark = pytest.mark.usefixtures("light_functions")
 FAULTS = {  # function: the cases that are suspicious
     "exact": set(),
     "in_tags": {"right answer"},
@@ -42,7 +43,7 @@ def data(tmp_path, tokenizer):
 
 
 def checked(data, *functions: str, **settings):
-    paths = [f"helpers.answers:{name}" for name in functions]
+    paths = [f"answers:{name}" for name in functions]
     return run(CheckRewardArgs(data_dir=str(data), reward_function=paths, **settings))
 
 
@@ -53,7 +54,7 @@ def test_each_fault_is_found_and_no_other(data, function, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("suspicious: ")]
     assert len(lines) == len(FAULTS[function])
     for line in lines:
-        assert f"helpers.answers:{function}: " in line and "(row " in line
+        assert f"answers:{function}: " in line and "(row " in line
 
 
 def test_a_hung_call_is_killed_and_counted(data):
@@ -83,21 +84,21 @@ def test_tasks_are_judged_apart(data, tokenizer):
 
 def test_the_exit_status_and_the_file_of_results(data, tmp_path, capsys):
     flags = ["--data_dir", str(data), "--output_file", str(tmp_path / "found.json"), "--reward_function"]
-    assert main([*flags, "helpers.answers:exact"])
+    assert main([*flags, "answers:exact"])
     with pytest.raises(SystemExit) as stop:
-        main([*flags, "helpers.answers:exact", "helpers.answers:pays_silence"])
+        main([*flags, "answers:exact", "answers:pays_silence"])
     assert stop.value.code == 1
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["reward_function"] for row in found if row["suspicious"]] == ["helpers.answers:pays_silence"]
+    assert [row["reward_function"] for row in found if row["suspicious"]] == ["answers:pays_silence"]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--reward_function", "helpers.answers:nothing"], "cannot be imported"),
-        (["--reward_function", "helpers.answers:exact", "--answer_column", "gold"], "no column gold"),
-        (["--reward_function", "helpers.answers:exact", "--answer_format", "x"], "must have one {}"),
-        (["--reward_function", "helpers.answers:exact", "--num_prompts", "0"], "--num_prompts 0"),
+        (["--reward_function", "answers:nothing"], "cannot be imported"),
+        (["--reward_function", "answers:exact", "--answer_column", "gold"], "no column gold"),
+        (["--reward_function", "answers:exact", "--answer_format", "x"], "must have one {}"),
+        (["--reward_function", "answers:exact", "--num_prompts", "0"], "--num_prompts 0"),
     ],
 )
 def test_bad_arguments_are_one_line(data, flags, words, capsys):

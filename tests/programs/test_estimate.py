@@ -96,9 +96,9 @@ def test_tensors_without_data_take_what_real_ones_do(flags):
     ("program", "length"),
     [
         ("ppo", 1024),
-        pytest.param("grpo", 1024, marks=pytest.mark.slow),
-        pytest.param("dpo", 1024, marks=pytest.mark.slow),
-        pytest.param("sft", 2048, marks=pytest.mark.slow),
+        pytest.param("grpo", 1024, marks=pytest.mark.thorough),
+        pytest.param("dpo", 1024, marks=pytest.mark.thorough),
+        pytest.param("sft", 2048, marks=pytest.mark.thorough),
     ],
 )
 def test_7b_on_a_base_in_bfloat16_fits_24_gib(program, length):

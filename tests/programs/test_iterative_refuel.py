@@ -264,7 +264,7 @@ def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
     assert_same_run(run, finished)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_do_what_one_does(flags, tmp_path):
     """Only training is of several processes; half the batch on each of two is the same batch."""
     runs = []

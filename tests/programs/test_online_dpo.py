@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, listing, reseal, weights
-from helpers.processes import PATIENCE, die_when
+from helpers import CPU, last_checkpoint, listing, reseal, run_killed, run_program, weights
 from helpers.rewards import vowels
+from helpers.tiny_runs import experiment_of
 from safetensors.torch import load_file
 
 from lightrlhf import online_dpo
@@ -95,37 +92,15 @@ STOPS = [  # each start is killed when this is there
 ]
 
 
-def run_until(flags, folder, stop):
-    """As a process of its own: killed as soon as the run in `folder` has a file `stop`."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    if stop is not None:
-        die_when(lambda: any(any(path.parent.glob(stop)) for path in folder.glob("*/*/*/*/args.json")))
-    main(flags)
-
-
 @pytest.mark.slow
 def test_killed_at_any_stage_it_ends_the_same(finished, flags, tmp_path):
-    """Each start is a process of its own, killed by SIGKILL; the last one ends by itself.
-
-    They are forked off a server without threads: forked off this one, a child would wait for ever for any lock that
-    another thread held at that moment.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightrlhf.online_dpo"])
-    flags = [*flags, "--log_dir", str(tmp_path), "--save_interval", "1"]
-    run = None
-    for stop in [*STOPS, None]:
-        resume = ["--resume_from", str(run)] if run else []
-        child = context.Process(target=run_until, args=([*flags, *resume], tmp_path, stop), daemon=True)
-        child.start()
-        child.join(PATIENCE)
-        hangs = child.is_alive()
-        child.kill()
-        assert not hangs, stop
-        assert child.exitcode == (0 if stop is None else -signal.SIGKILL), stop
-        run = next(path.parent for path in tmp_path.glob("*/*/*/*/args.json"))
+    """Each start is a process of its own, killed by SIGKILL; the last one ends by itself."""
+    flags, resume = [*flags, "--log_dir", str(tmp_path), "--save_interval", "1"], []
+    for stop in STOPS:
+        run_killed(tmp_path, f"*/*/*/*/{stop}", -1, "lightrlhf.online_dpo", *flags, *resume)
+        run = experiment_of(tmp_path)
+        resume = ["--resume_from", str(run)]
+    run_program("lightrlhf.online_dpo", *flags, *resume)
     for t in (1, 2):
         for name in ("responses.jsonl", "rewards.jsonl", "evaluation.jsonl", "evaluation.json"):
             assert (run / f"iteration-0{t}" / name).read_bytes() == (finished / f"iteration-0{t}" / name).read_bytes()
@@ -139,7 +114,8 @@ def test_two_ranks_do_what_one_does(finished, flags, tmp_path):
     """Stages of several devices are programs of their own; half the batch on each of two is the same batch."""
     given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
     given |= {"--iterations": "1", "--prompts_per_iteration": "8", "--log_dir": str(tmp_path)}
-    run = Path(main([word for pair in given.items() for word in pair]))
+    run_program("lightrlhf.online_dpo", *(word for pair in given.items() for word in pair))
+    run = experiment_of(tmp_path)
     ours, theirs = (folder / "iteration-01" for folder in (run, finished))
     assert (ours / "rewards.jsonl").read_bytes() == (theirs / "rewards.jsonl").read_bytes()
     one, other = (load_file(last_checkpoint(folder / "policy") / "model.safetensors") for folder in (ours, theirs))
@@ -323,12 +299,11 @@ def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, fla
         online_dpo.train(dataclasses.replace(args, resume_from=str(run)), prompts=prompts, reward=max)
 
 
-def test_a_failure_of_a_rank_ends_the_program_with_its_line_and_status(flags, tmp_path, capfd):
+def test_a_failure_of_a_rank_ends_the_program_with_its_line_and_status(flags, tmp_path):
     given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
     given |= {"--iterations": "1", "--log_dir": str(tmp_path), "--learning_rate": "1e30", "--epochs": "3"}
-    with pytest.raises(SystemExit) as stopped:
-        main([word for pair in given.items() for word in pair])
-    errors = capfd.readouterr().err
-    assert stopped.value.code == 1 and "Traceback" not in errors
+    ended = run_program("lightrlhf.online_dpo", *(word for pair in given.items() for word in pair), check=False)
+    errors = ended.stderr
+    assert ended.returncode == 1 and "Traceback" not in errors
     assert "error: policy gradient norm is nan" in errors or "error: loss is nan" in errors
     assert "error: lightrlhf.dpo stopped on rank" in errors

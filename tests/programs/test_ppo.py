@@ -311,14 +311,14 @@ VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
 COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "completions/eos_ratio"]
 
 
-def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, rm_dir, tmp_path):
+def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, rm_dir, tmp_path, light_functions):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *SMALL, *CPU, "--max_steps", "2"]
     flags += [
         "--rm_experiment_dir",
         str(rm_dir),
         "--reward_function",
-        "helpers.rewards:length",
-        "helpers.rewards:vowels",
+        "rewards:length",
+        "rewards:vowels",
     ]
     flags += [
         "--reward_weights",

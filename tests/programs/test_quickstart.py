@@ -46,7 +46,7 @@ def test_what_cannot_be_meant_is_refused_before_any_stage(flags, tmp_path, monke
     assert stop.value.code == 2 and " ".join(flags) in line and len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_quickstart_runs_without_locks_links_and_limits_of_unix(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT], cwd=tmp_path, env=environment(), capture_output=True, text=True

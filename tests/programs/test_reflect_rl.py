@@ -7,16 +7,13 @@ import functools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import helpers
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, weights
-from helpers.processes import PATIENCE
+from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, weights
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -288,14 +285,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path):
+def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path, monkeypatch):
     """`--rollout_size` counts one rank's episodes: 4 from 2 starts an iteration, others than the other rank's."""
     flags = ["--model_name", policy_dir, "--reflect_experiment_dir", reflector_dir, "--reflect_max_new_tokens", "4"]
     flags += ["--rollout_size", "4", "--num_generations", "2", "--max_steps", "2", "--devices", "2"]
-    command = [sys.executable, "-m", "lightrlhf.reflect_rl", *ENV, "--env", "helpers.corridor:LoggedCorridor", *flags]
-    environment = helpers.environment() | {"STARTS_DIR": str(tmp_path)}
-    command += ["--log_dir", str(tmp_path / "logs")]
-    subprocess.run(command, env=environment, timeout=PATIENCE, check=True, stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("STARTS_DIR", str(tmp_path))
+    where = ["--env", "helpers.corridor:LoggedCorridor", "--log_dir", tmp_path / "logs"]
+    run_program("lightrlhf.reflect_rl", *ENV, *flags, *where)
     one, two = (path.read_text().splitlines() for path in tmp_path.iterdir() if path.is_file())
     for step in (slice(0, 4), slice(4, 8)):
         assert one[step][::2] == one[step][1::2] and len({*one[step], *two[step]}) == 4

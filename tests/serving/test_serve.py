@@ -15,7 +15,8 @@ from http.client import HTTPConnection
 import pytest
 import torch
 from helpers import ROOT, environment, last_checkpoint, run_program, save_model
-from helpers.processes import PATIENCE, started
+from helpers.forks import started_program
+from helpers.processes import PATIENCE
 from helpers.serving import serving
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
@@ -96,9 +97,9 @@ def test_a_signal_ends_it_at_once_while_a_request_runs(folder, number, status):
 
 def test_a_key_is_made_and_printed(folder):
     variables = {name: value for name, value in environment().items() if name != "OPENAI_API_KEY"}
-    command = [sys.executable, "-m", "lightrlhf.serve", str(folder), "--engine", "lightrlhf", "--port", "0"]
+    flags = [folder, "--engine", "lightrlhf", "--port", "0", "--accelerator", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "text": True}
-    with started([*command, "--accelerator", "cpu"], cwd=ROOT, env=variables, **pipes) as process:
+    with started_program("lightrlhf.serve", *flags, cwd=ROOT, env=variables, **pipes) as process:
         line = process.stdout.readline()
         assert line.startswith("key: export OPENAI_API_KEY=") and len(line) > 60
         assert process.stdout.readline().startswith("serving ")

@@ -1,7 +1,7 @@
 """More than one rank: the same weights as one, no rank waits for ever for another, memory that runs out is explained.
 
 Two ranks on gloo and the CPU. What needs many pairs of processes is forked off one that has imported the libraries
-(`two_ranks.py`), all at once; torchrun and Fabric's own launcher are started as a user does.
+(`two_ranks.py`), all at once; the ranks that torchrun and Fabric's launcher start are forks, too (`forks.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import psutil
 import pytest
 import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, run_program, save_model
-from helpers.processes import PATIENCE, started
+from helpers.forks import started_program
+from helpers.processes import PATIENCE
 
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
@@ -166,10 +167,9 @@ def together(odd_data, base_model, alone, tmp_path_factory):
 
 def ends_of(jobs: list[dict]) -> dict[str, dict]:
     """Exit statuses and outputs of jobs that run at once, by name; see `two_ranks.py`."""
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "two_ranks.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command, env=environment(), **pipes) as process:
-        out, err = process.communicate(json.dumps(jobs), timeout=3 * PATIENCE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started_program("helpers.two_ranks", json.dumps(jobs), cwd=ROOT, env=environment(), **pipes) as process:
+        out, err = process.communicate(timeout=3 * PATIENCE)
     assert process.returncode == 0, err
     return json.loads(out)
 
@@ -456,8 +456,10 @@ def test_a_rank_lost_between_two_phases_is_told(together):
 def test_a_rank_killed_under_the_launcher_ends_the_program(odd_data, base_model, tmp_path):
     """Fabric starts the second rank; it is killed, and the first ends by itself, non-zero, with the line."""
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "999", "--save_interval", "1"]
-    command = [sys.executable, "-m", "lightrlhf.sft", *flags, "--log_dir", str(tmp_path)]
-    with started(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+    flags += ["--log_dir", str(tmp_path)]
+    with started_program(
+        "lightrlhf.sft", *flags, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
         while not list(tmp_path.glob("*/*/*/*/checkpoint-*")) and process.poll() is None:
             time.sleep(0.05)
         assert process.poll() is None, process.communicate()[1]

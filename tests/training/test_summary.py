@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, run_program
+from helpers import CPU, ROOT, environment
+from helpers.processes import PATIENCE, started
 
 from lightrlhf import sft
 from lightrlhf.cli.args import TrainArgs
@@ -47,14 +50,19 @@ def test_a_run_begins_with_its_banner_and_ends_with_its_table(cafe_data, base_mo
     assert f"│ train/loss │ {first:.4g} │" in re.sub(" +", " ", text)  # of before it was resumed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_of_two_ranks_the_first_alone_prints_and_links(cafe_data, base_model, tmp_path):
+    """Started as a user does, by new interpreters."""
     flags = ["--data_dir", cafe_data, "--model_name", base_model, "--accelerator", "cpu", "--devices", "2"]
-    done = run_program("lightrlhf.sft", *flags, "--max_steps", "1", "--log_dir", tmp_path)
-    shown = fields_of(done.stdout)
+    command = [sys.executable, "-m", "lightrlhf.sft", *flags, "--max_steps", "1", "--log_dir", tmp_path]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started([str(word) for word in command], cwd=ROOT, env=environment(), **pipes) as process:
+        printed, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert printed.count("checkpoint ") == printed.count("lightrlhf.sft") == 1
+    shown = fields_of(printed)
     assert shown["device"] == "cpu, 2 ranks, precision 32-true"
     assert shown["steps"] == "1 of 16 rows (8 on each rank)"
-    assert done.stdout.count("checkpoint ") == done.stdout.count("lightrlhf.sft") == 1
     assert Path(shown["results"]).with_name("latest").resolve() == Path(shown["results"])
 
 
