@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -320,4 +321,6 @@ def test_flags_of_reflect_rl_that_cannot_be_meant_are_one_line(given, message, r
 def test_sglang_is_refused_where_only_some_tokens_may_come():
     chunk = Chunk(range(1), [[5]], torch.zeros(1, 1), [[3, 4]])
     with pytest.raises(RunFailure, match="is SGLang, which cannot sample among given tokens alone"):
-        asyncio.run(SGLang().sample(None, Server("http://a:1"), chunk, SamplingArgs(max_new_tokens=1), []))
+        asked = SGLang().sample(None, Server("http://a:1"), chunk, SamplingArgs(max_new_tokens=1), [])
+        with ThreadPoolExecutor(1) as pool:  # in the main thread a browser of other tests may have its loop
+            pool.submit(asyncio.run, asked).result()
