@@ -310,6 +310,7 @@ def test_only_sorted_digits_after_the_first_answer_are_right():
     assert verdicts[1] == {"score": 1.0, "words": 6, "filler": 2} and verdicts[0]["filler"] == 0
 
 
+@pytest.mark.thorough
 def test_the_switches_run_and_resume(tmp_path, capsys):
     words = ["--smoke", "True", "--seeds", "1", "2", "--tables", "KL", "--output_dir", str(tmp_path)]
     grpo_switches.main(words)
@@ -320,6 +321,7 @@ def test_the_switches_run_and_resume(tmp_path, capsys):
     assert read_jsonl(tmp_path / "results.jsonl") == rows
 
 
+@pytest.mark.thorough
 def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys):
     folder = ["--output_dir", str(tmp_path), "--seeds", "1", "--arms", "local", "own", "--smoke", "True"]
     rollout_servers.main(folder)

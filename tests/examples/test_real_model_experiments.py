@@ -81,7 +81,7 @@ def test_raft_goes_on_after_the_parts_that_it_has(tmp_path, monkeypatch):
     assert policy == "policy-1" and [part["step"] for part in curve] == [0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_reasoning_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym")
     flags = [*TINY, "--output_dir", str(tmp_path), "--seeds", "7", "--tasks", "gcd"]
@@ -94,7 +94,7 @@ def test_reasoning_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypat
     assert real_reasoning.main(flags) == claims
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_dialogues_run_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
     texts = [f"\n\nHuman: a small tea number {index}\n\nAssistant: " for index in range(60)]
     pairs = [{"chosen": f"{text}yes, one tea", "rejected": f"{text}no"} for text in texts]
