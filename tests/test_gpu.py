@@ -21,7 +21,7 @@ def gpu(file: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=4 * PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dry_run_goes_through_every_row(tmp_path):
     done = gpu(tmp_path / "gpu.json", "--minutes", "20")
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
