@@ -123,7 +123,7 @@ class PrepareArgs(DryRunArgs):
     num_samples: int | None = None
     """Maximum number of raw rows to read."""
     skip_bad_lines: bool = field(default=False, metadata=RARE)
-    """Leave out and count lines of JSON and rows of CSV that cannot be read, instead of ending at the first."""
+    """Leave out and count lines of JSON and rows of CSV that cannot be read, instead of stopping at the first."""
     validation_percentage: float = 0.1
     """Share of prompts in the validation split, unless the source has one."""
     test_percentage: float = 0.1
@@ -188,7 +188,7 @@ def run(
 
 
 def source_of(args: PrepareArgs) -> Source:
-    """The raw rows that the flags name; damage is found before a model is converted for its tokenizer.
+    """The raw rows that the flags name; damaged files are found before a model is converted for its tokenizer.
 
     Raises: UsageError or RunFailure.
     """
@@ -499,7 +499,7 @@ def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
 
 
 def _check_destination(args: PrepareArgs, destination: Path) -> None:
-    """Refuse a file, or a folder of other files, or of another stage that has other data, tokenizer, seed or shares."""
+    """Refuse a file, a folder with other files, or one with stages of other data, tokenizer, seed or shares."""
     if destination.exists() and not destination.is_dir():
         raise UsageError(f"--destination_dir {destination} is a file; name a folder")
     before = _stored(destination / "args.json")

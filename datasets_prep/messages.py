@@ -151,9 +151,9 @@ def check_order(messages: Messages) -> None:
 
 
 def earlier_turns(value: Any) -> Messages | None:
-    """Messages of a list of turns: messages, or pairs of what a user and an assistant said; None of anything else.
+    """Messages of a list of turns, given as messages or as pairs of user and assistant texts; None for anything else.
 
-    Also of JSON text, as CSV has it. Raises: BadRow for a message that is not read.
+    JSON text, as in CSV, is parsed. Raises: BadRow for a message that cannot be read.
     """
     turns = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if not isinstance(turns, list) or not turns:

@@ -1,10 +1,10 @@
-"""Nulls with which a table's schema has filled tool schemas and arguments, in files that were written from tables.
+"""Nulls that a table's schema adds to tool schemas and arguments, in files that were written from tables.
 
-A table gives each struct every key of any row, null where the row has none. The readers of tables leave such nulls out;
-JSON lines that `to_json` wrote, and JSON text in cells, still have them. A row was filled if a null stands where nobody
-writes one: as a property of a tool (`"properties": {"town": null}`), within one but for values that may be null, or as
-a key of a message that is not the assistant's, such as its `tool_calls`. In such a row all nulls within tools and calls
-are left out, and in other rows none, such as an argument of null.
+A table gives each struct every key of any row, with null where a row lacks it. The readers of tables remove such nulls;
+JSON lines from `to_json`, and JSON text in cells, still have them. A row counts as filled if a null is in a place where
+an author would not write one: as a property of a tool (`"properties": {"town": null}`), inside a property except for
+values that may be null, or as a key such as `tool_calls` of a message that is not the assistant's. In a filled row all
+nulls inside tools and calls are removed; in other rows all are kept, such as a null argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUES = ("default", "const", "enum", "example", "examples")  # of a schema: wha
 
 
 def without_fill(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row, without the nulls that a table filled in."""
+    """The columns of a row without the nulls that a table added."""
     nested = _parsed(row["input"]) if "preferred_output" in row and "input" in row else {}  # of OpenAI's pairs
     both = [
         {name: value if name not in (*TOOLS, *LISTS) else _parsed(value) for name, value in columns.items()}
@@ -35,7 +35,7 @@ def without_fill(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """A value, of JSON text with nulls what it says; of a list of such texts, too."""
+    """A value, parsed if it is JSON text with nulls or a list of such texts."""
     if isinstance(value, list):
         return [_parsed(inner) for inner in value]
     if not isinstance(value, str) or "null" not in value or not value.lstrip().startswith(("[", "{")):
@@ -47,7 +47,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _is_filled(name: str, value: Any) -> bool:
-    """Whether a column of tools or messages has a null that nobody writes."""
+    """Whether a column of tools or messages has a null that an author would not write."""
     parts = value if isinstance(value, list) else [value]
     if name not in (*TOOLS, *DIALOGUES):
         return False
@@ -63,7 +63,7 @@ def _role(message: dict[str, Any]) -> str | None:
 
 
 def _has_filled_property(schema: Any, is_within: bool = False) -> bool:
-    """Whether a property of a schema is null, or a key of one that is no value; `is_within`: of a property."""
+    """Whether a property of a schema is null, or a key of one that is not a value; `is_within`: inside a property."""
     if isinstance(schema, list):
         return any(_has_filled_property(inner, is_within) for inner in schema)
     if not isinstance(schema, dict):
@@ -78,7 +78,7 @@ def _has_filled_property(schema: Any, is_within: bool = False) -> bool:
 
 
 def _cleaned(name: str, value: Any) -> Any:
-    """Tools without nulls, or messages whose calls have none; other columns as they are."""
+    """Tools, or messages with their calls, without nulls; other columns unchanged."""
     if name in TOOLS:
         return _without_nulls(value)
     if name not in DIALOGUES:

@@ -151,7 +151,7 @@ class Planner:
         return protected(self.tokenizer, text, keep_tags)
 
     def _noted(self, plan: Plan, row: Row) -> Plan:
-        """The plan, with notes on its texts: a date that stays, a control token that a content spells as plain text."""
+        """The plan with notes on its texts: a stored date, a control token that a content spells as plain text."""
         parts = [part for turn in plan.turns for part in turn if part]
         spelled = any(spells_control_token(self.tokenizer, part.text) for part in parts)
         dated = ("todays_date_written_by_the_template",) if self.dated[bool(row.get("tools"))] else ()

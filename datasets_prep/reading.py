@@ -55,7 +55,7 @@ DATA = re.compile(rb'\{\s*"data"\s*:\s*\[\s*[{\]]')
 
 
 class _BadLine(Exception):
-    """Damage, and its line if that is not the one behind the last row.
+    """A damaged line, with its number if it does not follow the last row.
 
     kind: what the report counts where such lines are skipped; None where nothing after it can be trusted.
     """
@@ -76,7 +76,7 @@ class Raw:
     values: dict[str, Any]
     source: str  # file:line, or hub id/split:index
     split: str | None  # the split of its file, None if the source has only one
-    broken: str | None = None  # why a line that is skipped has no values
+    broken: str | None = None  # the reason why a skipped line has no values
 
 
 class Source:
@@ -117,7 +117,7 @@ class Source:
                     yield Raw(values, source, split)
 
     def check(self, num_samples: int | None = None) -> None:
-        """Read all text files, or so many of their rows. Raises: RunFailure for a damaged one."""
+        """Read all text files, or a limited number of rows. Raises: RunFailure for a damaged file."""
         rows = (row for read in self._texts for row in read())
         deque(islice(rows, num_samples), maxlen=0)
 

@@ -22,7 +22,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
 
 MANY = 0.05  # share of rows
-NAMED = 5  # lines that cannot be read, of each kind
+NAMED = 5  # unreadable lines shown of each kind
 TRIED, SHOWN = 1000, 2  # rows that a dry run reads, and prints of each kind
 TOO_LONG = (
     "prompt_too_long",
@@ -97,7 +97,7 @@ def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: An
 
 
 def _first(row: Dropped, dropped: list[Dropped]) -> str:
-    """The source of a dropped row; of a line that cannot be read, the first few such lines of its file."""
+    """The source of a dropped row; for an unreadable line, the first few such lines of its file."""
     if not row.reason.startswith("bad_line"):
         return row.source
     file = row.source.rpartition(":")[0]

@@ -243,7 +243,7 @@ def auto_class(source: str) -> Any:
 
 
 def load_merged(args: ExportArgs, source: str) -> tuple[Any, Any, Observed]:
-    """A model with its adapters merged, in float32, its tokenizer, and what it did before the merge."""
+    """A model in float32 with its adapters merged, its tokenizer, and its outputs before the merge."""
     tokenizer = load_tokenizer(None, source)
     role: Role
     if holds_reward_model(source):

@@ -133,7 +133,7 @@ class GRPOArgs(
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = "std"

@@ -118,7 +118,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArg
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
     output_dir: str | None = None

@@ -112,7 +112,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerA
     output_dir: str | None = None
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     iterations: int = 3
     """Number of iterations."""
     prompts_per_iteration: int | None = None

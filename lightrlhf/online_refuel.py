@@ -93,7 +93,7 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutL
     experiment_name: str = "rlhf-online-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     rollout_size: int = 32
     """Dialogues per step and device; each gives a pair."""
     ppo_epochs: int = 4

@@ -114,7 +114,7 @@ class PPOArgs(
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     disable_dropout: bool = field(default=True, metadata=RARE)
     """Set the probability of every dropout module to 0."""
     init_kl_coeff: float = 0.1

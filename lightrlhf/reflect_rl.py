@@ -156,7 +156,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     save_interval: int = 50
     """Iterations between checkpoints; a kill loses at most this many."""
     log_interval: int = 1
-    """Iterations between rows of metrics, each the mean over the iterations since the row before."""
+    """Iterations between rows of metrics, each the mean over the iterations since the previous row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -271,7 +271,7 @@ def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:
 
 
 def score(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
-    """S of both sides of N rows, the work sharded over ranks: (2, N) on each."""
+    """S of both sides of N rows, computed in shards over the ranks: (2, N) on each rank."""
     logps = torch.zeros(2, len(rows), device=run.device)
     mine = run.shard(range(len(rows)))
     logps[:, mine] = score_shard(run, model, [rows[i] for i in mine], pad_id)

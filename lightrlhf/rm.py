@@ -194,7 +194,7 @@ def train(
 
     @functools.lru_cache(1)
     def measured(step: int) -> tuple[Metrics, Metrics]:
-        """Metrics and statistics of validation after a step; a checkpoint has the latter, whenever it is written."""
+        """Metrics and statistics of validation after a step; every checkpoint has the statistics."""
         with run.phase("evaluation"):
             return evaluate(run, model, validation, tokenizer.pad_token_id)
 

@@ -214,14 +214,14 @@ def train_one(program: str, one: Planned) -> tuple[str, str | None]:
     if one.folder.exists():
         lock_folder(one.folder, wait=True).release()  # the process of a sweep that was killed may still train there
     if is_experiment_dir(str(one.folder)) and not (checkpoints(one.folder) or hasattr(one.args, "iterations")):
-        discard_runs(one.folder)  # holds nothing to go on from; programs in iterations go on from files of stages
+        discard_runs(one.folder)  # has nothing to resume; iterative programs resume from the files of their stages
     if is_experiment_dir(str(one.folder)):
         words = ["--resume_from", str(one.folder)]
     else:
         words = [*non_default_words(one.args), "--output_dir", str(one.folder)]
     log = one.folder.with_name(f"{one.folder.name}.log")  # the folder must be empty when the run starts
     status = run_child([*program_command(program), *words], log)
-    if status in (TERMINATED, -signal.SIGTERM):  # saved, or before it had anything to save
+    if status in (TERMINATED, -signal.SIGTERM):  # it was saved, or had nothing to save yet
         return "interrupted", None
     return ("failed", why_failed(status, log)) if status else ("finished", None)
 
@@ -231,8 +231,9 @@ def program_command(program: str) -> list[str]:
 
 
 def run_child(command: Sequence[str], log: Path) -> int:
-    """Exit status of a process whose output is appended to a file; an interruption is passed on to it, once, and a
-    signal of a batch system, after which it has all the time that the system leaves it to save what it has trained.
+    """Exit status of a process whose output is appended to a file. An interruption is forwarded to it once.
+
+    A signal of a batch system is forwarded as well; the process then has all the time that the system leaves to save.
 
     The process has a session of its own, so that Ctrl-C reaches it, and the ranks that it starts, from here alone.
     """

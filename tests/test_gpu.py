@@ -1,4 +1,4 @@
-"""`python -m tests.gpu` on a CPU: every row of the day with a card runs, and a file of results is never spoilt."""
+"""`python -m tests.gpu` on a CPU: every row runs, and a file of results is never damaged."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NUMBER = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][-+]?[0-9]{1,3})?")
 
 
 def adaptive_score(prompts: list[str], completions: list[str], tests: list[str | None], **_: Any) -> list[float | None]:
-    """Scores (B,) of programs; `tests` is the JSON `{inputs, outputs, fn_name?}` of APPS for each, None where none.
+    """Scores (B,) of programs; `tests` is the JSON `{inputs, outputs, fn_name?}` of APPS for each, or None.
 
     Raises: RunFailure if this system cannot isolate programs and running them without isolation is not permitted.
     """

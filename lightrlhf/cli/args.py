@@ -129,11 +129,11 @@ class RunArgs(DryRunArgs):
     save_interval: int = 500
     """Steps between checkpoints."""
     save_minutes: float = field(default=15.0, metadata=RARE)
-    """Minutes after which a step is saved whatever `save_interval`; 0 switches this off."""
+    """Minutes between checkpoints that are saved by time, besides those of `save_interval`; 0 disables this."""
     keep_last: int = field(default=2, metadata=RARE)
     """Checkpoints to keep; 0 keeps all."""
     log_interval: int = 5
-    """Steps between rows of metrics, each the mean over the steps since the row before."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     logger: Literal["tensorboard", "csv", "wandb"] = field(default="tensorboard", metadata=RARE)
     """Where metrics and some samples go besides the files of the run; wandb has an extra, csv has metrics alone."""
     wandb_project: str | None = field(default=None, metadata=RARE)

@@ -38,7 +38,7 @@ WRITE_REMEDIES = {
 }
 FOREIGN_ERRNO = re.compile(r"\b(?:os error|errno) (\d+)", re.IGNORECASE)  # as Rust's and Arrow's messages end
 CLOSED_PIPE = 141  # exit status that shells give a program whose reader is gone, 128 + SIGPIPE
-TERMINATED = 143  # exit status of a run that SIGTERM or SIGUSR1 has ended, saved: 128 + SIGTERM
+TERMINATED = 143  # exit status of a run that was saved and ended on SIGTERM or SIGUSR1: 128 + SIGTERM
 TORCH_WRITERS = ("inline_container", "PytorchStreamWriter", "PyTorchFileWriter")  # their messages have no errno
 
 
@@ -73,9 +73,9 @@ def first_line(problem: BaseException) -> str:
 
 def read_problem(problem: BaseException) -> str:
     """Why a file of weights cannot be read, in one line."""
-    if isinstance(problem, UnpicklingError):  # whose message recommends to load it all the same
+    if isinstance(problem, UnpicklingError):  # its message recommends loading the file anyway
         return "it is a pickle with more than tensors in it, which might run code"
-    if isinstance(problem, LookupError | AttributeError | TypeError):  # whose messages are about the reader's code
+    if isinstance(problem, LookupError | AttributeError | TypeError):  # their messages describe the reader's code
         return f"it is damaged ({type(problem).__name__})"
     return first_line(problem)
 
@@ -109,9 +109,9 @@ def _causes(problem: BaseException | None) -> Iterator[BaseException]:
 def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a program's `main`: a UsageError is printed as one line and becomes the exit status.
 
-    So does a package that is missing, a given path that is longer than the file system's names, and a write that failed
-    where no caller knew more about it: in another package, or to a full standard output.
-    Where the reader of a pipe is gone, as behind `head`, the program ends without a word.
+    So is a missing package, a given path that is too long for the file system, and a failed write that no caller
+    handles: in another package, or to a full standard output.
+    If the reader of a pipe has ended, as with `head`, the program ends silently.
     """
 
     @functools.wraps(main)

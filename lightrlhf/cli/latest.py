@@ -25,7 +25,7 @@ def follow_latest(path: str) -> str:
 
 
 def why_missing(path: str) -> str:
-    """Why a path is no folder, in words; a link such as `best` may lead to a checkpoint that was deleted."""
+    """The reason why a path is not a folder; a link such as `best` may lead to a checkpoint that was deleted."""
     if not os.path.islink(path):
         return "does not exist"
     remedy = f"; give {Path(path).parent} for its newest checkpoint" if Path(path).name == "best" else ""

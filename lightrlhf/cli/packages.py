@@ -52,9 +52,9 @@ def check_package(what: str, package: str, error: type[Exception] = ValueError) 
 
 
 def missing_line(problem: BaseException | None) -> str | None:
-    """The message for an import that found no package; None where the package is none of those in `setup.py`.
+    """The message for an import that found no package; None if `setup.py` does not list the package.
 
-    Also for one that found no folder for temporary files: packages that torch imports ask for it.
+    Also for an import that found no folder for temporary files, which packages that torch imports need.
     """
     if isinstance(problem, FileNotFoundError) and "No usable temporary directory" in str(problem):
         return "no folder for temporary files can be written; set TMPDIR to one that can"

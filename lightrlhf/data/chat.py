@@ -27,13 +27,13 @@ from lightrlhf.cli.errors import UsageError, first_line
 
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
-# raised by templates, of which some import a file, count beyond the sandbox's range or call themselves
+# raised by templates, some of which import a file, exceed the sandbox's range or call themselves
 TEMPLATE_ERRORS: tuple[type[Exception], ...] = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 TEMPLATE_ERRORS += (AttributeError, RecursionError, MemoryError)
 REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for
-ROLES = (  # of messages in files and requests, by the names that they have there
+ROLES = (  # of messages in files and requests, by their names there
     dict.fromkeys(("user", "human"), "user")
     | dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")
     | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
@@ -131,7 +131,7 @@ def declare_ends(tokenizer: Any, source: str) -> None:
 
 
 def any_of(texts: set[str]) -> re.Pattern[str]:
-    """A pattern of any of some texts, the longest first; of none, one that matches nothing."""
+    """A pattern that matches any of the texts, the longest first; without texts it matches nothing."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -150,7 +150,7 @@ def has_generation_tags(tokenizer: Any, tools: Any = None) -> bool:
 
 
 def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
-    """Whether the chat template writes the present date into a dialogue, which then stays in what is stored of it."""
+    """Whether the chat template writes the current date into a dialogue, where it is stored."""
     name, asked = "strftime_now", {"role": "user", "content": "text"}
     tool = {"type": "function", "function": {"name": "name", "parameters": {"type": "object", "properties": {}}}}
     tools = [tool] if has_tools else None
@@ -294,9 +294,9 @@ def _leaves(value: Any) -> list[str]:
 
 
 def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
-    """Messages as a template gets them: protected, and without what concerns the loss alone.
+    """Messages as passed to a template: protected, and without the fields that only affect the loss.
 
-    Raises: UsageError for a role that is none of `ROLES`, which templates write as any other, or leave out.
+    Raises: UsageError for a role that is not in `ROLES`; templates would render or drop it silently.
     """
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:

@@ -79,9 +79,9 @@ OF_EACH = ("truncated", "response_ids", "rewards")  # as long as `responses`
 
 
 def read_responses(path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
-    """Rows of a file of responses. needs, optional: the columns that the caller reads; an optional null is as none.
+    """Rows of a file of responses. needs, optional: the columns that the caller reads; an optional null means none.
 
-    Where a row has a column of the data, all have it, None where a row has none.
+    A data column of any row is in all rows, as None where it was missing.
     Raises: UsageError naming the file when it has no rows; row and column, too, when one is missing or of another type.
     """
     rows = read_jsonl(path, needs)
@@ -92,7 +92,7 @@ def read_responses(path: str | Path, needs: Sequence[str], optional: Sequence[st
 
 
 def with_all_columns(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with the data's columns that any has, None where a row has none: a function gets all of them."""
+    """The rows with the same data columns in each, None where one is missing, since a function gets all of them."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ROW)
     return [row | {name: None for name in names if name not in row} for row in rows]
 

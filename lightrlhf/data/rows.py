@@ -34,7 +34,7 @@ def load_rows(
 ) -> list[Row]:
     """Rows of a split: those given, else those of `--data_dir`, compared with its seal if `verify`.
 
-    Where a row has `columns`, all have the same, see `share_columns`.
+    `columns` have the same keys in all rows, see `share_columns`.
 
     Raises: UsageError when the file cannot be read or has changed, or a row lacks a column or holds a bad value.
     """

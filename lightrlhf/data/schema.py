@@ -92,7 +92,7 @@ def without_equal_pairs(rows: list[Row], source: str = "") -> tuple[list[Row], s
 
 
 def share_columns(rows: Iterable[Row]) -> None:
-    """Give `columns` of each row the names that those of any row have, None where a row has none.
+    """Give all rows the same keys in `columns`, with None where a row lacks one.
 
     A function then gets the same columns in every batch, whichever rows are in it.
     """

@@ -30,7 +30,7 @@ def load_split(
 ) -> list[Row]:
     """Load the rows of `{data_dir}/{stage}_{split}.pt`; pairs of equal responses are left out, with a note.
 
-    Where a row has `columns`, all have the same, see `share_columns`. verify: compare the file with the folder's seal;
+    `columns` have the same keys in all rows, see `share_columns`. verify: compare the file with the folder's seal;
     vocab_size: of the tokenizer, above which no token id may lie.
     Raises: UsageError naming the file when it is missing, damaged, changed, empty, of another stage, holds code, or has
     a bad row.

@@ -270,8 +270,8 @@ def check_shown(
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens and without a clean-up of spaces.
 
-    The tokens that end a turn are left out, too, although some tokenizers declare them as no special tokens. As their
-    own decoders do it, SentencePiece tokenizers drop a space at the beginning.
+    The tokens that end a turn are also left out, although some tokenizers do not declare them as special. Like their
+    own decoders, SentencePiece tokenizers drop a leading space.
     """
     ends = end_tokens(tokenizer)
     ids = [index for index in ids if index not in ends]

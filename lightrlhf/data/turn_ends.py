@@ -1,10 +1,10 @@
 """Where an assistant turn ends: the control tokens with which the chat template closes it.
 
-Found by rendering known exchanges, of words and of tool calls, whose turns may end with other tokens. Control tokens
-directly behind each other, such as `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, all belong to the turn, up to the
-tokenizer's end token. The last of them ends a response, so what is sampled is what was trained. Not of the turn are
-the header of the next one and what a template writes behind the last turn of a dialogue alone, such as
-`<|endoftext|>`, for the next prompt lacks it. `{% generation %}` tags that reach further decide.
+The end is found by rendering known exchanges of words and of tool calls, whose turns may end with different tokens.
+Adjacent control tokens, such as `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`, all belong to the turn, up to the tokenizer's
+end token. The last of them ends a response, so sampling stops where training stopped. The turn excludes the header of
+the next turn, and text that a template writes only after the last turn of a dialogue, such as `<|endoftext|>`, since
+the next prompt lacks it. `{% generation %}` tags that reach further take precedence.
 
 Left out: turns of tool calls without a control token at their end.
 """
@@ -38,8 +38,8 @@ class TurnEnd(NamedTuple):
     """The end of a turn as the chat template writes it."""
 
     ids: tuple[int, ...]  # control tokens, of which the last ends a response
-    text: str  # from the first of them on; longer where generation tags reach further
-    behind: str  # what the template writes behind it, which belongs to the next prompt
+    text: str  # starts with the first of them; longer if generation tags reach further
+    behind: str  # the text after it, which belongs to the next prompt
 
 
 class _Control(NamedTuple):
@@ -53,7 +53,7 @@ class _Control(NamedTuple):
 def turn_end(tokenizer: Any) -> int | None:
     """Id of the token that ends an assistant's answer; None if the chat template leaves turns open.
 
-    None also without a template, and with one that cannot render the known exchange.
+    Also None without a template, or if it cannot render the known exchange.
     """
     end = answer_end(tokenizer)
     return end.ids[-1] if end and end.ids else None
@@ -77,14 +77,14 @@ def answer_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def call_end(tokenizer: Any) -> TurnEnd | None:
-    """How the chat template ends a turn of tool calls; None if it writes none, or ends them as it does answers."""
+    """How the chat template ends a turn of tool calls; None if it renders none, or ends them like answers."""
     return _call_end(tokenizer, *_key(tokenizer)) if tokenizer.chat_template else None
 
 
 def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
-    """The assistant turn that `rendered` adds to a prompt, with its end; None if it does not begin with that.
+    """The assistant turn that `rendered` adds to a prompt, with its end; None if `rendered` does not begin with it.
 
-    What the template writes behind the end, such as a line break, belongs to the next prompt.
+    Text after the end, such as a line break, belongs to the next prompt.
     """
     if not rendered.startswith(prompt):
         return None
@@ -104,7 +104,7 @@ def closed(tokenizer: Any, ids: list[int]) -> list[int]:
     """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
     end = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id} | (set() if end is None else controls(tokenizer).ending_ids)
-    last = next((i for i in reversed(ids) if i in ends or tokenizer.decode([i]).strip()), -1)  # behind it white space
+    last = next((i for i in reversed(ids) if i in ends or tokenizer.decode([i]).strip()), -1)  # then white space
     return ids if last in ends else [*ids, tokenizer.eos_token_id]
 
 
@@ -119,7 +119,7 @@ def without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 # -------------------------------------------------------------------------------------------------- known exchanges
 def _key(tokenizer: Any) -> tuple[str, str]:
-    """What an end depends on beside the tokenizer."""
+    """What an end depends on besides the tokenizer."""
     return str(tokenizer.chat_template), tokenizer.eos_token
 
 
@@ -162,7 +162,7 @@ def _call_end(tokenizer: Any, template: str, eos_token: str) -> TurnEnd | None:
 def _end_of(
     tokenizer: Any, exchange: list[dict[str, Any]], tools: list[Any] | None, behind: str, run: list[_Control]
 ) -> TurnEnd | None:
-    """The end of the last turn of an exchange, of which `run` are control tokens in the text behind its words."""
+    """The end of the last turn of an exchange; `run`: the control tokens in the text after its words."""
     stop = run[-1].end if run else 0
     reach = max(stop, len(behind) + _reach_of_tags(tokenizer, exchange, tools))
     if reach == 0:
@@ -237,7 +237,7 @@ def _behind(
     tools: list[Any] | None = None,
     prompts: bool = False,
 ) -> str | None:
-    """What the chat template writes behind the last of some words; None if it refuses them or lacks the first."""
+    """The text that a chat template writes after the last of some words; None if it refuses them or lacks the first."""
     text = _rendered(tokenizer, messages, tools, prompts)
     if text is None or words[0] not in text:
         return None

@@ -141,7 +141,7 @@ def make_env(name: str, **options: Any) -> TextEnv:
         made = environment(**options)
     except ValueError as problem:
         raise UsageError(f"--env {name}: {problem}") from None
-    except (TypeError, ArithmeticError) as problem:  # of values that the constructor gives no type
+    except (TypeError, ArithmeticError) as problem:  # from values without a type annotation in the constructor
         if not options:
             raise
         raise UsageError(f"--env {name} cannot be made with these --env_options: {first_line(problem)}") from None
@@ -152,10 +152,10 @@ def make_env(name: str, **options: Any) -> TextEnv:
 
 
 def _check_options(environment: Any, options: dict[str, Any]) -> None:
-    """Raises: ValueError for an option that is of another type than the constructor says, where that is a plain one."""
+    """Raises: ValueError for an option whose type differs from the constructor's annotation, where that is plain."""
     try:
         hints = get_type_hints(environment.__init__ if inspect.isclass(environment) else environment)
-    except (NameError, TypeError):  # names that only a type checker knows
+    except (NameError, TypeError):  # names that only a type checker can resolve
         return
     for name, value in options.items():
         kinds = get_args(hints.get(name)) or (hints.get(name),)

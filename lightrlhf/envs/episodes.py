@@ -59,7 +59,7 @@ class Episode:
 
     @functools.cached_property
     def plain(self) -> dict[str, Any]:
-        """Plain values of an episode that has ended; each step of a run with a replay asks for them."""
+        """Plain values of an episode that has ended; each step of a run with a replay needs them."""
         return asdict(self)
 
     def story(self) -> str:

@@ -141,7 +141,7 @@ def load_dialogues(data_dir: str, split: str, verify: bool = True) -> list[Dialo
 
 
 def sharing_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list[Dialogue]]:
-    """Dialogues by split, each with the columns that any has, None where it has none: functions get all of them."""
+    """Dialogues by split, with the same columns in each, None where one is missing, since functions get all of them."""
     names: Row = dict.fromkeys(name for ones in dialogues.values() for one in ones for name in one.columns)
     return {split: [replace(one, columns=names | one.columns) for one in ones] for split, ones in dialogues.items()}
 

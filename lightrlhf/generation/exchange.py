@@ -1,8 +1,8 @@
 """The exchange folder: where a trainer writes the weights that servers load, a new folder for each version.
 
-A version's folder appears whole or not at all, its name is never used again, and the newest two are kept, for a server
-may still read the one before. All of it goes with the trainer, whose process the folder is named by; what a killed one
-left goes with the next that starts on the same machine.
+A version's folder appears complete or not at all, and its name is never reused. The newest two are kept, since a server
+may still read the previous one. The exchange folder is named by the trainer's process and removed when the trainer
+ends; what a killed trainer left is removed by the next one that starts on the same machine.
 
 Left out: transfer without files, and cleaning up on machines other than the trainer's.
 """

@@ -1,11 +1,11 @@
-"""Sums and statistics in float64: on the device of their numbers, or on the host where the device has no float64."""
+"""Sums and statistics in float64, on the values' device, or on the host if the device has no float64."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-WITHOUT = {"mps"}  # types of devices that refuse float64; a run has one rank there, so no sum over ranks needs it
+WITHOUT = {"mps"}  # device types without float64; a run has one rank there, so sums over ranks do not need it
 
 
 def float64_device(device: torch.device) -> torch.device:

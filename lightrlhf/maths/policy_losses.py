@@ -139,5 +139,5 @@ def token_weights(
     by_group = reduce(rows.new_zeros(num_groups, 2).index_add(0, group, rows))  # (G, 2)
     tokens, sequences = by_group.sum(0)
     counts = Counts(tokens, sequences, (by_group[:, 0] > 0).sum(), row_tokens[:, None], by_group[group, :1], length)
-    weights = AGGREGATIONS[aggregation](counts).float()  # infinite where there is nothing to weigh
+    weights = AGGREGATIONS[aggregation](counts).float()  # infinite for an empty count
     return torch.where(action_mask, weights.to(action_mask.device).expand(action_mask.shape), 0.0)

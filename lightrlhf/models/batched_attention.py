@@ -39,9 +39,9 @@ def use_batched_attention() -> None:
 
 
 def is_faster() -> bool:
-    """Whether this processor multiplies bfloat16 but torch's kernel does not make use of it.
+    """Whether this processor multiplies bfloat16 but torch's kernel does not use that.
 
-    Not where ATEN_CPU_CAPABILITY holds torch to narrower vectors, whatever the processor has.
+    False if ATEN_CPU_CAPABILITY limits torch to narrower vectors, whatever the processor has.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False

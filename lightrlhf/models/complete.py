@@ -1,4 +1,4 @@
-"""Whether the files of a model or adapter hold all of it: transformers draws what they lack, without an error.
+"""Checks that the files of a model or adapter are complete; transformers initialises missing tensors at random.
 
 Left out: values (`check_weights`), and the seal of a checkpoint (`storage/checkpoint.py`).
 """
@@ -29,10 +29,10 @@ COMPUTED = re.compile(r"(masked_bias|position_ids|rotary_emb\.inv_freq)$")  # bu
 def check_complete(
     model: PreTrainedModel, found: Mapping[str, Any], source: str, named: str, lacks_head: bool = False
 ) -> None:
-    """Check that a model was read whole, and print which tensors of its files it has no place for.
+    """Check that no tensor of a model is missing, and print the tensors of its files that it does not use.
 
-    found: what `from_pretrained` tells with `output_loading_info`; source: folder or hub id; named: the model in
-    errors; lacks_head: it is a language model that gets a scalar head.
+    found: the `output_loading_info` of `from_pretrained`; source: folder or hub id; named: the model's name in errors;
+    lacks_head: whether the model is a language model that gets a scalar head.
     Raises: UsageError naming the first tensor that is missing or of another shape, and its file.
     """
     if lacks_head and not hasattr(model, "score"):
@@ -60,14 +60,14 @@ def check_complete(
 
 
 def _is_known(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor without a place is no surprise: it is computed, or of a head that a scalar model replaces."""
+    """Whether an unused tensor is expected: it is computed, or belongs to a head that a scalar model replaces."""
     inner = {model.base_model_prefix, *dict(model.base_model.named_children())}
     is_other_head = hasattr(model, "num_labels") and key.split(".")[0] not in inner
     return is_other_head or COMPUTED.search(key) is not None
 
 
 def file_of(source: str, key: str) -> str:
-    """The file of a folder that should hold a tensor: its shard by the index, else the index or the only file."""
+    """The file of a folder that should hold a tensor: the shard in the index, else the index or the only file."""
     for name in FILES:
         if Path(source, name).is_file():
             return str(Path(source, name))

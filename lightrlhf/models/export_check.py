@@ -1,6 +1,6 @@
 """Checks of an exported model: what was written is loaded again and must be the model that it was made of.
 
-That model was observed before its adapters were merged, so a merge that lost something shows, too.
+The source is observed before its adapters are merged, so an incomplete merge is detected as well.
 
 Compared are the token ids of texts that are hard to split, the rendered chat template, what ends a response, each
 weight, the logits of a few prompts and the tokens that greedy decoding adds to them.

@@ -1,8 +1,8 @@
-"""Adapters on matrices that layers share, as an output layer that is tied to the embedding.
+"""Adapters on matrices that layers share, such as an output layer that is tied to the embedding.
 
 An adapter changes one of the layers that share a matrix, but its merge would change all of them. So an output layer
-gets a matrix of its own before the merge, and the model's config says so. Other shared matrices get no adapter, nor do
-embeddings, which are no linear layers.
+gets its own matrix before the merge, and the model's config is updated. Other shared matrices and embeddings, which
+are not linear layers, get no adapter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def would_untie(model: PreTrainedModel, adapters: Sequence[str]) -> bool:
 
 
 def untie(model: PreTrainedModel, layer: Any) -> None:
-    """Give an output layer with adapters a matrix of its own, in place."""
+    """Give an output layer with adapters its own matrix, in place."""
     base = layer.get_base_layer()
     base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
@@ -43,14 +43,14 @@ def untie(model: PreTrainedModel, layer: Any) -> None:
 
 
 def check_layers(model: PreTrainedModel, layers: Mapping[str, Any], adapter: str, named: str, remedy: str) -> None:
-    """Check the layers of a new adapter. layers: all that carry adapters; named, remedy: of the adapter, for an error.
+    """Check the layers of a new adapter. layers: all with adapters; named, remedy: for the error message.
 
     Raises: UsageError for an embedding, and for a matrix that layers other than embedding and output layer share.
     """
     places = Counter(
         id(parameter)
         for module in model.modules()
-        for child in module._modules.values()  # with a module that stands in two places
+        for child in module._modules.values()  # includes a module that is registered twice
         if child is not None
         for parameter in child.parameters(recurse=False)
     )

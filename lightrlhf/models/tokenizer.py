@@ -100,8 +100,8 @@ def end_ids(tokenizer: Any, model: Any) -> list[int]:
     """Ids that end a response of a model of transformers: its tokenizer's end token, the tokens with which the chat
     template ends a turn of words or of tool calls, and those of its generation config.
 
-    Where the template ends a turn with several tokens, those before the last do not end a response. A generation config
-    without any control token of the tokenizer is not counted: it was made for another one.
+    If the template ends a turn with several tokens, only the last ends a response. A generation config without any
+    control token of the tokenizer is ignored: it was made for another tokenizer.
     """
     stored = getattr(model.generation_config, "eos_token_id", None)
     own = [stored] if isinstance(stored, int) else list(stored or [])

@@ -4,8 +4,8 @@
     f(data_source, solution_str, ground_truth, extra_info) -> a number       as verl calls `compute_score`, one response
 
 The second is known by its parameters' names. Either may return `{"score": number, …}` for a number, and may be `async`:
-all calls of a batch are then awaited together. None says that a reward does not apply to a response. Anything else is
-refused: the values of a dict, the letters of a text or the rows of a table are no scores of responses.
+all calls of a batch are then awaited together. None means that a reward does not apply to a response. Anything else is
+refused: the values of a dict, the letters of a text or the rows of a table are not scores of responses.
 
 This module loads no torch: a process that only scores starts in a tenth of a second.
 
@@ -47,7 +47,7 @@ class Failure(Exception):
 
 
 def call_function(function: RewardFunction, responses: Sequence[Response]) -> list[float | None | Failure]:
-    """A function's number for each response, None where it returned that, or why there is none.
+    """For each response the function's number, None if it returned None, or a Failure with the reason.
 
     Raises: whatever a function of many responses raises; Failure where it returns anything else than one for each.
     """
@@ -146,7 +146,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 def number_of(value: Any) -> float | None | Failure:
-    """What was returned for a response as a number, or why it is none. True is 1 and False 0; a text is no number."""
+    """The value returned for a response as a number, or a Failure. True is 1 and False is 0; a text is not a number."""
     if isinstance(value, Exception):
         return failure_of(value)
     number = value["score"] if isinstance(value, dict) and "score" in value else value
@@ -156,7 +156,7 @@ def number_of(value: Any) -> float | None | Failure:
         if not hasattr(number, "__float__") or len(getattr(number, "shape", ())):
             raise TypeError
         return float(number)
-    except Exception:  # whatever a user's value raises
+    except Exception:  # a user's value may raise anything
         return Failure("errors", f"it returned {shown(value)} for a response, not a number or None")
 
 
@@ -164,7 +164,7 @@ def shown(value: Any) -> str:
     """The type of a value, and its beginning, in one line."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever a user's class raises
+    except Exception:  # a user's class may raise anything
         text = ""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} {text[:60]}{'…' if len(text) > 60 else ''}".strip()

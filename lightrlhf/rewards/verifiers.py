@@ -86,7 +86,7 @@ def last_number(text: str) -> float | None:
 
 
 def right_answers(columns: dict[str, Any]) -> list[Any]:
-    """The right answers, None of a row without one; of GSM8K's what follows `####`.
+    """The right answers, None for a row without one; of GSM8K's answers the part after `####`.
 
     Raises: ValueError where the data has no column of answers.
     """

@@ -101,7 +101,7 @@ class App:
                 index, choice, version = piece
                 before = shown.get(index)
                 if before is not None and len(choice.text) < len(before.text):
-                    choice = choice._replace(text=before.text)  # half of a character may take back the one before
+                    choice = choice._replace(text=before.text)  # an incomplete character may change the previous text
                 shown[index] = choice
                 row = chunk(self.engine.token_text, asked, head, index, choice, before, version)
                 if row is not None:

@@ -164,12 +164,11 @@ class Engine:
     def _choice(self, request: Completion, ids: list[int], logprobs: list[float], truncated: bool | None) -> Choice:
         """A response with its text; truncated: None while it is not complete.
 
-        What more tokens may change is not shown before it is complete: half of a character, the beginning of a stop
-        text.
+        Text that further tokens may change is held back until then: an incomplete character, the start of a stop text.
         """
         text, stops = self._text(request, ids), [] if request.include_stop else request.sampling.stop_strings
         if (end := first_stop(self.tokenizer, ids, stops)) is not None:
-            known = len(self._text(request, ids[: end - 1]).rstrip("\ufffd"))  # the stop text ends behind it
+            known = len(self._text(request, ids[: end - 1]).rstrip("\ufffd"))  # the stop text ends after it
             starts = [at for stop in stops if (at := text.find(stop, max(known - len(stop) + 1, 0))) >= 0]
             text = text[: min(starts, default=None)]
         elif truncated is None:

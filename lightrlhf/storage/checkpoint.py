@@ -65,10 +65,10 @@ def checkpoint_path(experiment_dir: Path, step: int) -> Path:
 
 
 def link_best(experiment_dir: Path, step: int | None) -> None:
-    """Let `best` be the checkpoint of a step, atomically; where there is none, nothing changes.
+    """Link `best` to the checkpoint of a step, atomically; without such a checkpoint nothing changes.
 
-    A file or folder of that name is kept under another one, and a line says so: a copy of the experiment dir may have
-    followed the link.
+    A file or folder of that name is renamed, and a printed line says so: a copy of the experiment dir may have followed
+    the link.
     """
     if step is None or not checkpoint_path(experiment_dir, step).is_dir():
         return
@@ -86,7 +86,7 @@ def follow_best(path: Path) -> Path:
 
 
 def final_checkpoint(experiment_dir: Path) -> Path:
-    """What a finished run leaves: the checkpoint of `--keep_best`, else, also where that was deleted, its newest."""
+    """The result of a finished run: the checkpoint of `--keep_best`, or the newest if that is missing."""
     best = experiment_dir / BEST
     return follow_best(best) if best.is_dir() else checkpoints(experiment_dir)[-1]
 
@@ -94,7 +94,7 @@ def final_checkpoint(experiment_dir: Path) -> Path:
 def step_of(folder: Path) -> int | None:
     """The step of a checkpoint by the name of its folder; None for any other folder.
 
-    Whatever else a user keeps in a run, `checkpoint-000500-backup` for one, is never read nor removed.
+    Other folders that a user keeps in a run, such as `checkpoint-000500-backup`, are neither read nor removed.
     """
     return int(folder.name.partition("-")[2]) if re.fullmatch(CHECKPOINT, folder.name) else None
 

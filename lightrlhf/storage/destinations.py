@@ -1,7 +1,7 @@
-"""Destinations: whether a program may write to a path that it was given, before any work.
+"""Destinations: checks whether a program may write to a given path, before any work.
 
-A path inside an experiment dir or a checkpoint is refused: one file more breaks the seal of a checkpoint, and another
-`args.json` replaces what a run is resumed by. Only the places of results in an experiment dir may be written to.
+A path inside an experiment dir or a checkpoint is refused: an extra file breaks the seal of a checkpoint, and another
+`args.json` replaces the one that resuming needs. Only the places of results in an experiment dir are accepted.
 
 Left out: quotas and free space, which may change until the write.
 """
@@ -17,7 +17,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import MANIFEST, checkpoints
 
 RESULTS = ("eval", "export", "iteration-*", "curves.png", "votes.jsonl")  # places of results in an experiment dir
-MODEL = ("config.json", "adapter_config.json")  # one of them is in each folder of weights
+MODEL = ("config.json", "adapter_config.json")  # each folder of weights has one of them
 
 
 def check_output(path: Path, flag: str) -> None:
@@ -51,7 +51,7 @@ def owner_of(path: Path) -> str | None:
         if os.path.isfile(folder / "resume.pt"):
             return f"the checkpoint {folder}"
         is_sealed = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in MODEL)
-        if is_sealed and folder != place:  # a model in the folder itself is what such a program replaces
+        if is_sealed and folder != place:  # a program may replace a model in the folder itself
             return f"the sealed model {folder}"
         inside = place.relative_to(folder).parts
         if is_run(folder) and not (inside and any(fnmatch(inside[0], name) for name in RESULTS)):

@@ -1,10 +1,10 @@
-"""The layout of a GGUF file: what its header says of sizes and places must be true of its bytes.
+"""The layout of a GGUF file: the sizes and offsets of its header must match its bytes.
 
 Tensors lie in the order of the header, each at the next multiple of the alignment, and nothing follows the last one.
-llama.cpp reads no other file, so a wrong size, kind or offset shows as a tensor that is not where it should be.
+llama.cpp reads no other layout, so a wrong size, type or offset shows as a tensor at the wrong place.
 
-Left out: kinds with as many bits a number as the right one, but where `general.file_type` names a kind that no writer
-mixes with them; values, for a file has no checksum.
+Left out: wrong types with the same number of bits per value, unless `general.file_type` names a type that no writer
+mixes with them; wrong values, since a file has no checksum.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-PURE = ("F32", "F16", "BF16", "Q4_0")  # kinds whose files have no other kinds of the same size
+PURE = ("F32", "F16", "BF16", "Q4_0")  # types whose files contain no other type of the same size
 
 
 def read_header(file: Path) -> Any:
-    """The reader of a file, with its metadata and tensors. Raises: ValueError, or whatever a damaged header causes."""
+    """The reader of a file, with its metadata and tensors. Raises: ValueError, or any error of a damaged header."""
     from gguf import GGUFReader, GGUFValueType
 
     class Bounded(GGUFReader):
-        """Raises: ValueError where more is to be read than the file has, before memory is taken for it."""
+        """Raises: ValueError before memory is allocated, if more is to be read than the file has."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
@@ -47,7 +47,7 @@ def read_header(file: Path) -> Any:
 
         def _get_tensor_info_field(self, orig_offs: int) -> Any:
             found = super()._get_tensor_info_field(orig_offs)
-            if not found.name:  # as any number of them in a stretch of zeros
+            if not found.name:  # a stretch of zeros reads as any number of tensors
                 raise ValueError("it has a tensor without a name")
             return found
 
@@ -55,7 +55,7 @@ def read_header(file: Path) -> Any:
 
 
 def check_layout(reader: Any) -> None:
-    """Raises: ValueError naming the first tensor that does not lie where it should, or what follows the last one."""
+    """Raises: ValueError naming the first tensor at a wrong place, or bytes after the last one."""
     alignment, place = int(reader.alignment), int(reader.data_offset)
     for tensor in reader.tensors:
         if math.prod(map(int, tensor.shape)) != tensor.n_elements:
@@ -70,13 +70,13 @@ def check_layout(reader: Any) -> None:
 
 
 def check_kinds(reader: Any, stored: Mapping[str, Any]) -> None:
-    """Raises: ValueError naming a tensor whose kind is another one of the same size than the file is said to have."""
+    """Raises: ValueError naming a tensor whose type contradicts `general.file_type` but has the same size."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
     number: Any = stored.get("general.file_type")
     try:
         name = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:  # not said, or by a newer writer
+    except ValueError:  # missing, or by a newer writer
         return
     if name not in PURE:
         return

@@ -68,7 +68,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """JSON, which has neither NaN nor infinite numbers: they become null, which readers take as undefined."""
+    """JSON text; NaN and infinite numbers, which JSON does not have, become null."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -84,7 +84,7 @@ def _with_nulls(value: Any) -> Any:
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> Row:
-    """The metrics that are finite numbers, for `metrics.jsonl`: an undefined one is left out of its step."""
+    """The metrics with finite values, for `metrics.jsonl`; the others are left out of their row."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
@@ -181,7 +181,7 @@ class JsonlWriter:
         """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
         if content and self._settings is not None:
-            stored_settings(self.path)  # else it is no file of a writer, and its last line is left as it is
+            stored_settings(self.path)  # without them no writer made the file, and its last line is kept
         check_seal(self.path, content, may_be_cut=True)
         end = content.rfind(b"\n") + 1
         if end < len(content):

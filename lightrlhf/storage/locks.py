@@ -129,7 +129,7 @@ def _opened(path: Path) -> int:
             raise
         raise UsageError(f"{path} is a link, not a lock; remove it") from None
     found = os.fstat(handle)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # none once its holder has removed it
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # no links once its holder has removed it
         return handle
     os.close(handle)
     raise UsageError(f"{path} is a file of another name or kind, not a lock; remove it")

@@ -176,8 +176,8 @@ def write_results(
 ) -> str:
     """Write the results to `eval/{name}.json`, one record per line to `eval/{name}.jsonl`, and the flags next to them.
 
-    Other results of an earlier call stay: then the files are named by what was changed, such as `test-seed=7.json`, and
-    a line says so. Returns the name. In a dry run, as the flags say, the first record is printed instead.
+    Different results of an earlier call are kept: the new files are then named by the changed settings, such as
+    `test-seed=7.json`, and a line says so. Returns the name. In a dry run, the first record is printed instead.
     Raises: RunFailure when they cannot be written.
     """
     if flags.get("dry_run"):
@@ -199,7 +199,7 @@ def write_results(
 
 
 def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, str]:
-    """A name of results that no other results have, and a note where it is not `name`; files: contents by suffix."""
+    """A name that no other results use, and a note if it differs from `name`; files: contents by suffix."""
 
     def may_be_written(one: str) -> bool:
         known = {suffix: folder / f"{one}{suffix}" for suffix in files if (folder / f"{one}{suffix}").exists()}
@@ -223,6 +223,6 @@ def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[
 
 
 def short_setting(flag: str, value: Any) -> str:
-    """A setting as part of a file's name; of long values and paths the flag alone."""
+    """A setting as part of a file's name; only the flag for long values and paths."""
     text = str(value).lower()
     return f"{flag}={text}" if re.fullmatch(r"[\w.+-]{1,24}", text) else flag

@@ -27,7 +27,7 @@ from lightrlhf.storage.temporary import is_temporary, temporary_path
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 
 ITERATION = re.compile(r"iteration-([0-9]+)")
-# what a run writes before its first checkpoint
+# files that a run writes before its first checkpoint
 BEGINNING = {"args.json", "base", "logs", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "trajectories", "wandb"}
 BEGINNING |= {LOCK, MANIFEST}
 NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*")
@@ -246,7 +246,7 @@ def check_vacant(directory: Path) -> None:
 
 
 def discard_runs(folder: Path) -> None:
-    """Remove a run that has no checkpoint, or a folder of such runs; one that holds files of others is renamed.
+    """Remove a run that has no checkpoint, or a folder of such runs; a run with other files is renamed.
 
     A line says so. Raises: RunFailure when it cannot be renamed.
     """
@@ -255,7 +255,7 @@ def discard_runs(folder: Path) -> None:
         entries = list(files)
         if "args.json" in files:
             entries += folders
-            folders.clear()  # what is deeper in a run is the run's
+            folders.clear()  # everything below a run belongs to it
         others += [name for name in entries if name not in BEGINNING and not is_temporary(name)]
     if others:
         print(f"note: {others[0]} is of no run, so it is kept in {set_aside(folder, 'failed')}", flush=True)
@@ -277,7 +277,7 @@ def is_stage(directory: Path) -> bool:
 
 
 def whole_run(directory: Path) -> Path:
-    """The experiment dir to resume a run by: of the training of an iteration, that of the program in iterations."""
+    """The experiment dir to resume: for the training run of an iteration, the dir of the iterative program."""
     stages = (one for one in directory.parents if ITERATION.fullmatch(one.name))
     return next((one.parent for one in stages if is_experiment_dir(str(one.parent))), directory)
 
@@ -289,10 +289,10 @@ def iterations(directory: Path) -> dict[int, Path]:
 
 
 def link_latest(run: Path, resumed: bool = False) -> None:
-    """Let `latest` next to a run that begins be it, atomically; a resumed one only where there is no such link.
+    """Link `latest` to a run that begins, atomically; to a resumed run only if there is no such link.
 
-    Names do not say which run was begun last, for clocks go back. Only runs that are named by their time have a link. A
-    file or folder of that name is left alone, and a file system may have no links; one printed line says either.
+    Names do not show which run began last, since clocks can go back. Only runs that are named by their time get a link.
+    A file or folder of that name is left alone, and a file system may not support links; a printed line says so.
     Raises: RunFailure when the link cannot be written for any other reason.
     """
     link = run.with_name(LATEST)

@@ -1,11 +1,11 @@
-"""Temporary names: a file or folder is written beside its place, under a hidden name that says which process writes it.
+"""Temporary names: a file or folder is written next to its target, under a hidden name that contains the process.
 
-`.args.json.node17-4242-9f86d081.partial` is being written by process 4242 of node17. The token at its end is random, so
-nobody can make that name, or a link under it, beforehand. What a killed process left is known by its number, and goes
-with the next write of the same name; every other file, whatever its name, is somebody's.
+`.args.json.node17-4242-9f86d081.partial` is being written by process 4242 of node17. The last token is random, so the
+name, or a link under it, cannot be created in advance. Files of a killed process are identified by its number and
+removed by the next write of the same name. All other files are left alone, whatever their names.
 
-Left out: what was left by processes of other machines, or under another user, except the checkpoints of a locked run;
-and containers that share a host name, but not their processes.
+Left out: files of processes of other machines or users, except the checkpoints of a locked run; and containers that
+share a host name, but not their processes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-MARK = r"(\d+)-[0-9a-f]{8}"  # behind the host name: process and token
-LONGEST = 120  # bytes of a temporary name that are taken from the name itself, for a file's may have 255
-_used: set[str] = set()  # marks of this process, whose number an earlier one may have had
+MARK = r"(\d+)-[0-9a-f]{8}"  # after the host name: process and token
+LONGEST = 120  # bytes of the target's name in a temporary name; file names have at most 255
+_used: set[str] = set()  # marks of this process; an earlier process may have had the same number
 
 
 def new_mark() -> str:
@@ -31,23 +31,23 @@ def new_mark() -> str:
 
 
 def host() -> str:
-    """The name of this machine as it stands in file names."""
+    """The name of this machine, as used in file names."""
     return re.sub(r"[^\w.-]", "_", socket.gethostname())[:64]
 
 
 def temporary_path(path: Path) -> Path:
-    """A new name beside `path`, to write and then rename; what killed processes left of writing `path` is removed."""
+    """A new name next to `path`, to write and then rename; leftovers of killed processes for `path` are removed."""
     remove_left(path.parent, re.escape(_shortened(path.name)))
     return path.with_name(f".{_shortened(path.name)}.{new_mark()}.partial")
 
 
 def create(path: Path) -> None:
-    """Create an empty file that was not there, so through no link. Raises: OSError."""
+    """Create a new empty file, never through a link. Raises: OSError, also if it exists."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
 
 def remove_left(folder: Path, names: str = ".+", of_any_host: bool = False) -> None:
-    """Remove what killed processes left of writing files or folders of these names, a regular expression.
+    """Remove leftovers of killed processes for files or folders whose names match a regular expression.
 
     of_any_host: for a caller whose lock says that no other process, wherever it runs, writes them now.
     """
@@ -57,7 +57,7 @@ def remove_left(folder: Path, names: str = ".+", of_any_host: bool = False) -> N
 
 def left(folder: Path, before: str, after: str = "", of_any_host: bool = False) -> list[Path]:
     """Entries of a folder named by a process that has ended; before, after: regular expressions around the mark."""
-    if os.name == "nt":  # nothing tells there whether a process lives
+    if os.name == "nt":  # there is no way to see whether a process lives
         return []
     own = re.compile(rf"{before}({re.escape(host())}-{MARK}){after}")
     others = re.compile(rf"{before}.+-{MARK}{after}")
@@ -92,7 +92,7 @@ def _has_ended(mark: str, process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # of another user; or no number of a process
+    except (OSError, OverflowError):  # a process of another user; or not a process number
         return False
     return False
 

@@ -47,7 +47,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder and those in it, as far as they hold no files."""
+    """Remove a folder and its subfolders, as far as they hold no files."""
     for place, _, _ in os.walk(folder, topdown=False):
         with suppress(OSError):
             os.rmdir(place)

@@ -1,11 +1,11 @@
-"""What a run began with and a resumed one must have, too: its sources, and which rows each of its steps has.
+"""What a resumed run must have in common with its beginning: its sources, and which rows each step reads.
 
-A step takes rows by its number, from an order that follows from the seed. With other rows, another seed or another
-number of them in a step the same number means other rows, so that some would be trained twice or never; with another
-number of optimiser steps in each the learning-rate schedule would go on at another place. Ranks may change: what counts
-is the product with their number.
+The number of a step determines its rows, in an order that follows from the seed. With other rows, another seed or
+another number of rows per step, some rows would be trained on twice and others never. With another number of optimiser
+steps per step, the learning-rate schedule would continue at another position. The number of ranks may change as long
+as its product with the rows per rank stays the same.
 
-Left out: flags that change what is learned from a row, which a resumed run may change as its user likes.
+Left out: flags that change what is learned from a row; a resumed run may change them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 
-PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step, each rank's
+PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
 SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
 OLDER = "note: an older release began this run and noted no data and models, so changes of them go unnoticed"
-FREE = ("resume_from", "output_dir", "log_dir", "max_steps", "epochs", "devices", "num_nodes")  # never the reason
+FREE = ("resume_from", "output_dir", "log_dir", "max_steps", "epochs", "devices", "num_nodes")  # never the cause
 
 
 class Beginning:
-    """Values that `args.json` has as `began`, compared as they are fixed with those of the run that is resumed.
+    """The values of `began` in `args.json`; each is compared with that of the resumed run when it is fixed.
 
-    ranks: those with rows of their own; given: objects that the program was called with, as `given_objects` describes
-    them; before: `args.json` of the run that is resumed.
-    Raises: UsageError naming the flag and how to go on, when a value is another one.
+    ranks: the number of data-parallel ranks; given: objects that the program was called with, as `given_objects`
+    describes them; before: `args.json` of the run that is resumed.
+    Raises: UsageError naming the flag and the remedy, when a value differs.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Beginning:
 
     @property
     def is_known(self) -> bool:
-        """Whether the run that is resumed noted these values; older releases did not."""
+        """Whether the resumed run recorded these values; older releases did not."""
         return "began" in self.before
 
     def fix(self, name: str, value: Any, words: str, remedy: str = "") -> None:
-        """Fix a value by its name; words: what it is of and a verb, for the error; remedy: another than by default."""
+        """Fix a named value; words: its description and a verb, for the error; remedy: replaces the default remedy."""
         before = self.before.get("began", {}).get(name, value)
         if before != value:
             is_flag = name in (*PER_RANK, *SAME)
@@ -66,18 +66,18 @@ class Beginning:
         self.values[name] = value
 
     def fix_rows(self, rows: Sequence[Any], batch_size: int, source: str) -> None:
-        """Fix the rows of the run, and the number of those of a step on each rank."""
+        """Fix the rows of the run and the number of rows per step on each rank."""
         self.fix("rows", describe_rows(rows), f"the content of {source} is")
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
 
     def noted(self) -> dict[str, Any]:
-        """What `args.json` gets, when all models are loaded: those of the hub are in its cache then."""
+        """The values for `args.json`, once all models are loaded and those of the hub are in its cache."""
         now = self.sources if all(one["files"] for one in self.sources.values()) else sources_of(self.args, self.given)
         sources = {flag: one if one["files"] else now[flag] for flag, one in self.sources.items()}
         return {**self.values, "sources": sources}
 
     def refusal(self, problem: str, remedy: str = "") -> str:
-        """The line of an error: the run, what has changed, and the ways out."""
+        """The text of an error: the run, what has changed, and the remedies."""
         run = self.args.resume_from
         flag = "--sft_experiment_dir" if hasattr(self.args, "sft_experiment_dir") else "--model_name"
         remedy = remedy or f"go on as it began by --resume_from {run} alone"
@@ -88,7 +88,7 @@ class Beginning:
         return f"give --{name} {before // self.ranks}" if before and before % self.ranks == 0 else ""
 
     def _changed(self) -> str:
-        """The flags that have changed, of which one may be the reason."""
+        """The flags that have changed, one of which may be the reason."""
         now, known = to_dict(self.args), self.before.keys() - {*FREE, *PER_RANK}
         names = [one for one in now if one in known and self.before[one] != now[one]]
         changed = ", ".join(f"--{one} {now[one]} (was {self.before[one]})" for one in names)
@@ -96,7 +96,7 @@ class Beginning:
 
 
 def describe_rows(rows: Sequence[Any]) -> str:
-    """The number of rows and their hash, as errors and `args.json` have them."""
+    """The number of rows and their hash, for errors and `args.json`."""
     return f"{len(rows)} rows, sha256 {hash_rows(rows)}"
 
 

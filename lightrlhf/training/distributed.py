@@ -58,7 +58,7 @@ def make_fabric(args: TrainArgs) -> Any:
     precision: dict[str, Any] = {"precision": args.precision}
     if args.precision == "16-mixed":
         precision = {"plugins": scaled_precision("cuda")}
-    elif args.precision == "bf16-mixed" and device.type == "mps":  # where earlier Fabrics use the autocast of CUDA
+    elif args.precision == "bf16-mixed" and device.type == "mps":  # earlier Fabrics use the autocast of CUDA here
         precision = {"plugins": MixedPrecision("bf16-mixed", "mps")}
     try:
         return Fabric(**chosen, **precision, strategy=_strategy(args, devices * num_nodes))

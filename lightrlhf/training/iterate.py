@@ -199,7 +199,7 @@ def _check_resumed(
     directory: Path,
     rows: Sequence[Any] | None,
 ) -> str:
-    """The initial policy of a run that may be resumed with these flags, objects and rows."""
+    """The initial policy of a run, checked to be resumable with these flags, objects and rows."""
     stored = stored_args(str(directory))
     if stored.get("program") not in programs:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {programs[0]}")
@@ -218,7 +218,7 @@ def _check_resumed(
 def _check_began(
     args: Any, stored: dict[str, Any], given: dict[str, str], source: str, rows: Sequence[Any] | None
 ) -> None:
-    """Raises: UsageError when the rows or the sources of a run are not those that it began with."""
+    """Raises: UsageError when the rows or the sources of a run have changed since it began."""
     if (began := stored.get("began")) is None:
         print(OLDER)
         return
@@ -288,8 +288,8 @@ def mean(values: Iterable[float]) -> float:
 
 @contextmanager
 def kept_if_started(args: Any, directory: Path) -> Iterator[None]:
-    """Context manager: link an experiment dir as `latest`; if its first step is refused, remove a new one, for it holds
-    its arguments alone, and link what was linked before."""
+    """Context manager: link an experiment dir as `latest`. If its first step is refused, a new one, which holds
+    only its arguments, is removed, and the previous link is restored."""
     link = directory.with_name(LATEST)
     before = directory.with_name(os.readlink(link)) if link.is_symlink() else None
     link_latest(directory, resumed=bool(args.resume_from))
@@ -366,7 +366,7 @@ def run_on_devices(program: Callable[[Args], Result], args: Args, devices: int) 
             results: dict[int, Result] = elastic_launch(config, _run_rank)(program, args, devices)
     except ChildFailedError as failed:
         statuses = {failure.exitcode for failure in failed.failures.values()}
-        if {TERMINATED, -signal.SIGTERM} & statuses:  # by a signal that reached the ranks alone
+        if {TERMINATED, -signal.SIGTERM} & statuses:  # a signal reached only the ranks
             raise Terminated from None
         error = UsageError if UsageError.exit_status in statuses else RunFailure
         rank = failed.get_first_failure()[0]
@@ -388,9 +388,9 @@ def _run_rank(program: Callable[[Args], Result], args: Args, devices: int) -> Re
 
 @contextmanager
 def stopped_by_signals(directory: Path) -> Iterator[None]:
-    """Context manager: SIGTERM and SIGUSR1 end the stages, whose files a resumed run goes on from; Raises: Terminated.
+    """Context manager: SIGTERM and SIGUSR1 end the stages, whose files a resumed run reuses. Raises: Terminated.
 
-    A run of training within has its own handlers, by which it is saved.
+    A training run inside a stage has its own handlers, which save it.
     """
     signals = StopSignals(f"; go on by --resume_from {directory}")
     try:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# not averaged: the rate of the next step, the number of a stage, and what counts on over all steps
+# not averaged: the next step's learning rate, the number of a stage, and counters over all steps
 LAST = {"train/lr", "curriculum/stage", "train/skipped_steps", "train/loss_scale"}
 
 
 class StepMeans:
-    """Sums of metrics over steps. state: of `state`, from the checkpoint that a run is resumed from.
+    """Sums of metrics over steps. state: the value of `state()` in the checkpoint that a run is resumed from.
 
-    Every step counts alike, whatever its tokens. A metric's mean is over the steps that have it: NaN, a mean over
-    nothing, does not count. Speeds, `…_per_second`, are means over the time of the phases of their steps.
+    Every step has the same weight, whatever its number of tokens. A metric is averaged over the steps that have it; NaN
+    is ignored. Speeds, `…_per_second`, are weighted by the time of the phases of their steps.
     """
 
     def __init__(self, state: Mapping[str, list[float]] | None = None) -> None:
-        self.sums = dict(state or {})  # by name: of the weighted values, and of the weights
+        self.sums = dict(state or {})  # by name: the sums of weighted values and of weights
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
@@ -30,7 +30,7 @@ class StepMeans:
             self.sums[name] = [total, weights] if math.isnan(number) else [total + weight * number, weights + weight]
 
     def end(self) -> dict[str, float]:
-        """The means, NaN over nothing; the next step begins new ones."""
+        """Return the means, NaN for a metric without values, and reset the sums."""
         means = {name: total / weights if weights else math.nan for name, (total, weights) in self.sums.items()}
         self.sums = {}
         return means

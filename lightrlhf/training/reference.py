@@ -2,7 +2,7 @@
 
 The reference is the policy as it was loaded, or `--ref_model`: it scores the rows that the steps will read, so no
 second model is in memory during training. Rows are pairs, or for the losses of `UNPAIRED_LOSSES` labelled responses. A
-checkpoint keeps what the reference has given, with a hash of its weights and of the tokens.
+checkpoint stores the log-probabilities with a hash of the reference's weights and of the tokens.
 
 Left out: references that move during training.
 """
@@ -80,7 +80,7 @@ class Mismatches:
     """KTO's mismatched prompts and responses of the validation rows, and of each step.
 
     They follow from the order of the data, so the reference scores them before training, and a resumed run has the
-    same. Their places are behind those of the rows: first validation, then the steps, each as wide as a whole batch.
+    same. Their places follow those of the rows: first validation, then the steps, with a whole batch each.
     No mismatched text is longer than the longest of the data.
     """
 
@@ -134,8 +134,8 @@ def reference_logps(
 ) -> dict[str, Any]:
     """Log-probabilities under the reference of the rows at the places of `parts`, as `score_parts` returns them.
 
-    Mismatched rows are behind the others. Call it before `run.setup`, which loads the trained weights of a resumed run.
-    Of a loss without a reference there are none.
+    Mismatched rows come last. Call this before `run.setup`, which loads the trained weights of a resumed run. A loss
+    without a reference has no log-probabilities.
     """
     if run.args.loss_type in REFERENCE_FREE:
         return {"fingerprint": None, "places": [], "logps": []}
@@ -159,7 +159,7 @@ def reference_logps(
 
     if run.resumed and (stored := run.resumed["extra"].get("reference")):
         stored.setdefault("places", [*range(len(rows))])  # older releases scored all rows
-    folder = Path(run.data_dirs[0])  # of given rows there is none
+    folder = Path(run.data_dirs[0])  # given rows have none
     parts = parts + (mismatches.parts() if mismatches else [])
     return score_parts(run, "reference", digest, parts, score, folder if folder.is_dir() and not run.dry else None)
 

@@ -62,7 +62,7 @@ def note_run(directory: Path) -> None:
 def as_restarted(fabric: Any, args: AnyArgs) -> AnyArgs:
     """The arguments; after a restart, those that resume the run which an earlier attempt began.
 
-    One without a checkpoint is removed, unless it holds files of others, and starts anew.
+    A run without a checkpoint starts anew and is removed, unless it holds other files.
     """
     global _number
     _number = next(_runs)

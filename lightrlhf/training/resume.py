@@ -76,7 +76,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 class StepStart(NamedTuple):
-    """What a step begins with and its rollout or scoring may change, of this rank."""
+    """The state of this rank at the start of a step, which its rollout or scoring may change."""
 
     step: int  # finished steps
     rng: dict[str, Tensor]  # states of torch's random generators: (bytes,) each
@@ -93,7 +93,7 @@ def step_start(step: int, device: torch.device, extra: dict[str, Any]) -> StepSt
 
 
 def rng_states(states: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
-    """States of random generators on all ranks, of this one's: (ranks, bytes) each."""
+    """States of the random generators on all ranks, gathered from each rank's own: (ranks, bytes) each."""
     gathered = [states]
     if world_size > 1:
         gathered = [states] * world_size

@@ -210,7 +210,7 @@ def measure_ceilings(
 
 
 def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 5) -> float:
-    """Seconds of the fastest of a few calls, after a warm-up call; of one where calls take a second or more."""
+    """Seconds of the fastest of a few calls, after a warm-up call; of a single call if it takes a second or more."""
     seconds = []
     for _ in range(repetitions + 1):
         started = time.perf_counter()

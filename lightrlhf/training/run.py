@@ -189,19 +189,19 @@ class Run(Generic[AnyArgs]):
         self._improved = False  # the current step has the best value and is not saved yet
         self._means = StepMeans(self.resumed.get("means") if self.resumed else None)  # older runs have none
         self._logged: dict[str, None] = {}  # names of metrics, in order
-        self._infinite: set[str] = set()  # those of them that a note names
+        self._infinite: set[str] = set()  # infinite metrics that a note has named
         self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
         self._bar: Any = None
         self._logger: Any = None
         self._endings = ExitStack()  # of what the loop opened
         self._started = self._saved_at = time.perf_counter()
-        self._saved_step = self.step if self.resumed else 0  # that needs no checkpoint any more
+        self._saved_step = self.step if self.resumed else 0  # the last step that is saved, or 0
         self._begun: StepStart | None = None
         self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
         self._state: Callable[[], dict[str, Any]] = dict
         self._files: Callable[[], dict[str, str]] = dict
         self._signals = StopSignals(NOTHING_TO_SAVE, interrupts=self.fabric.world_size == 1)
-        weakref.finalize(self, self._signals.close)  # of a run that is refused before its loop
+        weakref.finalize(self, self._signals.close)  # for a run that is refused before its loop
 
     # -------------------------------------------------------------------------------------------------- ranks
     @property
@@ -665,7 +665,7 @@ class Run(Generic[AnyArgs]):
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log_step(self, metrics: Metrics, num_steps: int) -> None:
-        """Log the means of the steps since the last row when `--log_interval` says so; `metrics`: of this step."""
+        """Add the metrics of this step, and log the means since the previous row every `--log_interval` steps."""
         self._means.add(metrics)
         if self.due(self.args.log_interval, num_steps):
             self.log(self._means.end())
@@ -758,16 +758,17 @@ class Run(Generic[AnyArgs]):
         state: Callable[[], dict[str, Any]] = dict,
         files: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """Say before the loop what a checkpoint holds, for `save` may be called by time or a signal.
+        """Declare before the loop what a checkpoint holds, since a timer or a signal may cause a save.
 
-        state: returns the loop's own as plain values that no later step changes; files: further text files by name.
+        state: returns the loop's own state as plain values that later steps do not change; files: further text files by
+        name.
         """
         self._saved, self._state, self._files = (module, tokenizer), state, files
 
     def save(self) -> None:
         """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
 
-        Within a step that has changed no weight yet, the random and the loop's own state are those of its start.
+        Within a step that has not changed a weight yet, the random state and the loop's state are those of its start.
         Raises: RunFailure, naming the last good checkpoint, when it cannot be written, or a weight, an optimiser's
         state or the loop's own is not finite.
         """
@@ -784,7 +785,7 @@ class Run(Generic[AnyArgs]):
             self._save(module, tokenizer, start, files)
 
     def _save_or_stop(self) -> None:
-        """Before a step: save if `--save_minutes` are over, and end the run after a signal; all ranks do the same."""
+        """Before a step, save if `--save_minutes` have passed, and end the run after a signal, alike on all ranks."""
         minutes = (time.perf_counter() - self._saved_at) / 60
         is_late = 0 < self.args.save_minutes <= minutes and self.step != self._saved_step
         wish = self._most_of_ranks(2 if self._signals.received else int(is_late))
@@ -794,7 +795,7 @@ class Run(Generic[AnyArgs]):
             self.save()
 
     def _stop_by_signal(self) -> NoReturn:
-        """End the run after a signal, saved if a step has been finished since it was. Raises: Terminated."""
+        """Save steps that are not saved yet, and end the run after a signal. Raises: Terminated."""
         if not self._signals.is_closed:
             if self.step != self._saved_step and not self.dry:
                 self.save()
@@ -805,7 +806,7 @@ class Run(Generic[AnyArgs]):
         raise Terminated
 
     def _close(self) -> None:
-        """Close what a run holds open: logs, lock, handlers of signals, and the watchdog, on all ranks."""
+        """Close the logs, the lock, the signal handlers and the watchdog of a run, on all ranks."""
         if self.watchdog:
             self.watchdog.close()
         if self._logger:
@@ -816,7 +817,7 @@ class Run(Generic[AnyArgs]):
         self._signals.close()
 
     def _most_of_ranks(self, value: int) -> int:
-        """The largest value of a rank, on all of them."""
+        """The maximum of a value over the ranks, on all of them."""
         if self.fabric.world_size == 1:
             return value
         with self._collective():
@@ -960,7 +961,7 @@ class Run(Generic[AnyArgs]):
                 for folder in self._damaged:
                     self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
                 remove_left(self.directory)
-                if self._lock and self._lock.handle is not None:  # so no other machine saves here now
+                if self._lock and self._lock.handle is not None:  # no other machine saves here now
                     remove_left(self.directory, CHECKPOINT, of_any_host=True)
                 for name in ("metrics", "samples", "rollouts"):
                     forget_rows_after(self.directory / f"{name}.jsonl", self.step)

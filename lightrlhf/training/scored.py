@@ -1,9 +1,9 @@
-"""Log-probabilities of rows that a model gives before training: of those that the planned steps read, each once.
+"""Log-probabilities of rows under a model before training, computed once for the rows that the planned steps read.
 
-Rows are scored in parts, those of some consecutive steps together: always the same ones, since how rows are batched
-changes last bits, and a run of ten steps must give what one of five gives that is resumed for five more. Where there
-are many rows, a file next to the data keeps the finished parts, so a run that is killed before its first checkpoint
-does not score them again; checkpoints keep them all.
+Rows are scored in parts of some consecutive steps. The parts are always the same, since batching changes last bits, and
+a run of ten steps must equal a run of five steps that is resumed for five more. With many rows, a file next to the data
+stores the finished parts, so a run that is killed before its first checkpoint does not score them again. Checkpoints
+store all parts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lightrlhf.storage.locks import lock_folder
 from lightrlhf.training.dry_run import NUM_STEPS
 from lightrlhf.training.run import Run
 
-PART_ROWS = 64  # of each rank, so many that rows of a length can be packed together
-KEPT_ROWS = 256  # of each rank, beyond which finished parts are kept in a file
-WRITE_SECONDS = 10.0  # between two writes of it
+PART_ROWS = 64  # of each rank, enough to pack rows of similar length together
+KEPT_ROWS = 256  # of each rank; with more rows finished parts are kept in a file
+WRITE_SECONDS = 10.0  # between two writes of the file
 Parts = dict[str, Tensor]
 
 
 def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[range]:
-    """Steps whose rows are scored together; the last ones may go on beyond the planned steps."""
+    """The steps whose rows are scored together; the last part may exceed the planned steps."""
     if of_dry_run:
         return [range(min(NUM_STEPS, num_steps))]
     size = math.ceil(PART_ROWS / run.args.mini_batch_size)
@@ -40,9 +40,9 @@ def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[rang
 
 
 def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
-    """Places of the rows that steps, the check before them and evaluations read, validation behind the others.
+    """Places of the rows that the steps, the check before them and evaluations read, validation last.
 
-    In a dry run those of its own steps.
+    In a dry run only those of its own steps.
     """
     if not run.dry:
         return _parts(run, num_rows, num_validation, num_steps, False)
@@ -56,7 +56,7 @@ def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of
     args = run.args
     size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.world_size))
     if not getattr(args, "data_weights", []):
-        num_steps = min(num_steps, per_epoch)  # which read every row
+        num_steps = min(num_steps, per_epoch)  # one epoch reads every row
     parts = [list(range(min(num_rows, max(args.micro_batch_size, run.world_size))))]
     for steps in blocks(run, num_steps, of_dry_run):
         parts.append([row for step in steps for row in run.global_batch(range(num_rows), step, size)])
@@ -79,11 +79,11 @@ def score_parts(
     score: Callable[[Sequence[int]], Tensor],
     folder: Path | None,
 ) -> dict[str, Any]:
-    """Log-probabilities of the rows at some places, as plain values of a checkpoint: fingerprint, places, logps.
+    """Log-probabilities of the rows at some places, as plain values for a checkpoint: fingerprint, places, logps.
 
-    Those that `run.resumed["extra"]["reference"]` has are taken from there if its fingerprint is `digest`; logps: the
-    S columns one after the other. phase: named in errors; score: log-probabilities of some places, (S * n,) on all
-    ranks; folder: for the file with the finished parts; None keeps none.
+    Values in `run.resumed["extra"]["reference"]` are reused if its fingerprint is `digest`; logps: the S columns,
+    concatenated. phase: named in errors; score: returns the log-probabilities of some places, (S * n,) on all ranks;
+    folder: for the file with the finished parts; None writes no file.
     """
     stored = run.resumed["extra"].get("reference") if run.resumed else None
     known = stored if stored and stored["fingerprint"] == digest else None
@@ -112,7 +112,7 @@ def score_parts(
 
 
 class Finished:
-    """The parts that are scored, by a hash of their places, and the file that the first rank keeps them in, if any."""
+    """The scored parts by a hash of their places, and the file in which the first rank stores them, if any."""
 
     def __init__(self, run: Run[Any], path: Path | None) -> None:
         self.run, self.path = run, path
@@ -120,13 +120,13 @@ class Finished:
         self._written, self._at = len(self.parts), time.monotonic()
 
     def add(self, key: str, logps: Tensor) -> None:
-        """Add the (S, n) log-probabilities of a part, and write them if the last time is a while ago."""
+        """Add the (S, n) log-probabilities of a part, and write the file if the last write is long enough ago."""
         self.parts[key] = logps
         if time.monotonic() - self._at >= WRITE_SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Write what was added; where that is not possible, a line says so, once."""
+        """Write the added parts; if that fails, a line says so once."""
         if self.path is None or not self.run.is_first or len(self.parts) == self._written:
             return
         try:
@@ -143,12 +143,12 @@ class Finished:
         try:
             stored = torch.load(cast(Path, self.path), weights_only=True)
             return {key: logps for key, (logps, sha256) in stored.items() if hash_tensor(logps) == sha256}
-        except Exception:  # there is none, or unpickling raises whatever the bytes mean
+        except Exception:  # there is no file, or unpickling damaged bytes raises anything
             return {}
 
 
 def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
-    """(S, size) log-probabilities; NaN, which stops a run, at places that were not scored; None if none was."""
+    """(S, size) log-probabilities, NaN, which stops a run, at places without a score; None without any score."""
     if not scored["places"]:
         return None
     columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))
@@ -163,7 +163,7 @@ def hash_tensor(values: Tensor) -> str:
 
 
 def _file_digest(run: Run[Any], digest: str) -> str:
-    """A digest of the rows and the model, and of all by which another run would get other last bits."""
+    """A digest of the rows, the model, and everything that changes the last bits of a score."""
     args, device = run.args, run.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     settings = (digest, args.precision, name, torch.__version__, args.micro_batch_size, run.world_size)

@@ -1,10 +1,10 @@
-"""SIGTERM and SIGUSR1, which batch systems send before they kill: the run is saved and ends with exit status 143.
+"""SIGTERM and SIGUSR1, which batch systems send before they kill a job: the run is saved and ends with status 143.
 
-On one rank a signal interrupts whatever changes no weight. An update, an evaluation and a write are finished first: a
-handler that raised there would leave half of them. Several ranks must save the same step, so there a signal only is
-noted, and the ranks agree on it where all of them come by.
+On one rank a signal interrupts any phase that changes no weight. An update, an evaluation or a write is finished first,
+since an exception would leave it half done. Several ranks must save the same step, so their handlers only record the
+signal, and the ranks agree on it after each phase.
 
-Left out: SIGUSR1 on Windows, which has none; SIGINT, which stays Python's own.
+Left out: SIGUSR1 on Windows, which does not have it; SIGINT, which Python handles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _all: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 class Terminated(SystemExit):
-    """Raised to end the program after a signal: no error, and no `except Exception` of a user's function catches it."""
+    """Ends the program after a signal; not an error, so `except Exception` in a user's function does not catch it."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -33,14 +33,14 @@ class Terminated(SystemExit):
 class StopSignals:
     """The handlers of both signals, until `close`; signals that the process ignores stay ignored.
 
-    Only a main thread can have handlers; elsewhere nothing is changed. line: what the handler prints where it raises
-    outside of all phases; interrupts: whether it may raise at all.
+    Only the main thread can install handlers; elsewhere nothing is changed. line: what a handler prints when it raises
+    outside of all phases; interrupts: whether a handler may raise at all.
     """
 
     def __init__(self, line: str, interrupts: bool = True) -> None:
         self.line, self.interrupts = line, interrupts
         self.received = ""  # name of the first signal; later ones change nothing
-        self.is_between = True  # no loop has begun, so that the handler may raise between phases, too
+        self.is_between = True  # no loop has begun, so the handler may also raise between phases
         self._in_phase: bool | None = None  # whether it may raise in the current phase
         self.is_closed = False
         self._before: dict[int, Any] = {}
@@ -53,19 +53,19 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def close(self) -> None:
-        """Restore the handlers of before, unless others have replaced these."""
+        """Restore the previous handlers, unless these were replaced."""
         self.is_closed = True
-        with suppress(ValueError):  # not in the main thread; `_handle` does it then
+        with suppress(ValueError):  # not in the main thread; `_handle` restores them then
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, handler)
 
     @contextmanager
     def phase(self, may_stop: bool) -> Iterator[bool]:
-        """Context manager of a part of the work; yields whether it may stop here: never within one that may not."""
+        """Context manager of a phase; yields whether it may stop here, never inside a phase that may not."""
         before, self._in_phase = self._in_phase, may_stop and self._in_phase is not False
         try:
-            if self._in_phase and self.interrupts and self.received:  # came between phases
+            if self._in_phase and self.interrupts and self.received:  # received between phases
                 raise Terminated
             yield self._in_phase
         finally:
@@ -82,13 +82,13 @@ class StopSignals:
         if self.interrupts and self._in_phase:
             raise Terminated
         if self.interrupts and self._in_phase is None and self.is_between:
-            line = f"\nstopped by {self.received}{self.line}\n"  # behind a progress bar
-            os.write(2, line.encode())  # a print may have been interrupted
+            line = f"\nstopped by {self.received}{self.line}\n"  # on a new line after a progress bar
+            os.write(2, line.encode())  # since the signal may have interrupted a print
             raise Terminated
 
 
 def _restore_in_child() -> None:
-    """In a forked child, such as a process of a user's pool, which must end by a signal as it did before."""
+    """Restore the handlers in a forked child, such as a worker of a user's pool, so that signals end it as usual."""
     for one in list(_all):
         one.close()
 

@@ -1,14 +1,14 @@
 """Sources of a run: fingerprints of the models, templates and functions that its flags name.
 
-`args.json` has them, and a resumed run compares: with a model that was trained further meanwhile, or other weights at
-the path of an adapter's base, it would go on as another run under the same name. Of a model every file counts that
-loading may read, and those of an adapter's base; of prepared data the tokenizer (for rows see `beginning.py`); of a
-function the file that defines it; of a repository of the hub the commit in the cache. A model may have moved.
+`args.json` stores them, and a resumed run compares them: with a model that was trained further, or other weights at the
+path of an adapter's base, it would be another run under the same name. The fingerprint of a model covers every file
+that loading may read, and those of an adapter's base; of prepared data the tokenizer (for rows see `beginning.py`); of
+a function the file that defines it; of a hub repository the commit in the cache. A model may have moved.
 
-Of a file of more than 64 MiB the size and 256 pieces of 64 KiB at even distances are hashed. Training changes every
-tensor, but an edit of a few numbers by hand can lie between them. Left out: what a function's file imports, functions
-of this library and of scripts, models behind servers, and what is measured but never trained on (`--audit_function`,
-the validation split).
+For a file of more than 64 MiB the size and 256 evenly spaced pieces of 64 KiB are hashed. Training changes every
+tensor, but a manual edit of a few numbers can lie between the pieces. Left out: what a function's file imports,
+functions of this library and of scripts, models behind servers, and what is measured but not trained on
+(`--audit_function`, the validation split).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lightrlhf.storage.gguf_files import gguf_file
 
 MODELS = ("rm_experiment_dir", "ref_model", "parser_model", "reflect_experiment_dir", "user_model", "responder")
 FUNCTIONS = ("reward_function", "user_function", "loss_type", "env")
-READ = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")  # ends of the files that loading a model may read
+READ = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")  # suffixes of files that loading a model may read
 READ_BY_NAME = ("merges.txt", "vocab.txt")
 NOT_READ = ("manifest.json",)
-WHOLE, PIECE, PIECES = 2**26, 2**16, 256  # bytes that are hashed whole; of larger files so many pieces of so many bytes
+WHOLE, PIECE, PIECES = 2**26, 2**16, 256  # bytes of files hashed whole; of larger files, PIECES of PIECE bytes
 
-NOT_SEEN = {"lightrlhf", "__main__", *sys.stdlib_module_names}  # packages whose functions count by their names alone
+NOT_SEEN = {"lightrlhf", "__main__", *sys.stdlib_module_names}  # functions of these packages count by name only
 RESTORE = "restore it"
 
 Source = dict[str, Any]  # `name` as given, `folder` (what it meant; of models alone), `files`: SHA-256 by name
@@ -42,8 +42,8 @@ Source = dict[str, Any]  # `name` as given, `folder` (what it meant; of models a
 def sources_of(args: Any, given: Mapping[str, str], start: str | None = None) -> dict[str, Source]:
     """The sources that a run's flags name, by flag.
 
-    given: objects that the program was called with, as `given_objects` describes them; start: the folder that the flag
-    of the starting model meant when the run began, where a program keeps to that.
+    given: objects that the program was called with, as `given_objects` describes them; start: the folder to which the
+    flag of the starting model resolved when the run began, if the program keeps using it.
     Raises: UsageError when a model cannot be read.
     """
     found: dict[str, Source] = {}
@@ -70,7 +70,7 @@ def sources_of(args: Any, given: Mapping[str, str], start: str | None = None) ->
 
 
 def changed_source(before: Mapping[str, Source], now: Mapping[str, Source]) -> tuple[str, str] | None:
-    """The first source of a run that is not what it was when the run began, in words, and how to go on with it."""
+    """A description of the first source that has changed since the run began, and the remedy."""
     for flag in sorted(before.keys() | now.keys()):
         one, other = before.get(flag), now.get(flag)
         if one is None or other is None:
@@ -92,7 +92,7 @@ def changed_source(before: Mapping[str, Source], now: Mapping[str, Source]) -> t
 
 
 def _is_same(one: Source, other: Source) -> bool:
-    """Whether two sources are equal, as far as it can be seen: a model may have moved, a function may not."""
+    """Whether two sources are equal, as far as detected: a model may have moved, a function may not."""
     if one["files"] and other["files"] and one["files"] != other["files"]:
         return False
     has_moved = "folder" in one and one["files"] == other["files"] != {}
@@ -100,7 +100,7 @@ def _is_same(one: Source, other: Source) -> bool:
 
 
 def _model(name: str, flag: str) -> Source:
-    """Folder and files of a model; without files where none are here: `tiny`, servers, a hub not looked into yet."""
+    """Folder and files of a model; no files for `tiny`, servers and hub repositories that are not cached yet."""
     if is_gguf(name):
         file = gguf_file(name, flag)
         return {"folder": str(file.absolute()), "files": {file.name: fingerprint(file)}}
@@ -133,7 +133,7 @@ def _commit(name: str) -> dict[str, str]:
     for file in ("config.json", "adapter_config.json"):
         try:
             cached = try_to_load_from_cache(name, file)
-        except ValueError:  # no name of a repository
+        except ValueError:  # not a repository name
             return {}
         if isinstance(cached, str):
             return {"commit": Path(cached).parent.name}
@@ -148,7 +148,7 @@ def _functions(paths: Iterable[str]) -> dict[str, str]:
         try:
             named: Any = importlib.import_module(module)
             defining = inspect.getmodule(inspect.unwrap(getattr(named, name)))
-        except Exception:  # whatever a module raises; the program says so where it loads the function
+        except Exception:  # a module may raise anything; the program reports it when it loads the function
             continue
         for one in {named, defining or named}:
             file = getattr(one, "__file__", None)

@@ -78,7 +78,7 @@ def open_session(environment: dict[str, str]) -> None:
 
 
 class Fork:
-    """What `subprocess.Popen` has for a process, of a fork."""
+    """The interface of `subprocess.Popen` for a fork."""
 
     stdin = None
 
@@ -219,7 +219,7 @@ def received(requests: socket.socket, size: int) -> dict[str, Any]:
 
 
 def report(told: dict[int, int]) -> None:
-    """Tell the statuses of forks that have ended."""
+    """Report the statuses of forks that have ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -228,7 +228,7 @@ def report(told: dict[int, int]) -> None:
         if pid == 0:
             return
         handle = told.pop(pid)
-        with contextlib.suppress(OSError):  # of a pipe that nobody reads any more
+        with contextlib.suppress(OSError):  # a pipe without a reader
             os.write(handle, os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
         os.close(handle)
 

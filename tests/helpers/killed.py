@@ -116,7 +116,7 @@ def with_events(
 
 
 def state_of(run: Path, program: str) -> dict:
-    """All that a resumed run must have as one that was left alone."""
+    """The state that a resumed run must share with an uninterrupted one."""
     runs = [run] if program not in ITERATED else sorted(run.glob("iteration-*/policy"))
     import torch
 
@@ -153,7 +153,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Events:
-    """Counts events of this process, which gets a signal from one of them on; for good, so in a fork only."""
+    """Counts events of this process, which gets a signal from one of them on; permanent, so only for forks."""
 
     def __init__(self, folder: str, at: At, number: int) -> None:
         import torch
@@ -190,7 +190,7 @@ class Events:
         Run.phase, Run.save = entered, saving
 
     def happens(self, name: str) -> None:
-        """Note an event; the process gets the signal from the one on that it is to get it at."""
+        """Record an event, and send the signal from event `at` on."""
         self.seen.append(f"{'save ' if self.saving else ''}{name}")
         name, times = self.at if isinstance(self.at, tuple) else ("", self.at)
         if 0 < times <= (self.seen.count(name) if name else len(self.seen)):

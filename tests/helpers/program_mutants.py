@@ -1,12 +1,12 @@
-"""One-line faults of the programs that train, each of which changes what is learned, chosen, measured or counted.
+"""One-line faults of the training programs, each of which changes what is learned, chosen, measured or counted.
 
-Of each program ten pairs: a text that is there once, and what takes its place; `mutants.py` runs the tests against
-them. `tests/programs/test_program_mutants.py` keeps the list true.
+Each program has ten pairs of a text that occurs once and its replacement; `mutants.py` runs the tests against them.
+`tests/programs/test_program_mutants.py` checks that the list still applies.
 """
 
 from __future__ import annotations
 
-TESTS = {  # of each program, under tests/programs, the quick ones first
+TESTS = {  # test files of each program in tests/programs, quick ones first
     "sft": "test_sft.py",
     "rm": "test_rm.py",
     "dpo": "test_dpo.py test_unpaired.py",

@@ -1,4 +1,4 @@
-"""A device beside the CPU that has no float64, as Apple's GPUs have none; it computes on the CPU.
+"""A second device without float64, like Apple's GPUs, that computes on the CPU.
 
 A tensor of the device holds its data in a CPU tensor. An operator that mixes it with a CPU tensor of one dimension or
 more raises, as those of GPUs do; one that makes a float64 tensor of the device raises, as those of MPS do. Tensors are

@@ -1,4 +1,4 @@
-"""What a resumed run must have as it began: the rows of its steps, and the sources that it reads."""
+"""A resumed run must have the rows per step and the sources with which it began."""
 
 from __future__ import annotations
 
