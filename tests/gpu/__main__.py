@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrlhf.cli.args import check_positive
-from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import write_text
 
@@ -56,8 +56,8 @@ class Worker:
     def __init__(self, args: GPUArgs, folder: Path, log: Path) -> None:
         job = {"device": args.device, "size": args.size, "folder": str(folder)}
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if args.size == "tiny":
-            environment["OMP_NUM_THREADS"] = "1"  # the fastest for tiny models, and beside other tests
+        environment |= {"OMP_NUM_THREADS": "1"}  # the fastest for tiny models on the CPU, and beside other tests
+        environment |= {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # images set it; float32 rows are compared within 1e-4
         self.log = log
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.worker", json.dumps(job)],
@@ -69,16 +69,16 @@ class Worker:
             text=True,
         )
         self.first = self._answer(START_SECONDS)
+        self.is_usable = "rows" in self.first
 
     def run(self, name: str, seconds: float) -> dict[str, Any]:
         """The result of a row, which may take so many seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{name}\n")
         self.process.stdin.flush()
-        return self._answer(seconds)
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
+        answer = self._answer(seconds)
+        self.is_usable = not answer.pop("is_broken", False) and self.process.poll() is None
+        return answer
 
     def end(self) -> None:
         self.process.kill()
@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(GPUArgs, argv)
     began, file = time.monotonic(), Path(args.output_file or ("gpu.json" if args.size == "full" else "gpu-dry.json"))
     log = file.with_suffix(".log")
-    log.write_text("", encoding="utf-8")
+    if not file.exists():
+        log.write_text("", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         worker = Worker(args, Path(folder), log)
         if "rows" not in worker.first:
@@ -121,10 +122,13 @@ def main(argv: list[str] | None = None) -> int:
             is_known = results["rows"].get(name, {}).get("status") in ("passed", "measured")
             if is_known or args.only not in name or left < facts["expected"]:
                 continue
-            if not worker.is_alive():
+            if not worker.is_usable:
+                worker.end()
                 worker = Worker(args, Path(folder), log)
+            if not worker.is_usable:
+                raise RunFailure(f"no new worker started after a failed row: {worker.first['shown']}; see {log}")
             row = {"section": facts["section"], **worker.run(name, min(left, ROW_SECONDS[args.size]))}
-            if not worker.is_alive() and time.monotonic() - began >= 60 * args.minutes:
+            if not worker.is_usable and time.monotonic() - began >= 60 * args.minutes:
                 break  # cut by the end of the time, which says nothing about the row
             print(f"[{row.get('seconds', 0):5.1f} s] {name:32} {row['status']}: {row['shown']}", flush=True)
             results["rows"][name] = row

@@ -74,6 +74,8 @@ def normalised(name: str) -> str:
 
 def unpack(wheels: Path, site: Path) -> None:
     """Unpack the wheels of packages that this Python lacks into a folder; print which, and what has no such wheel."""
+    if not wheels.is_dir():
+        sys.exit(f"{wheels} does not exist: make gpu-bundle writes it; WHEELS=FOLDER names another")
     found = []
     for wheel in sorted(wheels.glob("*.whl")):
         if not is_installed(name := normalised(wheel.name.split("-")[0])):

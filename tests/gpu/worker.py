@@ -50,7 +50,7 @@ def main() -> None:
             first = (str(problem).strip().splitlines() or [""])[0][:300]
             result = {"status": "failed", "shown": f"{type(problem).__name__}: {first}"}
             is_broken = "CUDA error" in str(problem) or "out of memory" in str(problem)
-        answer({**result, "seconds": round(time.perf_counter() - started, 1)})
+        answer({**result, "seconds": round(time.perf_counter() - started, 1), "is_broken": is_broken})
         if is_broken:
             return
 
