@@ -31,7 +31,7 @@ class Terminated(SystemExit):
 
 
 class StopSignals:
-    """The handlers of both signals, until `close`; signals that the process ignores stay ignored.
+    """The handlers of both signals, until `close`; signals that the process ignores or handles itself are left alone.
 
     Only the main thread can install handlers; elsewhere nothing is changed. line: what a handler prints when it raises
     outside of all phases; interrupts: whether a handler may raise at all.
@@ -47,7 +47,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             numbers = [number for name in NAMES if (number := getattr(signal, name, None))]
             handlers = {number: signal.getsignal(number) for number in numbers}
-            self._before = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+            self._before = {n: handler for n, handler in handlers.items() if _is_free(handler)}
             _all.add(self)
             for number in self._before:
                 signal.signal(number, self._handle)
@@ -85,6 +85,11 @@ class StopSignals:
             line = f"\nstopped by {self.received}{self.line}\n"  # on a new line after a progress bar
             os.write(2, line.encode())  # since the signal may have interrupted a print
             raise Terminated
+
+
+def _is_free(handler: Any) -> bool:
+    """Whether a handler may be replaced: the default one, or that of an enclosing run, but none of a user's."""
+    return handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), StopSignals)
 
 
 def _restore_in_child() -> None:

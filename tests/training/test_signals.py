@@ -120,7 +120,7 @@ def test_what_changes_no_weight_is_interrupted_and_the_step_before_is_saved(prog
 
 def test_before_the_first_step_there_is_nothing_to_save(whole):
     one = whole("sft")
-    for event in ("in setup", "open args.json.partial", "in update"):
+    for event in ("in setup", "open .args.json.partial", "in update"):
         log_dir = one.stopped((event, 1))
         if event == "in update":
             assert saved(log_dir) == ["checkpoint-000001"]
@@ -160,22 +160,35 @@ def test_so_does_a_run_in_iterations_in_any_stage(program, whole):
 
 
 # --------------------------------------------------------------------------------------------------------- the handlers
-def test_handlers_of_before_come_back_and_ignored_signals_stay_ignored():
+def test_handlers_of_others_and_ignored_signals_are_left_alone():
+    """Schedulers' clients queue a job again in a handler of their own."""
     got: list[int] = []
     before = [signal.signal(signal.SIGTERM, lambda number, _: got.append(number)), signal.getsignal(signal.SIGUSR1)]
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         signals = StopSignals(" early")
         os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(Terminated) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.value.code == 143 and signals.received == "SIGTERM" and not got
-        signals.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert got == [signal.SIGTERM]
+        assert got == [signal.SIGTERM] and not signals.received
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])
+
+
+def test_the_handler_of_an_enclosing_run_comes_back():
+    outer = StopSignals(" outer")
+    try:
+        inner = StopSignals(" early")
+        with pytest.raises(Terminated) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.value.code == 143 and inner.received == "SIGTERM" and not outer.received
+        inner.close()
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.received
+    finally:
+        outer.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
