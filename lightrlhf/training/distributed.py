@@ -162,6 +162,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     data_dir = getattr(args, "data_dir", None)
     folders = data_dir if isinstance(data_dir, list) else [data_dir] if data_dir else []
     paths = [(number, path) for number, folder in enumerate(folders) for path in sorted(Path(folder).glob("*.pt"))]
+    paths = [(number, path) for number, path in paths if "logprobs" not in path.name]  # what runs keep next to the data
     files = {f"{path.name}{f' of set {n + 1}' if len(folders) > 1 else ''}": sha256(path) for n, path in paths}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
     gathered: list[Any] = [None] * fabric.world_size

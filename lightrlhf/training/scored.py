@@ -23,6 +23,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.training.dry_run import NUM_STEPS
+from lightrlhf.training.provenance import versions
 from lightrlhf.training.run import Run
 
 PART_ROWS = 64  # of each rank, enough to pack rows of similar length together
@@ -153,7 +154,9 @@ def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
         return None
     columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))
     logps = columns.new_full((len(columns), size), torch.nan)
-    logps[:, torch.tensor(scored["places"])] = columns
+    places = torch.tensor(scored["places"])
+    known = places < size  # a run of more steps may have scored more
+    logps[:, places[known]] = columns[:, known]
     return logps
 
 
@@ -163,8 +166,10 @@ def hash_tensor(values: Tensor) -> str:
 
 
 def _file_digest(run: Run[Any], digest: str) -> str:
-    """A digest of the rows, the model, and everything that changes the last bits of a score."""
+    """A digest of the rows, the model with its config, and everything that changes the last bits of a score."""
     args, device = run.args, run.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    settings = (digest, args.precision, name, torch.__version__, args.micro_batch_size, run.world_size)
+    sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.began.sources.items())
+    ranks = run.world_size, run.tensor_parallel, torch.get_num_threads()
+    settings = (digest, sources, versions(), args.precision, name, args.micro_batch_size, ranks)
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

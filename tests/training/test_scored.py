@@ -121,6 +121,11 @@ def test_a_file_that_cannot_be_written_ends_no_run(program, capsys):
     train(2)
     (file,) = data.glob("logprobs-*.pt")
     file.unlink()
-    file.with_name(f"{file.name}.partial").mkdir()
+    file.mkdir()
     train(2)
-    assert "starts scoring again" in capsys.readouterr().out and not file.exists()
+    assert "starts scoring again" in capsys.readouterr().out and file.is_dir()
+
+
+def test_scores_of_more_steps_than_are_left_are_ignored():
+    found = scored.by_place({"places": [0, 5], "logps": [1.0, 2.0]}, 3)
+    assert found.shape == (1, 3) and found[0, 0] == 1 and found[0, 1:].isnan().all()
