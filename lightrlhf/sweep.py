@@ -31,7 +31,7 @@ from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_er
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.curves import columns, differences
+from lightrlhf.storage.curves import NO_SETTINGS, columns, differences
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row, read_jsonl, write_jsonl
 from lightrlhf.storage.locks import LOCK, lock_folder
@@ -129,7 +129,7 @@ def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> No
     for path in sorted(folder.glob("*/seed-*/args.json")):
         before = to_dict(parsed(type(planned[0].args), ["--resume_from", str(path.parent)]))
         for name, value in by_folder.get(path.parent, shared).items():
-            if name not in OWN and before[name] != value:
+            if name not in {*OWN, *NO_SETTINGS} - {"seed"} and before[name] != value:
                 raise UsageError(
                     f"{path.parent} was trained with {name} {text_of(before[name])}, now it is {text_of(value)}; "
                     "name another --output_dir, or put the value back"
@@ -186,7 +186,7 @@ def read_state(path: Path) -> dict[str, Row]:
     for number, row in enumerate(read_jsonl(path, ("run", "combination", "status", "seconds")), start=1):
         numbers = ("seconds", "final", "best") if row["status"] == "finished" else ("seconds",)
         wrong = [name for name in ("run", "combination", "status") if not isinstance(row[name], str)]
-        wrong += [name for name in numbers if not is_number(row.get(name))]
+        wrong += [name for name in numbers if name in row and not is_number(row[name])]
         if not wrong and not row["run"].startswith(f"{row['combination']}/seed-"):
             wrong = ["combination"]
         if wrong:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.storage.curves import NO_SETTINGS
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 
 PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
 SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
 OLDER = "note: an older release began this run and noted no data and models, so changes of them go unnoticed"
-FREE = ("resume_from", "output_dir", "log_dir", "max_steps", "epochs", "devices", "num_nodes")  # never the cause
+FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interval"} - {"seed"}  # never the cause
 
 
 class Beginning:
@@ -67,7 +68,8 @@ class Beginning:
 
     def fix_rows(self, rows: Sequence[Any], batch_size: int, source: str) -> None:
         """Fix the rows of the run and the number of rows per step on each rank."""
-        self.fix("rows", describe_rows(rows), f"the content of {source} is")
+        is_given = bool({"rows", "prompts", "dialogues"} & self.given.keys())  # then `check_given` has compared them
+        self.fix("rows", f"{len(rows)} rows" if is_given else describe_rows(rows), f"the content of {source} is")
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
 
     def noted(self) -> dict[str, Any]:
@@ -106,6 +108,8 @@ def hash_rows(rows: Iterable[Any]) -> str:
     for row in rows:
         fields = row if isinstance(row, Mapping) else getattr(row, "__dict__", {"": row})
         for name, value in fields.items():
+            if name == "columns" and isinstance(value, Mapping):  # a column without a value may be another split's
+                value = sorted((key, repr(one)) for key, one in value.items() if one is not None)
             digest.update(name.encode())
             digest.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
     return digest.hexdigest()[:16]

@@ -59,8 +59,9 @@ from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 from lightrlhf.training.summary import Rows, describe_device, describe_model, lines, peak_memory, print_summary
 
 SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
+NO_EFFECT = ("save_minutes", "save_interval", "keep_last", "log_interval")  # any value gives the same models
 # flags that may change when a run is resumed; older runs do not have all of them
-FREE = ("resume_from", "iterations", "stage", "dry_run", "save_minutes", *SERVERS)
+FREE = ("resume_from", "iterations", "stage", "dry_run", *NO_EFFECT, *SERVERS)
 Args = TypeVar("Args")
 Result = TypeVar("Result")
 
@@ -104,7 +105,10 @@ def open_directory(
         flag = f"--log_dir {args.log_dir}"
         directory = new_run_dir(place_of(args, data), flag)
     stored = {**to_dict(args), "program": program, "initial": initial} | ({"given": given} if given else {})
-    stored["began"] = {"rows": describe_rows(rows or ()), "sources": sources_of(args, given or {}, initial)}
+    stored["began"] = {
+        "rows": None if rows is None else describe_rows(rows),
+        "sources": sources_of(args, given or {}, initial),
+    }
     with writing(flag), lock_folder(directory):
         write_text(directory / "args.json", json.dumps(stored, indent=1))
         seal(directory, ["args.json"])
@@ -223,7 +227,7 @@ def _check_began(
         print(OLDER)
         return
     now, problem, remedy = describe_rows(rows or ()), "", ""
-    if rows is not None and began["rows"] != now:
+    if rows is not None and began["rows"] not in (None, now):  # a stage that reads no rows noted none
         problem = f"the content of {getattr(args, 'data_dir', 'the data')} is {now}, and was {began['rows']}"
     elif changed := changed_source(began["sources"], sources_of(args, given, str(stored["initial"]))):
         problem, remedy = changed
@@ -350,6 +354,7 @@ def run_on_devices(program: Callable[[Args], Result], args: Args, devices: int) 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own errors
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds: a save may take longer than torch's 30
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -28,9 +28,10 @@ from lightrlhf.storage.gguf_files import gguf_file
 
 MODELS = ("rm_experiment_dir", "ref_model", "parser_model", "reflect_experiment_dir", "user_model", "responder")
 FUNCTIONS = ("reward_function", "user_function", "loss_type", "env")
-READ = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")  # suffixes of files that loading a model may read
-READ_BY_NAME = ("merges.txt", "vocab.txt")
-NOT_READ = ("manifest.json",)
+READ = (".safetensors", ".bin", ".index.json", ".jinja", ".model", ".py")  # suffixes of files that loading may read
+READ_BY_NAME = {"merges.txt", "vocab.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"}
+READ_BY_NAME |= {"tokenizer.json", "tokenizer_config.json", "chat_template.json", "reward_statistics.json"}
+READ_BY_NAME |= {"config.json", "generation_config.json", "adapter_config.json"}
 WHOLE, PIECE, PIECES = 2**26, 2**16, 256  # bytes of files hashed whole; of larger files, PIECES of PIECE bytes
 
 NOT_SEEN = {"lightrlhf", "__main__", *sys.stdlib_module_names}  # functions of these packages count by name only
@@ -118,7 +119,7 @@ def _model(name: str, flag: str) -> Source:
 def _files(folder: Path) -> Iterable[tuple[str, str]]:
     for file in sorted(folder.iterdir()):
         is_read = file.name.endswith(READ) or file.name in READ_BY_NAME
-        if is_read and file.name not in NOT_READ and not file.name.startswith(".") and file.is_file():
+        if is_read and not file.name.startswith(".") and file.is_file():
             yield file.name, fingerprint(file)
 
 

@@ -288,3 +288,9 @@ def test_every_text_flag_of_a_training_program_is_a_source_or_known_to_be_none()
         if issubclass(one, TrainArgs):
             texts = {name for name, kind in get_type_hints(one).items() if "str" in str(kind) and "Cl" not in str(kind)}
             assert texts <= read | others
+
+
+def test_a_column_that_another_split_alone_has_changes_no_hash():
+    ids = torch.arange(3)
+    one, other = ({"input_ids": ids, "columns": columns} for columns in ({"a": 1}, {"b": None, "a": 1}))
+    assert hash_rows([one]) == hash_rows([other]) != hash_rows([{"input_ids": ids, "columns": {"a": 2}}])
