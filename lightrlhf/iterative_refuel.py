@@ -490,7 +490,7 @@ def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str
     data = data_dir_of(str(directory)) or "given dialogues"
     start = quoted(as_given(args, stored["initial"]))
     summary = f"{start} trained by `lightrlhf.iterative_refuel` on {quoted(data)}."
-    flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given")}
+    flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given", "began")}
     return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
 
 

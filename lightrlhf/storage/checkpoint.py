@@ -220,7 +220,7 @@ def write_folder(target: Path, write: Callable[[Path], None], replace: bool = Fa
             if replace and target.exists():
                 shutil.rmtree(target)
             partial.rename(target)  # refused where another folder with files has appeared
-        except Exception:
+        except BaseException:  # an interrupt, too
             shutil.rmtree(partial, ignore_errors=True)
             raise
         sync_folder(target.parent)
@@ -276,7 +276,7 @@ def replacing(path: Path, what: str = "") -> Iterator[Path]:
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             rename(temporary, path)
-        except Exception:
+        except BaseException:  # an interrupt, too
             with suppress(OSError):
                 temporary.unlink()
             raise

@@ -200,7 +200,7 @@ class Run(Generic[AnyArgs]):
         self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
         self._state: Callable[[], dict[str, Any]] = dict
         self._files: Callable[[], dict[str, str]] = dict
-        self._signals = StopSignals(NOTHING_TO_SAVE, interrupts=self.fabric.world_size == 1)
+        self._signals = StopSignals(self._nothing_to_save(), interrupts=self.fabric.world_size == 1)
         weakref.finalize(self, self._signals.close)  # for a run that is refused before its loop
 
     # -------------------------------------------------------------------------------------------------- ranks
@@ -800,10 +800,15 @@ class Run(Generic[AnyArgs]):
             if self.step != self._saved_step and not self.dry:
                 self.save()
             done = f" after step {self.step}; go on by --resume_from {whole_run(self.directory)}"
-            where = done if self.step and not self.dry else NOTHING_TO_SAVE
+            where = done if self.step and not self.dry else self._nothing_to_save()
             self.print0(f"stopped by {self._signals.received or 'a signal'}{where}")
             self._close()
         raise Terminated
+
+    def _nothing_to_save(self) -> str:
+        """What is said after a signal before the first step: the training of an iteration is begun again."""
+        whole = whole_run(self.directory)
+        return NOTHING_TO_SAVE if whole == self.directory else f"; go on by --resume_from {whole}"
 
     def _close(self) -> None:
         """Close the logs, the lock, the signal handlers and the watchdog of a run, on all ranks."""

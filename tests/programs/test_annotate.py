@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, save_model
+from safetensors.torch import load_file, save_file
 
 from lightrlhf.annotate import choose, main, penalised
 from lightrlhf.cli.args import ModelArgs
@@ -151,6 +152,9 @@ def rated_model(tmp_path, tokenizer):
     config["auto_map"] = {"AutoModelForSequenceClassification": "modeling_custom.LlamaForRewardModelWithGating"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "modeling_custom.py").write_text(CUSTOM)
+    weights = load_file(folder / "model.safetensors")
+    weights["regression_layer.weight"] = torch.randn(5, config["hidden_size"])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -161,7 +165,6 @@ def test_a_model_with_code_of_its_own_gives_its_score_when_it_is_trusted(respons
     rows = annotated(responses, "--rm_experiment_dir", rated_model, "--trust_remote_code", "True")
     from transformers import AutoModelForSequenceClassification
 
-    torch.manual_seed(0)  # its head is not in the file, so compare two responses of one load only
     assert len({reward for row in rows for reward in row["rewards"]}) == 8
     model = AutoModelForSequenceClassification.from_pretrained(rated_model, trust_remote_code=True)
     assert type(model).__name__ == "LlamaForRewardModelWithGating" and not hasattr(model, "score")
@@ -323,7 +326,8 @@ def test_bad_flags_are_one_line(wrong, message, responses, capsys):
 )
 def test_a_row_of_another_type_is_one_line_before_any_work(column, value, tmp_path, capsys):
     row = {"prompt": "a", "responses": ["b"], "truncated": [False], column: value}
-    write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "responses": ["b"]}, row])
+    lines = [json.dumps(one) for one in ({"prompt": "a", "responses": ["b"]}, row)]  # `write_jsonl` writes no NaN
+    (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(SystemExit) as stopped:
         main(["--responses_file", str(tmp_path / "r.jsonl"), "--reward_function", "helpers.rewards:constant", *DEVICE])
     line = capsys.readouterr().err

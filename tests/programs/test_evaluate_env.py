@@ -135,7 +135,7 @@ def test_the_command_of_a_reply(text, command):
         (["--reflect_experiment_dir", "nowhere", "none"], "--reflect_experiment_dir"),
         (["--agent_model", "gpt"], "--agent_model"),
         (["--env", "nowhere"], "--env nowhere is unknown"),
-        (["--acting", "do_sample=text"], "--acting: --do_sample 'text' is not True or False"),
+        (["--acting", "with_history=text"], "--acting: --with_history 'text' is not True or False"),
         (["--env_options", "horizon=text"], "--env_options horizon 'text' is not a whole number"),
         (["--env_options", "width=3"], "its options are: horizon"),
     ],

@@ -209,3 +209,13 @@ def test_iterations_are_in_order_of_their_numbers_and_copies_of_them_are_none(tm
         (tmp_path / f"iteration-{name}").mkdir()
     assert list(iterations(tmp_path)) == [2, 99, 100]
     assert iterations(tmp_path)[2] == tmp_path / "iteration-02"
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path):
+    def interrupted(folder):
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 1, interrupted)
+    assert not list(tmp_path.iterdir())
