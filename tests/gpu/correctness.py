@@ -107,6 +107,7 @@ def train(program: str, precision: str) -> Any:
         if precision != "32-true":
             names = set(expected[0]) & set(found[0])  # the norm of a step whose loss scale overflowed is left out
             names &= {"step", *OF_THE_POLICY} if program in SAMPLING else names
+            names -= {name for name in names if name.endswith(("accuracies", "sign_align"))}  # signs of margins near 0
             found, expected = ([{name: rows[0][name] for name in names}] for rows in (found, expected))
         return compared(found, expected, BOUNDS[chosen])
 
