@@ -51,13 +51,24 @@ from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import show_trial
-from lightrlhf.storage.run_dir import stored, stored_args
+from lightrlhf.storage.run_dir import stored
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
 
 CHUNK = 256  # prompts scored between two writes
 READ = ("prompt", "responses")  # of each row
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a folder has no arguments of another program; a kill may have left this one's without a seal."""
+    try:
+        values = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and "choose_type" in values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +134,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
             check_output(self.rewards_file, "--output_file")
         if self.output_dir:
             check_output(Path(self.output_dir) / "report.json", "--output_dir")
-            if "choose_type" not in (stored_args(self.output_dir) or {"choose_type": None}):
+            if not is_own(Path(self.output_dir)):
                 raise ValueError(f"--output_dir {self.output_dir} holds data of another program; name another folder")
 
     @property

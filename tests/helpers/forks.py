@@ -31,7 +31,11 @@ IMPORTED += ["lightning.fabric.strategies", "transformers.models.llama.modeling_
 READ_ONCE = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "XDG_", "HOME", "TMPDIR", "PYTHON", "LD_", "CUDA_", "TOKENIZERS_")
 READ_ONCE += ("OMP_", "MKL_", "ATEN_", "ONEDNN_MAX_", "GRADIO_")  # variables, by their beginnings
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"HF_HUB_DISABLE_TELEMETRY"}  # of these, what the library sets itself
+OWN = {
+    "HF_HUB_DISABLE_TELEMETRY",
+    "GRADIO_ANALYTICS_ENABLED",
+    "GRADIO_RUN_HISTORY",
+}  # of these, what the library sets itself
 
 
 def is_alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:

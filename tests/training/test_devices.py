@@ -419,7 +419,7 @@ def test_a_rank_that_fails_ends_the_other_which_says_so(together):
     first, second = ending["fails"]["text"]
     assert ending["fails"]["status"] == [1, 1]
     (line,) = said(second)
-    assert "failed with ValueError: no more" in line
+    assert "failed: ValueError: no more" in line
     (line,) = said(first)
     assert line.startswith("error: rank 1 failed during score of step 3; see its error above; the last good")
     newest_checkpoint(experiment(logs / "fails"), "--resume_from")  # raises when it is not intact

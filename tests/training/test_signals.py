@@ -176,7 +176,7 @@ def test_handlers_of_others_and_ignored_signals_are_left_alone():
 
 
 def test_the_handler_of_an_enclosing_run_comes_back():
-    outer = StopSignals(" outer")
+    before, outer = signal.getsignal(signal.SIGTERM), StopSignals(" outer")
     try:
         inner = StopSignals(" early")
         with pytest.raises(Terminated) as stop:
@@ -188,7 +188,7 @@ def test_the_handler_of_an_enclosing_run_comes_back():
         assert outer.received
     finally:
         outer.close()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
