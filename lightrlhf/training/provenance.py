@@ -48,8 +48,8 @@ def git_commit() -> str | None:
 def given_objects(**objects: Any) -> dict[str, str]:
     """What `train` was called with instead of flags, for `args.json`: name -> kind and hash; None objects are left out.
 
-    Models are hashed by their weights, rows by their values, tokenizers by their vocabulary. Functions and environments
-    are named, not hashed.
+    Models are hashed by their weights, rows by their values, tokenizers by their vocabulary and chat template.
+    Functions and environments are named, not hashed.
     """
     return {name: _describe(one) for name, one in objects.items() if one is not None}
 
@@ -68,7 +68,7 @@ def _describe(one: Any) -> str:
     if isinstance(one, nn.Module):
         kind, digest = type(one).__name__, hash_weights(one).hexdigest()
     elif hasattr(one, "get_vocab"):
-        kind, digest = type(one).__name__, _hash(sorted(one.get_vocab().items()))
+        kind, digest = type(one).__name__, _hash([sorted(one.get_vocab().items()), getattr(one, "chat_template", None)])
     elif callable(one):
         return f"{getattr(one, '__module__', '?')}:{getattr(one, '__qualname__', type(one).__qualname__)}"
     elif isinstance(one, list | tuple) and one and all(map(callable, one)):

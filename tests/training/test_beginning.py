@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import shutil
@@ -23,6 +24,7 @@ from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.training.beginning import SAME, Beginning, hash_rows
 from lightrlhf.training.iterate import open_directory
+from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.sources import FUNCTIONS, MODELS, fingerprint, sources_of
 
 FLAGS = ["--save_interval", "1", "--log_interval", "1", "--max_steps", "1", "--eval_interval", "0", *CPU]
@@ -294,3 +296,9 @@ def test_a_column_that_another_split_alone_has_changes_no_hash():
     ids = torch.arange(3)
     one, other = ({"input_ids": ids, "columns": columns} for columns in ({"a": 1}, {"b": None, "a": 1}))
     assert hash_rows([one]) == hash_rows([other]) != hash_rows([{"input_ids": ids, "columns": {"a": 2}}])
+
+
+def test_another_chat_template_makes_another_given_tokenizer(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages[0]['content'] }}"
+    assert given_objects(tokenizer=other) != given_objects(tokenizer=tokenizer)
