@@ -1,9 +1,9 @@
 """Serve a checkpoint over HTTP: to a trainer that samples there, or to any program that speaks OpenAI's routes.
 
-`python -m lightrlhf.serve DIR` starts vLLM or SGLang where one is installed, with the flags that training needs, else
-the library's own engine behind the same routes. It listens on the loopback and asks for a key: that of OPENAI_API_KEY,
-else one that is made and printed. Prompts may be token ids, ids and log-probabilities at the temperature come back, and
-the weights can be replaced while it runs.
+`python -m lightrlhf.serve DIR` starts vLLM where it is installed, with the flags that training needs, else the
+library's own engine behind the same routes. It listens on the loopback and asks for a key: that of OPENAI_API_KEY, else
+one that is made and printed. Prompts may be token ids, ids and log-probabilities at the temperature come back, and the
+weights can be replaced while it runs.
 
 Left out: several models at a time, encryption, and several devices with our own engine.
 """
@@ -48,10 +48,10 @@ class ServeArgs:
 
     model_name: str = field(metadata=INPUT)
     """Experiment dir, checkpoint, folder or hub name of the model; may be given without its flag."""
-    engine: Literal["auto", "vllm", "sglang", "lightrlhf"] = "auto"
-    """What samples; auto: vLLM where it is installed, else SGLang, else the library's own engine."""
+    engine: Literal["auto", "vllm", "lightrlhf"] = "auto"
+    """What samples; auto: vLLM where it is installed, else the library's own engine."""
     python: str | None = None
-    """Interpreter of another environment in which vLLM or SGLang is installed."""
+    """Interpreter of another environment in which vLLM is installed."""
     host: str = "127.0.0.1"
     """Address to serve on; another one than the loopback requires a key in OPENAI_API_KEY and our own engine."""
     port: int = 8000
@@ -65,15 +65,15 @@ class ServeArgs:
     accelerator: str = "auto"
     """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
-    """Let vLLM or SGLang load adapters while they run, as a trainer with adapters needs; our own engine always does."""
+    """Let vLLM load adapters while they run, as a trainer with adapters needs; our own engine always does."""
     max_lora_rank: int = field(default=64, metadata=RARE)
     """Largest rank of those adapters."""
     engine_flags: str = ""
-    """Further flags of vLLM or SGLang as they spell them, such as --engine_flags="--max-model-len 4096"."""
+    """Further flags of vLLM as it spells them, such as --engine_flags="--max-model-len 4096"."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
     """Let a model run the code of its own repository."""
     print_command: bool = False
-    """Only print the command that starts vLLM or SGLang."""
+    """Only print the command that starts vLLM."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -86,7 +86,7 @@ class ServeArgs:
             raise ValueError(f"--host {self.host} lets others in; set a key in {KEY}, or use 127.0.0.1")
         if self.engine == "lightrlhf" and (self.engine_flags or self.python):
             name = "engine_flags" if self.engine_flags else "python"
-            raise ValueError(f"--{name} {getattr(self, name)} is of vLLM and SGLang, not of --engine lightrlhf")
+            raise ValueError(f"--{name} {getattr(self, name)} needs --engine vllm, got lightrlhf")
         if self.served_model_name == "":
             raise ValueError("--served_model_name is empty; give a name")
         try:
@@ -110,7 +110,6 @@ def run(args: ServeArgs) -> None:
     if args.port == 0:
         raise UsageError(f"--port 0: {engine} needs the number of a port; give one such as 8000")
     launch = Launch(
-        engine=engine,
         python=args.python or sys.executable,
         model=str(Path(source).resolve()) if Path(source).is_dir() else source,
         served_name=args.served_model_name or args.model_name,
@@ -131,9 +130,9 @@ def run(args: ServeArgs) -> None:
 def run_own(args: ServeArgs, source: str) -> None:
     """Serve by the library's own engine. Raises: UsageError when the port is taken or a package is missing."""
     if args.engine_flags:
-        raise UsageError(f"--engine_flags {args.engine_flags} is of vLLM and SGLang, and neither is installed here")
+        raise UsageError(f"--engine_flags {args.engine_flags} needs vLLM, which is not installed here")
     if args.print_command:
-        raise UsageError("--print_command True: neither vLLM nor SGLang is used, so there is no command")
+        raise UsageError("--print_command True: vLLM is not used, so there is no command")
     for package in ("starlette", "uvicorn"):
         check_package("lightrlhf.serve with our own engine", package, UsageError)
     end_at_once()

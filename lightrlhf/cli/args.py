@@ -565,7 +565,7 @@ class ServerArgs(TimeoutArgs):
     sampling_bound: ClassVar[float] = 2.0
     server_sleep: ClassVar[bool] = False
     rollout_server: list[str] = field(default_factory=list)
-    """Addresses of servers that sample in place of this process: vLLM, SGLang or `lightrlhf.serve`."""
+    """Addresses of servers that sample in place of this process: vLLM or `lightrlhf.serve`."""
     exchange_dir: str | None = field(default=None, metadata=RARE)
     """Folder that servers see, for weights; when not given a file system in memory, else the temporary folder."""
     max_sampling_kl: float | None = field(default=None, metadata=RARE)
@@ -636,7 +636,7 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
                 "leave one of them out"
             )
         if self.exchange_adapter and getattr(self, "use_dora", False):
-            raise ValueError("--exchange_adapter True: vLLM and SGLang load no DoRA adapter; leave it out")
+            raise ValueError("--exchange_adapter True: vLLM loads no DoRA adapter; leave it out")
         for flag, value, whole in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):
             if value != whole:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible servers: vLLM, SGLang, `transformers serve`, or hosted ones.
+"""Client of OpenAI-compatible servers: vLLM, `transformers serve`, or hosted ones.
 
 Requests go to the servers in turn, several at a time, and replies are returned in the order of the requests. After a
 busy server (429, 5xx), a time-out, a broken connection or a reply that is no answer a request is retried, at the next

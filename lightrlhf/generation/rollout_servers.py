@@ -1,15 +1,14 @@
 """Client of servers that sample for training: token ids in; token ids, log-probabilities and the weights' version out.
 
-Four verbs: sample, load the weights of a version (while paused), tell the version, sleep. Two dialects: the
-routes of vLLM, which `lightrlhf.serve` speaks too, and those of SGLang; which one a server speaks is found by asking.
-No tokenizer stands between: what a model read and sampled comes back as ids.
+Four verbs: sample, load the weights of a version (while paused), tell the version, sleep, by the routes of vLLM, which
+`lightrlhf.serve` has too. No tokenizer stands between: what a model read and sampled comes back as ids.
 
 Several servers share the work by what they finish. One that fails is left out and its prompts go to the others; one
 that comes back gets the current weights before any prompt. A version is read from a server before and after each
 request, and is set only once its weights are loaded, so no response of unknown weights is returned.
 
 Left out: transfer of weights over NCCL, requests of several versions, several models at a server, and starting servers
-(see `lightrlhf.serve`). Of SGLang the routes are those of its documentation; it was never run here.
+(see `lightrlhf.serve`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -106,7 +105,7 @@ class Server:
     """A server and what is known of it."""
 
     url: str
-    dialect: Dialect | None = None  # found by asking
+    dialect: VLLM | None = None  # found by asking
     model: str = ""  # name of the served model
     adapter: str = ""  # name of the adapter that requests ask for; the model itself when empty
     is_out: bool = False  # left out until it has the current weights
@@ -121,21 +120,6 @@ class Target(NamedTuple):
     folder: Path
     version: str
     is_adapter: bool
-
-
-# ------------------------------------------------------------------------------------------------------------ dialects
-class Dialect(Protocol):
-    """How a kind of server is asked."""
-
-    name: str
-
-    async def sample(self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]) -> Any: ...
-
-    async def load(self, ask: Ask, server: Server, target: Target) -> None: ...
-
-    async def version(self, ask: Ask, server: Server) -> str: ...
-
-    async def sleep(self, ask: Ask, server: Server, asleep: bool) -> None: ...
 
 
 class Ask:
@@ -337,90 +321,6 @@ class VLLM:
         await ask("/sleep?level=1" if asleep else "/wake_up", {}, ask.deadline)
 
 
-class SGLang:
-    """SGLang, as documented in its pages on reinforcement learning."""
-
-    name = "SGLang"
-
-    async def sample(
-        self, ask: Ask, server: Server, chunk: Chunk, args: SamplingArgs, ends: Sequence[int]
-    ) -> list[Response]:
-        """The responses to a chunk, in order."""
-        if chunk.allowed is not None:
-            raise RunFailure(
-                f"--rollout_server {server.url} is SGLang, which cannot sample among given tokens alone; use vLLM or "
-                "lightrlhf.serve, or --shrink_head False"
-            )
-        options = {
-            "max_new_tokens": args.max_new_tokens,
-            "temperature": args.temperature if args.do_sample else 0.0,
-            "top_p": args.top_p,
-            "top_k": args.top_k or -1,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "stop_token_ids": sorted({*ends, *args.eos_ids}),
-            "stop": args.stop_strings or None,
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-        }
-        body = {"input_ids": chunk.prompts, "sampling_params": options, "return_logprob": True}
-        if server.adapter:
-            body["lora_path"] = [server.adapter] * len(chunk.prompts)
-        version = await self.version(ask, server)
-        reply = await ask("/generate", body, ask.deadline, len(chunk.prompts) * args.max_new_tokens)
-        if not isinstance(reply, list) or len(reply) != len(chunk.prompts):
-            raise Wrong(f"{len(reply) if isinstance(reply, list) else 'no'} answers to {len(chunk.prompts)} prompts")
-        responses, versions = [], {version}
-        for prompt, answer in zip(chunk.prompts, reply):
-            found = answer.get("meta_info") if isinstance(answer, dict) else None
-            meta: dict[str, Any] = found if isinstance(found, dict) else {}
-            pairs = meta.get("output_token_logprobs")
-            if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
-                raise Wrong("an answer without output_token_logprobs")
-            if meta.get("prompt_tokens") != len(prompt):
-                raise Wrong("an answer to another prompt")
-            versions.add(str(meta.get("weight_version")))
-            end = meta.get("finish_reason")
-            end = end.get("type") if isinstance(end, dict) else end
-            ids, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-            responses.append(checked_response(ids, logprobs, end, args, ends))
-        if len(versions) > 1:
-            raise OtherVersion(f"it answered by weights of versions {one_line(str(versions))[:100]}")
-        return responses
-
-    async def load(self, ask: Ask, server: Server, target: Target) -> None:
-        """Load weights while sampling is paused, and set their version."""
-        await ask("/pause_generation", {"mode": "retract"}, ask.deadline)
-        try:
-            if target.is_adapter:
-                body = {"lora_name": target.version, "lora_path": str(target.folder)}
-                await self._succeed(ask, "/load_lora_adapter", body)
-                old, server.adapter = server.adapter, target.version
-                if old:
-                    await self._succeed(ask, "/unload_lora_adapter", {"lora_name": old})
-                await self._succeed(ask, "/update_weight_version", {"new_version": target.version})
-            else:
-                given = {"model_path": str(target.folder), "weight_version": target.version}
-                await self._succeed(ask, "/update_weights_from_disk", given | {"flush_cache": True})
-        finally:
-            await ask("/continue_generation", {})
-
-    async def _succeed(self, ask: Ask, path: str, body: dict[str, Any]) -> None:
-        answer = await ask(path, body, ask.deadline)
-        if not isinstance(answer, dict) or not answer.get("success"):
-            told = one_line(str(answer.get("message") if isinstance(answer, dict) else answer))
-            raise RunFailure(f"--rollout_server {ask.url} refused {path}: {told[:300]}")
-
-    async def version(self, ask: Ask, server: Server) -> str:
-        """The version of the weights that the server has."""
-        answer = await ask("/get_model_info")
-        return str(answer.get("weight_version")) if isinstance(answer, dict) else NO_VERSION
-
-    async def sleep(self, ask: Ask, server: Server, asleep: bool) -> None:
-        """Free the server's memory of the accelerator, or take it again."""
-        await ask("/release_memory_occupation" if asleep else "/resume_memory_occupation", {}, ask.deadline)
-
-
 async def models_of(ask: Ask) -> list[dict[str, Any]]:
     """The models and adapters that a server names."""
     answer = await ask("/v1/models")
@@ -431,7 +331,7 @@ async def models_of(ask: Ask) -> list[dict[str, Any]]:
 
 
 async def identify(ask: Ask, server: Server) -> None:
-    """Find out which dialect a server speaks, its model, and its settings. Raises: RunFailure for one of neither."""
+    """Find out whether it is vLLM or our own server, its model, and its settings. Raises: RunFailure if neither."""
     try:
         about = await ask("/version")
     except RunFailure as problem:
@@ -440,14 +340,7 @@ async def identify(ask: Ask, server: Server) -> None:
         about = None
     version = about.get("version") if isinstance(about, dict) else None
     if version is None:
-        try:
-            about = await ask("/get_model_info")
-        except RunFailure:
-            about = None
-        if not isinstance(about, dict) or "model_path" not in about:
-            raise RunFailure(f"--rollout_server {ask.url} is neither vLLM nor SGLang nor lightrlhf.serve")
-        server.dialect, server.model = SGLang(), str(about["model_path"])
-        return
+        raise RunFailure(f"--rollout_server {ask.url} is neither vLLM nor lightrlhf.serve")
     server.dialect = VLLM(takes_noise=str(version).startswith("lightrlhf"))
     server.model = next((str(model.get("id")) for model in await models_of(ask) if not model.get("parent")), "")
     try:
@@ -489,7 +382,8 @@ class RolloutServers:
     """The servers of `--rollout_server`, as one sampler.
 
     vocabulary: number of token ids that the model has; a response with another one is refused.
-    Raises: RunFailure when one does not answer within `--health_timeout`, speaks no known dialect or refuses the key.
+    Raises: RunFailure when one does not answer within `--health_timeout`, is neither vLLM nor `lightrlhf.serve`, or
+    refuses the key.
     """
 
     def __init__(self, args: ServerArgs, vocabulary: int = 2**31) -> None:
@@ -559,7 +453,7 @@ class RolloutServers:
     async def _score(self, texts: list[list[int]]) -> list[tuple[str, list[list[float]]]]:
         found = []
         for server in self.servers:
-            if isinstance(server.dialect, VLLM) and not server.is_out and not server.adapter:  # vLLM on a CPU would end
+            if server.dialect is not None and not server.is_out and not server.adapter:  # vLLM on a CPU would end
                 try:
                     found.append((server.url, await server.dialect.score(self._ask(server), server, texts)))
                 except (Busy, RunFailure):  # a server without this route explains nothing

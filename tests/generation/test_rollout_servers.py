@@ -8,17 +8,19 @@ import time
 import pytest
 import torch
 from helpers.rollout_clients import END, PROMPTS, SAMPLES, Client, args_of, right, target
-from helpers.servers import FakeSGLang, FakeVLLM, reply
-from helpers.wrong_replies import json_reply, of_bytes, of_sglang, of_vllm
+from helpers.servers import FakeVLLM, reply
+from helpers.wrong_replies import json_reply, wrong_replies
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import rollout_servers
 from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, ServersGone, chunks_of
 
-SICK = {  # one of each class; all of them are among the nightly attacks
-    FakeVLLM: ["token_ids [False]", "token_ids of another vocabulary", "index 0", "prompts in another order"],
-    FakeSGLang: ["ids [10000000000000000000000000000", "weight_version 'other'", "one row too few"],
-}
+SICK = [  # one of each class; all of them are among the nightly attacks
+    "token_ids [False]",
+    "token_ids of another vocabulary",
+    "index 0",
+    "prompts in another order",
+]
 BYTES = [
     "body deep",
     "broken gzip",
@@ -36,58 +38,45 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(rollout_servers, "PROBE_SECONDS", 0.02)
 
 
-@pytest.fixture(params=[FakeVLLM, FakeSGLang])
-def kind(request) -> type:
-    return request.param
-
-
 # -------------------------------------------------------------------------------------------------------------- answers
-def test_responses_are_those_of_the_prompts_in_order(kind, tmp_path):
-    with kind() as server, Client(tmp_path, server) as client:
-        assert client.sample() == right(kind)
+def test_responses_are_those_of_the_prompts_in_order(tmp_path):
+    with FakeVLLM() as server, Client(tmp_path, server) as client:
+        assert client.sample() == right()
         assert server.version == "token-1" and not server.is_paused
-        (body,) = server.bodies[SAMPLES[kind]]
-    asked = body if kind is FakeVLLM else body["sampling_params"]
-    assert asked["stop_token_ids"] == [END] and asked["top_p"] == 1.0 and asked["temperature"] == 1.0
-    if kind is FakeVLLM:
-        assert body["prompt"] == PROMPTS[::2] and body["n"] == 2 and body["cache_salt"] == "token-1"
-    else:
-        assert body["input_ids"] == PROMPTS and body["return_logprob"]
+        (body,) = server.bodies[SAMPLES]
+    assert body["stop_token_ids"] == [END] and body["top_p"] == 1.0 and body["temperature"] == 1.0
+    assert body["prompt"] == PROMPTS[::2] and body["n"] == 2 and body["cache_salt"] == "token-1"
 
 
-def wrong_replies(kind: type) -> dict[str, object]:
-    return {**(of_vllm() if kind is FakeVLLM else of_sglang()), **of_bytes()}
-
-
-def test_no_wrong_reply_is_a_response_and_the_next_attempt_is_right(kind, tmp_path, capsys):
-    table = wrong_replies(kind)
-    for name in SICK[kind] + BYTES:
-        with kind({SAMPLES[kind]: [table[name]]}) as server, Client(tmp_path, server) as client:
-            assert client.sample() == right(kind), name
+def test_no_wrong_reply_is_a_response_and_the_next_attempt_is_right(tmp_path, capsys):
+    table = wrong_replies()
+    for name in SICK + BYTES:
+        with FakeVLLM({SAMPLES: [table[name]]}) as server, Client(tmp_path, server) as client:
+            assert client.sample() == right(), name
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_server_that_is_always_wrong_ends_with_one_line_that_names_it(kind, tmp_path):
-    table = wrong_replies(kind)
-    for name in (SICK[kind][0], "body deep", "status 404"):
-        with kind({SAMPLES[kind]: [table[name]] * 99}) as server, Client(tmp_path, server) as client:
+def test_a_server_that_is_always_wrong_ends_with_one_line_that_names_it(tmp_path):
+    table = wrong_replies()
+    for name in (SICK[0], "body deep", "status 404"):
+        with FakeVLLM({SAMPLES: [table[name]] * 99}) as server, Client(tmp_path, server) as client:
             with pytest.raises(ServersGone, match=server.url) as problem:
                 client.sample()
             assert "\n" not in str(problem.value)
 
 
-def test_the_prompts_of_a_wrong_server_go_to_the_others(kind, tmp_path, capsys):
-    step = wrong_replies(kind)[SICK[kind][0]]
+def test_the_prompts_of_a_wrong_server_go_to_the_others(tmp_path, capsys):
+    step = wrong_replies()[SICK[0]]
     prompts = [[n, n + 1] for n in range(2, 34)]
-    with kind({SAMPLES[kind]: [step] * 9999}) as sick, kind() as well, Client(tmp_path, sick, well) as client:
-        assert client.sample(prompts) == right(kind, prompts)
+    with FakeVLLM({SAMPLES: [step] * 9999}) as sick, FakeVLLM() as well, Client(tmp_path, sick, well) as client:
+        assert client.sample(prompts) == right(prompts)
     assert f"{sick.url} failed" in capsys.readouterr().err
 
 
-def test_a_request_that_is_refused_ends_with_the_reason(kind, tmp_path):
+def test_a_request_that_is_refused_ends_with_the_reason(tmp_path):
     step = reply(b'{"error": {"message": "prompt is\\ntoo long"}}', {"Content-Type": "application/json"}, 400)
-    with kind({SAMPLES[kind]: [step]}) as server, Client(tmp_path, server) as client:
-        with pytest.raises(RunFailure, match=f"{server.url} refused {SAMPLES[kind]}: prompt is too long"):
+    with FakeVLLM({SAMPLES: [step]}) as server, Client(tmp_path, server) as client:
+        with pytest.raises(RunFailure, match=f"{server.url} refused {SAMPLES}: prompt is too long"):
             client.sample()
 
 
@@ -99,9 +88,9 @@ def test_a_late_server_is_not_asked_twice_but_left_out(tmp_path, capsys):
         release.wait(10)
         return answer
 
-    with FakeVLLM({SAMPLES[FakeVLLM]: [late]}) as slow, FakeVLLM() as fast:
+    with FakeVLLM({SAMPLES: [late]}) as slow, FakeVLLM() as fast:
         with Client(tmp_path, slow, fast, request_timeout=0.4) as client:
-            assert client.sample() == right(FakeVLLM)
+            assert client.sample() == right()
             release.set()
     assert "no whole reply within 0.4 s" in capsys.readouterr().err
 
@@ -114,24 +103,24 @@ def test_servers_share_by_what_they_finish(tmp_path):
         return answer
 
     def last(server, body, answer):
-        if sum(len(one["prompt"]) for one in fast.bodies[SAMPLES[FakeVLLM]]) >= 35:
+        if sum(len(one["prompt"]) for one in fast.bodies[SAMPLES]) >= 35:
             release.set()
         return answer
 
-    with FakeVLLM({SAMPLES[FakeVLLM]: [slow]}) as held, FakeVLLM({SAMPLES[FakeVLLM]: [last] * 99}) as fast:
+    with FakeVLLM({SAMPLES: [slow]}) as held, FakeVLLM({SAMPLES: [last] * 99}) as fast:
         with Client(tmp_path, held, fast, request_timeout=30.0) as client:
-            assert client.sample(prompts) == right(FakeVLLM, prompts)
-    asked = [len(one["prompt"]) for server in (held, fast) for one in server.bodies[SAMPLES[FakeVLLM]]]
-    assert asked == [5] * 8 and len(held.bodies[SAMPLES[FakeVLLM]]) == 1  # nothing is asked twice
+            assert client.sample(prompts) == right(prompts)
+    asked = [len(one["prompt"]) for server in (held, fast) for one in server.bodies[SAMPLES]]
+    assert asked == [5] * 8 and len(held.bodies[SAMPLES]) == 1  # nothing is asked twice
 
 
 def test_a_retry_after_is_obeyed_within_limits(tmp_path, monkeypatch):
     for value, longest in (("0.2", 60.0), ("99999", 0.3)):
         monkeypatch.setattr(rollout_servers, "LONGEST_PAUSE", longest)
         step = reply(b"{}", {"Retry-After": value}, 429)
-        with FakeVLLM({SAMPLES[FakeVLLM]: [step]}) as server, Client(tmp_path, server) as client:
+        with FakeVLLM({SAMPLES: [step]}) as server, Client(tmp_path, server) as client:
             began = time.monotonic()
-            assert client.sample() == right(FakeVLLM)
+            assert client.sample() == right()
             assert time.monotonic() - began >= 0.2
 
 
@@ -158,18 +147,11 @@ def test_other_weights_before_or_after_a_request_are_not_used(tmp_path, capsys):
         return answer
 
     other = json_reply({"weight_version": "other"})
-    for script in ({"/weight_info": [None, other]}, {SAMPLES[FakeVLLM]: [turn]}):
+    for script in ({"/weight_info": [None, other]}, {SAMPLES: [turn]}):
         with FakeVLLM(script) as server, Client(tmp_path, server) as client:
-            assert client.sample() == right(FakeVLLM)
+            assert client.sample() == right()
             assert server.version == "token-1" and len(server.bodies["/collective_rpc"]) == 2
         assert "weights of version other, not token-1" in capsys.readouterr().err
-
-
-def test_the_version_that_each_answer_of_sglang_has_counts(tmp_path, capsys):
-    with FakeSGLang({"/generate": [of_sglang()["weight_version 'other'"]]}) as server:
-        with Client(tmp_path, server) as client:
-            assert client.sample() == right(FakeSGLang)
-    assert "answered by weights of versions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"])
@@ -180,7 +162,7 @@ def test_a_load_that_fails_midway_never_has_the_new_version(route, tmp_path, cap
     with FakeVLLM(script) as sick, FakeVLLM() as well, Client(tmp_path, sick, well) as client:
         client.servers.load(target(tmp_path, "token-2"))
         assert sick.version in ("token-1", NO_VERSION) and (not sick.is_paused)
-        assert client.sample() == right(FakeVLLM)
+        assert client.sample() == right()
         assert "EngineCore encountered an issue" in capsys.readouterr().err
 
 
@@ -188,7 +170,7 @@ def test_a_cache_is_reset_until_the_server_says_yes(tmp_path):
     no = json_reply({"success": False})
     with FakeVLLM({"/reset_prefix_cache": [no, no]}) as server, Client(tmp_path, server) as client:
         assert len(server.bodies["/reset_prefix_cache"]) == 3
-        assert client.sample() == right(FakeVLLM)
+        assert client.sample() == right()
 
 
 def test_a_cache_that_is_never_reset_is_one_line(tmp_path, monkeypatch):
@@ -208,22 +190,21 @@ def test_a_server_that_stays_paused_is_one_line(tmp_path):
                 pass
 
 
-def test_a_server_that_keeps_its_version_is_one_line(kind, tmp_path):
-    route = "/weight_info" if kind is FakeVLLM else "/get_model_info"
-    stuck = json_reply({"model_path": "/m", "weight_version": "default"})
-    with kind({route: [stuck] * 99}) as server:
+def test_a_server_that_keeps_its_version_is_one_line(tmp_path):
+    stuck = json_reply({"weight_version": "default"})
+    with FakeVLLM({"/weight_info": [stuck] * 99}) as server:
         with pytest.raises(RunFailure, match="says that it has default; does another trainer use it"):
             with Client(tmp_path, server):
                 pass
 
 
-def test_an_adapter_has_a_new_name_and_the_one_before_is_dropped(kind, tmp_path):
-    with kind() as server, Client(tmp_path, server) as client:
+def test_an_adapter_has_a_new_name_and_the_one_before_is_dropped(tmp_path):
+    with FakeVLLM() as server, Client(tmp_path, server) as client:
         for version in ("token-2", "token-3"):
             client.servers.load(target(tmp_path, version, is_adapter=True))
-            assert list(server.adapters) == [version] and client.sample() == right(kind)
-        body = server.bodies[SAMPLES[kind]][-1]
-    assert body["model"] == "token-3" if kind is FakeVLLM else body["lora_path"] == ["token-3"] * len(PROMPTS)
+            assert list(server.adapters) == [version] and client.sample() == right()
+        body = server.bodies[SAMPLES][-1]
+    assert body["model"] == "token-3"
 
 
 def test_an_adapter_from_another_folder_is_one_line(tmp_path):
@@ -233,15 +214,6 @@ def test_an_adapter_from_another_folder_is_one_line(tmp_path):
         with pytest.raises(RunFailure, match="serves adapter token-2 from /other"):
             client.load(target(tmp_path, "token-2", is_adapter=True))
         client.close()
-
-
-def test_sglang_that_refuses_weights_is_one_line(tmp_path):
-    no = reply(b'{"success": false, "message": "shapes differ"}', {"Content-Type": "application/json"}, 400)
-    with FakeSGLang({"/update_weights_from_disk": [no]}) as server:
-        with pytest.raises(RunFailure, match="refused /update_weights_from_disk: shapes differ"):
-            with Client(tmp_path, server):
-                pass
-        assert server.version == "default" and not server.is_paused
 
 
 # ----------------------------------------------------------------------------------------------------------- connecting
@@ -256,7 +228,7 @@ def connecting(server: FakeVLLM, **options) -> str:
 def test_what_is_no_server_of_rollouts_is_one_line():
     no = reply(b'{"detail": "Not Found"}', status=404)
     with FakeVLLM({"/version": [no] * 9}) as server:
-        assert "neither vLLM nor SGLang" in connecting(server)
+        assert "neither vLLM nor lightrlhf.serve" in connecting(server)
     with FakeVLLM({"/server_info": [no] * 9}) as server:
         assert "not in developer mode" in connecting(server)
     with FakeVLLM({"/version": [reply(b"", status=401)]}) as server:
@@ -267,25 +239,25 @@ def test_what_is_no_server_of_rollouts_is_one_line():
 
 ODD = ([], 3, "a", None, [3], {"data": []}, {"data": [3]}, {"data": [{}]}, {"data": [{"id": "a", "parent": "b"}]})
 ODD += ({"version": []}, {"vllm_config": 3}, {"vllm_config": {"model_config": [3]}}, {"model_path": []}, {"success": 0})
-ABOUT = ("/version", "/v1/models", "/server_info", "/weight_info", "/get_model_info", "/is_paused", "/collective_rpc")
-ABOUT += ("/reset_prefix_cache", "/update_weights_from_disk", "/pause_generation")
+ABOUT = ("/version", "/v1/models", "/server_info", "/weight_info", "/is_paused", "/collective_rpc")
+ABOUT += ("/reset_prefix_cache",)
 
 
-def test_odd_answers_of_every_route_are_one_line_or_harmless(kind, tmp_path, monkeypatch):
+def test_odd_answers_of_every_route_are_one_line_or_harmless(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_servers, "RESETS", 2)
     for route in ABOUT:
         for value in ODD:
-            with kind({route: [json_reply(value)] * 99}) as server:
+            with FakeVLLM({route: [json_reply(value)] * 99}) as server:
                 try:
                     with Client(tmp_path, server, health_timeout=0.2) as client:
-                        assert client.sample() == right(kind), (route, value)
+                        assert client.sample() == right(), (route, value)
                 except RunFailure as problem:
                     assert server.url in str(problem) and "\n" not in str(problem), (route, value)
 
 
 def test_a_prompt_without_room_is_one_line(tmp_path):
     with FakeVLLM(max_model_len=5) as server, Client(tmp_path, server) as client:
-        assert client.sample([[5, 9]]) == right(FakeVLLM, [[5, 9]])
+        assert client.sample([[5, 9]]) == right([[5, 9]])
         with pytest.raises(RunFailure, match="room for 5 tokens, a prompt with its response needs 6"):
             client.sample()
 
@@ -302,17 +274,14 @@ def test_all_gone_is_one_line_after_the_patience(tmp_path, capsys):
 
 def test_no_prompt_needs_no_server(tmp_path):
     with FakeVLLM() as server, Client(tmp_path, server) as client:
-        assert client.sample([]) == [] and not server.bodies[SAMPLES[FakeVLLM]]
+        assert client.sample([]) == [] and not server.bodies[SAMPLES]
 
 
-def test_sleeping_and_scores(kind, tmp_path):
-    with kind() as server, Client(tmp_path, server) as client:
+def test_sleeping_and_scores(tmp_path):
+    with FakeVLLM() as server, Client(tmp_path, server) as client:
         client.servers.sleep(True)
         client.servers.sleep(False)
-        routes = (
-            ("/sleep", "/wake_up") if kind is FakeVLLM else ("/release_memory_occupation", "/resume_memory_occupation")
-        )
-        assert all(len(server.bodies[route]) == 1 for route in routes)
+        assert all(len(server.bodies[route]) == 1 for route in ("/sleep", "/wake_up"))
         wrong = [json_reply(value) for value in (None, [], {"choices": 3}, {"choices": [{"index": 0}]})]
         wrong += [json_reply({"choices": [{"index": 0, "prompt_logprobs": [None, {"9": {"logprob": 10**400}}]}]})]
         server.script["/v1/completions"] = wrong

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from helpers.servers import FakeSGLang, FakeVLLM, right_ids
+from helpers.servers import FakeVLLM, right_ids
 from lightrlhf.cli.args import RolloutServerArgs
 from lightrlhf.generation.rollout_servers import RolloutServers, Target
 
 PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]
 TOKENS = 3
 END = 1
-SAMPLES = {FakeVLLM: "/v1/completions", FakeSGLang: "/generate"}
+SAMPLES = "/v1/completions"
 
 
 def target(folder: Path, version: str = "token-1", is_adapter: bool = False) -> Target:
@@ -49,7 +49,7 @@ class Client:
         return found.responses
 
 
-def right(kind: type, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """The responses of servers in order: vLLM numbers those of equal prompts, SGLang answers each prompt alone."""
-    numbers = [prompts[:row].count(prompt) if kind is FakeVLLM else 0 for row, prompt in enumerate(prompts)]
+def right(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """The responses of servers in order: they number those of equal prompts."""
+    numbers = [prompts[:row].count(prompt) for row, prompt in enumerate(prompts)]
     return [right_ids(prompt, number, TOKENS) for prompt, number in zip(prompts, numbers)]

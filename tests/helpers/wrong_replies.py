@@ -1,4 +1,4 @@
-"""Invalid replies of a rollout server: a table of them, by name, for both dialects."""
+"""Invalid replies of a rollout server: a table of them, by name."""
 
 from __future__ import annotations
 
@@ -33,20 +33,10 @@ def changed(change: Change) -> Callable:
 
 
 def of_choice(**values: object) -> Change:
-    """A change of the second choice of an answer of vLLM."""
+    """A change of the second choice of an answer."""
 
     def change(answer: Any) -> Any:
         answer["choices"][1].update(values)
-        return answer
-
-    return change
-
-
-def of_meta(**values: object) -> Change:
-    """A change of the second row of an answer of SGLang."""
-
-    def change(answer: Any) -> Any:
-        answer[1]["meta_info"].update(values)
         return answer
 
     return change
@@ -90,37 +80,8 @@ def of_vllm() -> dict[str, Callable]:
     return {name: changed(change) for name, change in found.items()}
 
 
-def of_sglang() -> dict[str, Callable]:
-    """By name a step that answers a request of 3 tokens for at least two rows, wrongly."""
-    found: dict[str, Change] = {}
-    for ids in NOT_IDS:
-        if isinstance(ids, list) and ids:
-            pairs = [[-1.0, token, None] for token in (ids * 3)[:3]]
-            found[f"ids {short(ids)}"] = of_meta(output_token_logprobs=pairs)
-    for values in NOT_LOGPROBS:
-        if isinstance(values, list) and len(values) == 3:
-            found[f"logprobs {short(values)}"] = of_meta(output_token_logprobs=[[x, 3, None] for x in values])
-    for value in (None, 3, "a", {}, [], [None], [[]], [[-1.0]], ["ab"], [[-1.0, 3]] * 4, [[-1.0, 3]] * 2):
-        found[f"output_token_logprobs {short(value)}"] = of_meta(output_token_logprobs=value)
-    for end in ENDS:
-        found[f"finish_reason of type {end!r}"] = of_meta(finish_reason={"type": end})
-    found["no finish_reason"] = of_meta(finish_reason=None)
-    for version in ("other", None, 3, []):
-        found[f"weight_version {version!r}"] = of_meta(weight_version=version)
-    for tokens in (99, None, "2", []):
-        found[f"prompt_tokens {tokens!r}"] = of_meta(prompt_tokens=tokens)
-    for value in (None, [], {}, 3, "a"):
-        found[f"meta_info {value!r}"] = lambda rows, value=value: [rows[0], {"meta_info": value}, *rows[2:]]
-        found[f"row {value!r}"] = lambda rows, value=value: [rows[0], value, *rows[2:]]
-        found[f"rows {value!r}"] = lambda rows, value=value: value
-    found["one row too few"] = lambda rows: rows[:-1]
-    found["one row too many"] = lambda rows: [*rows, rows[0]]
-    found["error with status 200"] = lambda rows: {"error": {"message": "overloaded"}}
-    return {name: changed(change) for name, change in found.items()}
-
-
 def of_bytes() -> dict[str, bytes | list | Callable]:
-    """By name what no server of any dialect may send."""
+    """By name what no server may send."""
     found: dict[str, bytes | list | Callable] = {}
     whole = b'{"choices": [], "text": "WRONG"}'
     bodies = {
@@ -169,6 +130,11 @@ def of_bytes() -> dict[str, bytes | list | Callable]:
     for code in (401, 403, 404):
         found[f"status {code}"] = reply(b'{"detail": "no"}', {"Content-Type": "application/json"}, code)
     return found
+
+
+def wrong_replies() -> dict[str, bytes | list | Callable]:
+    """All of them."""
+    return {**of_vllm(), **of_bytes()}
 
 
 def reset(server: Any, body: object, right: object) -> list:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
 from lightrlhf import generate
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import samplers
-from lightrlhf.generation.rollout_servers import Chunk, RolloutServers, Server, SGLang
+from lightrlhf.generation.rollout_servers import RolloutServers
 from lightrlhf.storage.jsonl import read_jsonl
 
 SEAL = ("sha256", "bytes")
@@ -316,11 +313,3 @@ def test_flags_of_reflect_rl_that_cannot_be_meant_are_one_line(given, message, r
     with pytest.raises(SystemExit) as stopped:
         run(runs, "reflect_rl", tmp_path, "--rollout_server", "http://127.0.0.1:9", *given)
     assert stopped.value.code == 2 and message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_sglang_is_refused_where_only_some_tokens_may_come():
-    chunk = Chunk(range(1), [[5]], torch.zeros(1, 1), [[3, 4]])
-    with pytest.raises(RunFailure, match="is SGLang, which cannot sample among given tokens alone"):
-        asked = SGLang().sample(None, Server("http://a:1"), chunk, SamplingArgs(max_new_tokens=1), [])
-        with ThreadPoolExecutor(1) as pool:  # in the main thread a browser of other tests may have its loop
-            pool.submit(asyncio.run, asked).result()

@@ -1,4 +1,4 @@
-"""`python -m lightrlhf.serve` as a program: our own engine in a process, and the commands for vLLM and SGLang."""
+"""`python -m lightrlhf.serve` as a program: our own engine in a process, and the command for vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lightrlhf.generation.engine import generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.serving.commands import ENGINES
 from lightrlhf.sft import main as sft
 
 
@@ -110,11 +109,11 @@ def test_a_key_is_made_and_printed(folder):
     [
         (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 lets others in; set a key in OPENAI_API_KEY"),
         (["--port", "70000"], 2, "--port 70000 must lie in 0 to 65535"),
-        (["--engine", "lightrlhf", "--engine_flags=--tp 2"], 2, "--engine_flags --tp 2 is of vLLM and SGLang"),
+        (["--engine", "lightrlhf", "--engine_flags=--tp 2"], 2, "--engine_flags --tp 2 needs --engine vllm"),
         (["--engine_flags", "'"], 2, "--engine_flags ' cannot be split into words"),
         (["--engine", "lightrlhf", "--print_command", "True"], 2, "there is no command"),
         (["--engine", "vllm", "--python", "/none"], 2, "--python /none cannot be run"),
-        (["--engine", "sglang", "--python", sys.executable], 2, "has no sglang; install it there"),
+        (["--engine", "vllm", "--python", sys.executable], 2, "has no vllm; install it there"),
         (["--rollout_mini_batch_size", "0"], 2, "--rollout_mini_batch_size 0 must be at least 1"),
     ],
 )
@@ -147,13 +146,11 @@ pathlib.Path(os.environ["RECORD"]).write_text(json.dumps([words, shown, files]))
 
 @pytest.fixture
 def engines(tmp_path, monkeypatch):
-    """An environment in which vLLM and SGLang seem to be installed: they write down how they were started."""
-    for module in ("vllm/entrypoints/openai/api_server", "sglang/launch_server"):
-        path = tmp_path / "packages" / f"{module}.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(FAKE)
-    for name in ENGINES:
-        (tmp_path / "packages" / name / "__init__.py").touch()
+    """An environment in which vLLM seems to be installed: it writes down how it was started."""
+    path = tmp_path / "packages" / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(FAKE)
+    (tmp_path / "packages" / "vllm" / "__init__.py").touch()
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -180,16 +177,6 @@ def test_vllm_is_started_with_what_training_needs(engines, folder, tmp_path):
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
     assert variables["VLLM_API_KEY"] == "a-secret-key"
-
-
-def test_sglang_is_started_where_there_is_no_vllm(engines, folder, tmp_path):
-    flags = ["--python", engines, "--port", "8123"]
-    shown = run_program("lightrlhf.serve", str(folder), "--engine", "sglang", *flags, "--print_command", "True").stdout
-    assert "-m sglang.launch_server --model-path" in shown and "a-secret-key" not in shown
-    os.rename(tmp_path / "packages" / "vllm", tmp_path / "packages" / "none")
-    run_program("lightrlhf.serve", str(folder), *flags)
-    words, _, _ = json.loads((tmp_path / "record.json").read_text())
-    assert words[:2] == ["--model-path", str(folder)] and words[-2:] == ["--api-key", "a-secret-key"]
 
 
 def test_an_adapter_is_merged_before_another_engine_gets_it(engines, sft_dir, cafe_data, tmp_path):
