@@ -16,7 +16,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
-from lightrlhf.data.batch import epoch_order, mix_seed, row_length
+from lightrlhf.data.batch import epoch_order, row_length
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
 from lightrlhf.data.splits import Row
 from lightrlhf.maths.finite import not_finite
@@ -77,6 +77,7 @@ from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.provenance import git_commit, versions
+from lightrlhf.training.ranks import Item, Ranks
 from lightrlhf.training.restarts import as_restarted, note_run
 from lightrlhf.training.resume import (
     StepStart,
@@ -106,7 +107,6 @@ NOTHING_TO_SAVE = " before the first step was finished: there is nothing to save
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
-Item = TypeVar("Item")
 
 
 class Learner(NamedTuple):
@@ -155,15 +155,14 @@ class Run(Generic[AnyArgs]):
             "",
             (),
         )  # names of a step's rows, kind, this rank's
-        self.tensor_parallel: int = getattr(args, "tensor_parallel", 1)  # ranks of a group
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.args = args = as_restarted(self.fabric, args)
+        self.ranks = Ranks(self.fabric, args)
         self.dry = DryRun() if args.dry_run else None  # then nothing is written
         self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
-        self.watchdog: RankWatchdog | None = None
-        if self.fabric.world_size > 1:
-            self.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
+        if self.ranks.num_processes > 1:
+            self.ranks.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
         self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
@@ -200,13 +199,13 @@ class Run(Generic[AnyArgs]):
         self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
         self._state: Callable[[], dict[str, Any]] = dict
         self._files: Callable[[], dict[str, str]] = dict
-        self._signals = StopSignals(self._nothing_to_save(), interrupts=self.fabric.world_size == 1)
+        self._signals = StopSignals(self._nothing_to_save(), interrupts=self.ranks.num_processes == 1)
         weakref.finalize(self, self._signals.close)  # for a run that is refused before its loop
 
     # -------------------------------------------------------------------------------------------------- ranks
     @property
     def device(self) -> torch.device:
-        return self.fabric.device
+        return self.ranks.device
 
     @property
     def precision(self) -> str:
@@ -214,90 +213,45 @@ class Run(Generic[AnyArgs]):
 
     @property
     def rank(self) -> int:
-        """Rank among those with rows of their own, which the ranks of a tensor-parallel group share."""
-        return self.fabric.global_rank // self.tensor_parallel
+        return self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """Number of such ranks, or groups of them."""
-        return self.fabric.world_size // self.tensor_parallel
+        return self.ranks.world_size
 
     @property
     def is_first(self) -> bool:
-        return self.fabric.is_global_zero
+        return self.ranks.is_first
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Sum of a tensor over all ranks, one of each tensor-parallel group; the tensor itself on one."""
-        if self.world_size == 1:
-            return value
-        with self._collective():
-            return self.fabric.all_reduce(value, group=self._data_group(), reduce_op="sum")
+        return self.ranks.sum(value)
 
     def total(self, value: float) -> float:
-        """Sum of a number over all ranks."""
-        if self.world_size == 1:
-            return float(value)
-        return float(self.sum_over_ranks(torch.tensor(float(value), dtype=torch.float64, device=self.device)))
+        return self.ranks.total(value)
 
     def gather(self, value: Item) -> list[Item]:
-        """The values of all ranks, in their order; any object that can be pickled."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with self._collective():
-            torch.distributed.all_gather_object(values, value, group=self._data_group())
-        return values
-
-    def _data_group(self) -> Any:
-        """The process group of this rank's place in each tensor-parallel group; None for all ranks."""
-        if self.tensor_parallel == 1:
-            return None
-        return self.fabric.strategy.device_mesh["data_parallel"].get_group()
+        return self.ranks.gather(value)
 
     def once(self, work: Callable[[], Item]) -> Item:
-        """The result of `work`, done by one rank of a tensor-parallel group for all: their weights must not diverge.
-
-        Raises: on all of them, what is wrong with the input or the run there.
-        """
-        if self.tensor_parallel == 1:
-            return work()
-        group = self.fabric.strategy.device_mesh["tensor_parallel"].get_group()
-        found: list[Any] = [None, None]  # the result, and what was raised instead
-        if torch.distributed.get_rank(group) == 0:
-            try:
-                found[0] = work()
-            except UsageError as problem:
-                found[1] = problem
-        with self._collective():
-            torch.distributed.broadcast_object_list(found, group=group, group_src=0)
-        if found[1] is not None:
-            raise found[1]
-        result: Item = found[0]
-        return result
+        return self.ranks.once(work)
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's value, on all ranks; any object that can be pickled."""
-        if self.fabric.world_size == 1:
-            return value
-        with self._collective():
-            return self.fabric.broadcast(value)
+        return self.ranks.broadcast(value)
 
     def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
-        """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
-        start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
-        return list(rows[start:end])
+        return self.ranks.shard(rows)
 
     def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
-        """This rank's micro-batches, padded with empty ones under `fsdp` so that all ranks run equally many passes.
+        return self.ranks.pad_passes(parts)
 
-        There every pass gathers weights from all ranks.
-        """
-        parts = list(parts)
-        if self.args.strategy != "fsdp" or self.world_size == 1:
-            return parts
-        with self._collective():
-            most = self.fabric.all_reduce(torch.tensor(len(parts), device=self.device), reduce_op="max")
-        return parts + [[]] * (int(most) - len(parts))
+    def generator(self, *key: int) -> torch.Generator:
+        return self.ranks.generator(*key)
+
+    def noise(self, num_rows: int, width: int, *key: int) -> Tensor:
+        return self.ranks.noise(num_rows, width, *key)
+
+    def print0(self, text: str) -> None:
+        self.ranks.print0(text)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -308,12 +262,12 @@ class Run(Generic[AnyArgs]):
         """
         started = time.perf_counter()
         where = f"{name} of step {self.step + 1}"
-        if self.watchdog:
-            self.watchdog.where = where
+        if self.ranks.watchdog:
+            self.ranks.watchdog.where = where
         try:
             with self._signals.phase(name not in HELD) as may_stop:
                 yield
-            if may_stop and self._most_of_ranks(bool(self._signals.received)):
+            if may_stop and self.ranks.max(bool(self._signals.received)):
                 raise Terminated
         except Terminated:
             self._stop_by_signal()
@@ -324,8 +278,8 @@ class Run(Generic[AnyArgs]):
             if is_out_of_memory(problem):
                 advice = memory_advice(self.args, name, problem, self._trainable(), self.world_size, self.device)
                 raise RunFailure(f"out of memory in {where}: {advice}{self._last_good()}") from None
-            if self.watchdog:
-                self.watchdog.explain(problem)
+            if self.ranks.watchdog:
+                self.ranks.watchdog.explain(problem)
             raise
         finally:
             self.seconds[name] = time.perf_counter() - started
@@ -334,18 +288,6 @@ class Run(Generic[AnyArgs]):
         """Number of parameters that are trained."""
         modules = [learner.module for learner in self.learners.values()]
         return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-
-    def _collective(self, counted: bool = True) -> AbstractContextManager:
-        return self.watchdog.waiting(counted) if self.watchdog else nullcontext()
-
-    def generator(self, *key: int) -> torch.Generator:
-        """A random generator that depends on the run's seed and `key` only, and is the same on every rank."""
-        return torch.Generator().manual_seed(mix_seed(*key, start=self.args.seed))
-
-    def noise(self, num_rows: int, width: int, *key: int) -> Tensor:
-        """This rank's rows of uniform numbers (num_rows of all ranks, width) that depend on seed and `key` only."""
-        mine = self.shard(range(num_rows))
-        return torch.rand(num_rows, width, generator=self.generator(*key))[mine]
 
     # ------------------------------------------------------------------------------------------------- learning
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
@@ -360,8 +302,8 @@ class Run(Generic[AnyArgs]):
         if self.resumed:
             load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
-            if self.tensor_parallel > 1:
-                check_splittable(cast(Any, module).model, self.tensor_parallel)
+            if self.ranks.tensor_parallel > 1:
+                check_splittable(cast(Any, module).model, self.ranks.tensor_parallel)
             if args.strategy == "fsdp":
                 self._meta_copies[name] = meta_copy(module)
             if args.strategy == "deepspeed":
@@ -410,7 +352,7 @@ class Run(Generic[AnyArgs]):
     @contextmanager
     def accumulate(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """Accumulate gradients: around the passes of a micro-batch; while `enabled`, ranks do not sum gradients yet."""
-        with self._collective(counted=False):
+        with self.ranks.waiting(counted=False):
             if enabled and self.world_size > 1:
                 with self.fabric.no_backward_sync(module):
                     yield
@@ -439,7 +381,7 @@ class Run(Generic[AnyArgs]):
         module, optimizer, scheduler = self.learners[name]
         parameters = [p for p in module.parameters() if p.grad is not None]
         is_scaled = self.loss_scale is not None and bool(parameters)
-        with self._collective():
+        with self.ranks.waiting():
             if self.loss_scale and is_scaled:
                 self.loss_scale.unscale(optimizer.optimizer)
             norm = clip_gradients(parameters, self.args.gradient_clip_val or math.inf)
@@ -487,10 +429,7 @@ class Run(Generic[AnyArgs]):
         """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any."""
         optimizers = {name: learner.optimizer for name, learner in self.learners.items()}
         found = first_not_finite({**self._roles(), "model": module}, optimizers, extra, self._never_finite)
-        problems = [found]
-        if self.fabric.world_size > 1:
-            problems = [""] * self.fabric.world_size
-            torch.distributed.all_gather_object(problems, found)
+        problems = self.ranks.gather_processes(found)
         for rank, problem in enumerate(problems):
             if problem:
                 on = f" on rank {rank}" if len(problems) > 1 else ""
@@ -629,7 +568,7 @@ class Run(Generic[AnyArgs]):
         fields = {
             "model": describe_model(args, self.given, self._parameters),
             "data": self.data if self._ends else f"{self.data}, {num_rows:,} rows",  # several sets have theirs
-            "device": describe_device(self.device, args, self.fabric.world_size),
+            "device": describe_device(self.device, args, self.ranks.num_processes),
             "steps": describe_steps(num_steps, batch_size, self.world_size, samples, resumed_at),
             "results": planned_results(args, self.directory) if self.dry else str(self.directory),
         }
@@ -743,13 +682,6 @@ class Run(Generic[AnyArgs]):
         finally:
             self._seconds_logging += time.perf_counter() - started
 
-    def print0(self, text: str) -> None:
-        """Print a line on the first rank, above the progress bar."""
-        if self.is_first:
-            from tqdm import tqdm
-
-            tqdm.write(text)
-
     # ------------------------------------------------------------------------------------------------ checkpoints
     def saves(
         self,
@@ -776,7 +708,7 @@ class Run(Generic[AnyArgs]):
         began = self._begun if self._begun and self._begun.step == self.step else None
         start = began or step_start(self.step, self.device, self._state())
         files = {} if self.dry else self._files()
-        with self.phase("saving"), self._collective():
+        with self.phase("saving"), self.ranks.waiting():
             self._check_finite(module, start.extra)
             if self.dry:
                 self.dry.tokenizer = tokenizer
@@ -788,7 +720,7 @@ class Run(Generic[AnyArgs]):
         """Before a step, save if `--save_minutes` have passed, and end the run after a signal, alike on all ranks."""
         minutes = (time.perf_counter() - self._saved_at) / 60
         is_late = 0 < self.args.save_minutes <= minutes and self.step != self._saved_step
-        wish = self._most_of_ranks(2 if self._signals.received else int(is_late))
+        wish = self.ranks.max(2 if self._signals.received else int(is_late))
         if wish == 2:
             self._stop_by_signal()
         elif wish and not self.dry:
@@ -812,8 +744,7 @@ class Run(Generic[AnyArgs]):
 
     def _close(self) -> None:
         """Close the logs, the lock, the signal handlers and the watchdog of a run, on all ranks."""
-        if self.watchdog:
-            self.watchdog.close()
+        self.ranks.close()
         if self._logger:
             with self.writing("logs"):
                 self._logger.close()
@@ -821,23 +752,16 @@ class Run(Generic[AnyArgs]):
             self._lock.release()
         self._signals.close()
 
-    def _most_of_ranks(self, value: int) -> int:
-        """The maximum of a value over the ranks, on all of them."""
-        if self.fabric.world_size == 1:
-            return value
-        with self._collective():
-            return int(self.fabric.all_reduce(torch.tensor(value, device=self.device), reduce_op="max"))
-
     def _save(self, module: Policy | ScalarModel, tokenizer: Any, start: StepStart, files: dict[str, str]) -> None:
         started = time.perf_counter()
         full = self.full(module)
         learned = {name: trained_weights(one.module.module, self.is_first) for name, one in self.learners.items()}
         state = {
             "step": self.step,
-            **rng_states(start.rng, self.fabric.world_size),
+            **rng_states(start.rng, self.ranks.num_processes),
             "python_rng": start.python_rng,
             "threads": torch.get_num_threads(),
-            "world_size": self.fabric.world_size,
+            "world_size": self.ranks.num_processes,
             "optimizers": {
                 name: full_tensors(learner.optimizer.state_dict(), self.is_first)
                 for name, learner in self.learners.items()
@@ -880,10 +804,8 @@ class Run(Generic[AnyArgs]):
         A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
         """
         memory = max(self.gather(peak_memory(self.device)))
-        is_stopped = bool(self._most_of_ranks(bool(self._signals.received)))
-        if self.watchdog:
-            self.watchdog.close()
-            self.watchdog = None
+        is_stopped = bool(self.ranks.max(bool(self._signals.received)))
+        self.ranks.close()
         if self.dry:
             if self.is_first:  # alone, for it decodes
                 self.print0(self.dry.report(self.args, self.seconds, memory))
@@ -940,7 +862,7 @@ class Run(Generic[AnyArgs]):
         data_dir = before.get("data_dir")
         if data_dir is not None and data_dir != getattr(self.args, "data_dir", data_dir):
             self.fabric.print(f"note: this run began on {data_dir} and goes on with {self.data}")
-        for what, now in (("threads", torch.get_num_threads()), ("world_size", self.fabric.world_size)):
+        for what, now in (("threads", torch.get_num_threads()), ("world_size", self.ranks.num_processes)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
         return state

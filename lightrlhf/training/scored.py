@@ -170,6 +170,6 @@ def _file_digest(run: Run[Any], digest: str) -> str:
     args, device = run.args, run.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.began.sources.items())
-    ranks = run.world_size, run.tensor_parallel, torch.get_num_threads()
+    ranks = run.world_size, run.ranks.tensor_parallel, torch.get_num_threads()
     settings = (digest, sources, versions(), args.precision, name, args.micro_batch_size, ranks)
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ from lightrlhf.maths.policy_losses import AGGREGATIONS, LOSSES
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Scores
-from lightrlhf.training.run import Run
+from lightrlhf.training.ranks import LocalRanks
 
 EOS = 1
 PROMPT_ROWS = rows_of(6, 9, 3)
@@ -384,9 +382,9 @@ def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):
     """As where fewer responses are replaced, or fewer prompts held out, than there are ranks."""
 
     def noise(rank: int, world_size: int) -> torch.Tensor:
-        run = SimpleNamespace(rank=rank, world_size=world_size, args=SimpleNamespace(seed=3))
-        run.shard, run.generator = partial(Run.shard, run), partial(Run.generator, run)
-        return Run.noise(run, 1, 5, 7)
+        ranks = LocalRanks(seed=3)
+        ranks.rank, ranks.world_size = rank, world_size
+        return ranks.noise(1, 5, 7)
 
     assert noise(0, 2).shape == (0, 5) and torch.equal(noise(1, 2), noise(0, 1))
 

@@ -283,19 +283,20 @@ def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
 
 
 @pytest.mark.parametrize("world_size, num_rows", [(2, 9), (3, 10), (4, 5)])
-def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, monkeypatch, world_size, num_rows):
+def test_ranks_share_a_batch_without_overlap_and_none_goes_empty(run, world_size, num_rows):
     one = run()
-    monkeypatch.setattr(Run, "world_size", world_size)
+    one.ranks.world_size = world_size
     seen = []
     for step in range(one.num_steps(range(num_rows), 2)):
         batch = one.global_batch([{"number": i} for i in range(num_rows)], step, 2)
         shares = []
         for rank in range(world_size):
-            monkeypatch.setattr(Run, "rank", rank)
-            shares.append([row["number"] for row in one.shard(batch)])
+            one.ranks.rank = rank
+            shares.append([row["number"] for row in one.ranks.shard(batch)])
         assert all(shares) and max(map(len, shares)) - min(map(len, shares)) <= 1
         assert sum(shares, []) == [row["number"] for row in batch]
         seen += sum(shares, [])
+    one.ranks.world_size = 1
     assert set(seen) == set(range(num_rows)) and len(seen) < num_rows + world_size
 
 
