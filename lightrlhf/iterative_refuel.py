@@ -14,11 +14,9 @@ iterations.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import ModelArgs, RolloutLogArgs, ServerArgs, check_args, check_at_least, check_data_dir
+from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
@@ -57,48 +55,28 @@ from lightrlhf.generation.samplers import Alone, ServedSampler
 from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.storage.checkpoint import final_checkpoint, write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, to_json, write_jsonl
-from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.storage.run_dir import data_dir_of, iterations, read_logged
 from lightrlhf.storage.writing import writing
-from lightrlhf.training.iterate import (
-    as_given,
-    check_one_machine,
-    find_started_run,
-    finish,
-    keep_policy,
-    kept_if_started,
-    link_checkpoint,
-    mean,
-    open_directory,
-    place_of,
-    print_trial,
-    run_on_devices,
-    shared_flags,
-    steps_of_iteration,
-    stopped_by_signals,
-    trial_directory,
-)
+from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, opened, read_json, train_policy
+from lightrlhf.training.iterated_dir import IteratedArgs, as_given
 from lightrlhf.training.model_card import model_card, quoted
 from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 CHUNK = 256  # dialogues between two writes
-STAGES = ("generate", "rank", "tokenize", "train")
-FILES = ("dialogues.jsonl", "rewards.jsonl", "pairs/report.json", "policy")  # of each stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArgs):
+class IterativeRefuelArgs(IteratedArgs, refuel.RefuelArgs, PairArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
@@ -117,33 +95,21 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, ServerArgs, RolloutLogArg
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
-    log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
-    output_dir: str | None = None
-    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     num_data: int = 0
     """Dialogues of an iteration, from an infinite seeded shuffle of the training split; 0 takes as many as it has."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_user()
-        self.check_servers()
         self.check_dialogues()
         self.check_pairs()
-        self.check_rollout_log()
-        check_one_machine(self)
-        check_at_least(self, "iterations", 1)
         check_at_least(self, "num_data", 0)
         if self.dry_run and self.stage != "all":
             raise ValueError(
                 f"--dry_run True with --stage {self.stage}: a dry run does all stages; leave one of them out"
             )
-
-
-class PolicyCollapsed(UsageError):
-    """Raised when the policy has collapsed: both replies are identical in every pair."""
 
 
 # ---------------------------------------------------------------------------------------------------------- program
@@ -162,8 +128,6 @@ def train(
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, IterativeRefuelArgs)
-    started = time.perf_counter()
-    is_given = dialogues is not None
     given = given_objects(dialogues=dialogues, user=user, reward=reward)
     args.check_start()
     args.check_reward(reward)
@@ -178,87 +142,25 @@ def train(
 
     # a missing or damaged file fails before any generation
     openings = rows_of("train") if args.stage in ("all", "generate") else None
-    data = "given/dialogues" if is_given else args.data_dir
-    work = f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues"
-    if args.dry_run:
-        with trial_directory(args, "iterative_refuel", data, work) as (directory, policy):
-            tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
-            try_iteration(args, directory / "iteration-01", policy, tokenizer, rows_of("train"), user, reward)
-        return place_of(args, data)
-    directory, policy = open_directory(args, "iterative_refuel", data, work, given, args.SPLIT_FROM, openings)
-    with stopped_by_signals(directory), lock_folder(directory):
-        tokenizer = load_tokenizer(None if is_given else args.data_dir, policy, verify=args.verify)
-        with kept_if_started(args, directory):
-            evaluate_iteration(args, directory / "iteration-00", policy, tokenizer, rows_of, user, reward)
-        for number in range(1, args.iterations + 1):
-            folder = directory / f"iteration-{number:02d}"
-            is_new = not (folder / "policy").is_dir()
-            try:
-                for stage in (STAGES if args.stage == "all" else (args.stage,)) if is_new else ():
-                    if stage == "generate":
-                        generate_dialogues(args, folder, number, policy, tokenizer, rows_of("train"), user)
-                    elif stage == "rank":
-                        rank(args, folder, reward)
-                        log_iteration(args, folder, number, tokenizer)
-                    elif stage == "tokenize":
-                        tokenize(args, folder, number, tokenizer)
-                    else:
-                        train_iteration(args, folder, number, policy)
-            except PolicyCollapsed as problem:
-                print(f"{problem}; iteration {number - 1} is the last", flush=True)
-                rows = read_logged(directory / "metrics.jsonl") or []
-                return finish(args, directory, "", started, rows)
-            if not (folder / "policy").is_dir():
-                break  # a single stage before training
-            policy = str(final_checkpoint(folder / "policy"))
-            link_checkpoint(directory, number, policy)
-            evaluate_iteration(args, folder, policy, tokenizer, rows_of, user, reward)
-            metrics = report(args, directory)
-            if is_new and args.stage != "all":
-                break
-            try:
-                if on_step is not None and is_new:
-                    on_step(number, metrics)
-            except StopTraining:
-                break
-        return finish(
-            args, directory, unfinished(args, directory), started, read_logged(directory / "metrics.jsonl") or []
+    with opened(
+        args,
+        "iterative_refuel",
+        args.num_data or len(openings or ()),
+        "dialogues",
+        work=f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues",
+        data_dir=args.data_dir if dialogues is None else None,
+        size_flag="num_data",
+        given=given,
+        rows=openings,
+    ) as run:
+        stages: tuple[Stage[IterativeRefuelArgs], ...] = (
+            Stage("generate", "dialogues.jsonl", lambda it: generate_dialogues(it, rows_of("train"), user)),
+            Stage("rank", "rewards.jsonl", lambda it: rank(it, reward), samples=first_samples),
+            Stage("tokenize", "pairs/report.json", tokenize),
+            Stage("train", "policy", train_iteration),
         )
-
-
-def try_iteration(
-    args: IterativeRefuelArgs,
-    folder: Path,
-    policy: str,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Dialogue],
-    user: User | None,
-    reward: RewardFunctions | None,
-) -> None:
-    """Do the stages of the first iteration for as many dialogues as a step of training has, up to its first steps."""
-    started, size = time.perf_counter(), args.num_data or len(rows)
-    tried = min(args.mini_batch_size * args.devices, size)
-    steps = steps_of_iteration(args, size)  # if each dialogue gives a pair to train on
-    few = dataclasses.replace(args, num_data=tried, validation_percentage=0.0, epochs=None, max_steps=steps)
-    generate_dialogues(few, folder, 1, policy, tokenizer, rows, user)
-    rank(few, folder, reward)
-    seconds, sample = time.perf_counter() - started, samples_of(folder, tokenizer, 1)[0]
-    print_trial(args, seconds, tried, size, "dialogues", sample, tokenizer)
-    tokenize(few, folder, 1, tokenizer)
-    train_iteration(few, folder, 1, policy)
-
-
-def unfinished(args: IterativeRefuelArgs, directory: Path) -> str:
-    """Stages and iterations that were not run, such as `rank, tokenize and train of iteration 1, iteration 2`."""
-    numbers = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
-    if not numbers:
-        return ""
-    folder = directory / f"iteration-{numbers[0]:02d}"
-    stages = [stage for stage, file in zip(STAGES, FILES, strict=True) if not (folder / file).exists()]
-    first = f"iteration {numbers[0]}"
-    if len(stages) < len(STAGES):
-        first = " and ".join(filter(None, (", ".join(stages[:-1]), stages[-1]))) + f" of {first}"
-    return ", ".join([first, *(f"iteration {number}" for number in numbers[1:])])
+        run.do(stages, lambda it: evaluate(it, rows_of, user, reward), report, on_step, only=args.stage)
+        return run.finish(read_logged(run.directory / "metrics.jsonl") or [])
 
 
 def require_stage(path: Path, stage: str) -> None:
@@ -290,41 +192,36 @@ def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Se
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
-def generate_dialogues(
-    args: IterativeRefuelArgs,
-    folder: Path,
-    number: int,
-    policy: str,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Dialogue],
-    user: User | None,
-) -> None:
+def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialogue], user: User | None) -> None:
     """Write `dialogues.jsonl`: two dialogues a line that share a prefix, with the trained turn and the horizon."""
-    size = args.num_data or len(rows)
-    openings = [nth_opening(rows, place, args.seed) for place in range((number - 1) * size, number * size)]
-    with JsonlWriter(folder / "dialogues.jsonl", {"iteration": number, "num_rows": size}) as writer:
+    args, size = it.args, it.args.num_data or len(rows)
+    openings = [nth_opening(rows, index, args.seed) for index in range((it.number - 1) * size, it.number * size)]
+    with JsonlWriter(it.folder / "dialogues.jsonl", {"iteration": it.number, "num_rows": size}) as writer:
         if len(writer.rows) < size:
-            model = load_frozen(args, policy, tokenizer, rows)
+            policy = load_frozen(args, it.policy, it.tokenizer, rows)
             user = user or load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
             alone = Alone(args)
             try:
-                sample = ServedSampler(alone, model, tokenizer) if args.rollout_server else None
-                work = functools.partial(branch, args, model, tokenizer, user, sample)
-                writer.extend(openings, CHUNK, work, f"generate {number}", " dialogues")
+                sample = ServedSampler(alone, policy, it.tokenizer) if args.rollout_server else None
+                work = functools.partial(branch, args, policy, it.tokenizer, user, sample)
+                writer.extend(openings, CHUNK, work, f"generate {it.number}", " dialogues")
             finally:
                 alone.close()
 
 
-def rank(args: IterativeRefuelArgs, folder: Path, reward: RewardFunctions | None) -> None:
+def rank(it: Iteration[IterativeRefuelArgs], reward: RewardFunctions | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
-    rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
-    content = hashlib.sha256((folder / "dialogues.jsonl").read_bytes()).hexdigest()
-    with JsonlWriter(folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
+    rows = rows_of_stage(it.folder / "dialogues.jsonl", "generate")
+    content = hashlib.sha256((it.folder / "dialogues.jsonl").read_bytes()).hexdigest()
+    with JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
-            scorer = make_rewards(
-                args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
-            ).of_groups
-            writer.extend(rows, CHUNK, functools.partial(score_pairs, scorer))
+            writer.extend(rows, CHUNK, functools.partial(score_pairs, load_scorer(it.args, reward)))
+
+
+def load_scorer(args: IterativeRefuelArgs, reward: RewardFunctions | None) -> GroupScorer:
+    """The scorer of dialogues."""
+    device = find_device(args.accelerator)
+    return make_rewards(args, device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
 
 
 def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
@@ -337,30 +234,27 @@ def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def log_iteration(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write both sides of the first dialogues to `rollouts.jsonl` of the experiment dir."""
-    if args.log_rollouts:
-        write_iteration(folder.parent, number, number - 1, samples_of(folder, tokenizer, args.log_rollouts))
-
-
-def samples_of(folder: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[Row]:
+def first_samples(it: Iteration[IterativeRefuelArgs], number: int) -> list[Row]:
     """Both sides of the first dialogues of an iteration and their scores, as rows of `rollouts.jsonl`."""
-    rows, rewards = (read_jsonl(folder / name, may_be_cut=True) for name in ("dialogues.jsonl", "rewards.jsonl"))
+    rows, rewards = (read_jsonl(it.folder / name, may_be_cut=True) for name in ("dialogues.jsonl", "rewards.jsonl"))
     logged = []
     for group, (row, scores) in enumerate(zip(rows[:number], rewards)):
         for side in SIDES:
             last = min(row["horizon"], len(scores[side]) - 1)
             score = scores[side][last] if scores[side] else INVALID_REWARD
             score = None if score == INVALID_REWARD else score
-            logged.append(turn_rollout(tokenizer, side_of(row, side), row["turn"], group, score))
+            sample = turn_rollout(it.tokenizer, side_of(row, side), row["turn"], group, score)
+            logged.append({"version": it.number - 1, **sample})
     return logged[:number]
 
 
-def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
     """Write `pairs/refuel_{train,validation,test}.pt` and `report.json` with how many dialogues were dropped and why.
 
-    Raises: UsageError when no pair is left to train on; PolicyCollapsed when training has led to that.
+    Raises: UsageError when no pair is left to train on; StopTraining when the policy has collapsed: training has made
+    both replies identical in every pair.
     """
+    args, folder = it.args, it.folder
     if (folder / "pairs" / "report.json").is_file():
         return
     rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
@@ -371,17 +265,18 @@ def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: Pr
         pair = make_pair(args, row, scores)
         counts["pairs" if isinstance(pair, dict) else pair] += 1
         if isinstance(pair, dict):
-            splits[split_of(args, row)].append(pair)
+            splits["train" if args.dry_run else split_of(args, row)].append(pair)  # a dry run has few
     summary = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     if not splits["train"]:
-        has_collapsed = number > 1 and set(counts) == {"the same reply twice"}
-        error = PolicyCollapsed if has_collapsed else UsageError
-        raise error(f"{folder / 'dialogues.jsonl'} gives no pair to train on: {summary}")
+        has_collapsed = it.number > 1 and set(counts) == {"the same reply twice"}
+        raise (StopTraining if has_collapsed else UsageError)(
+            f"{folder / 'dialogues.jsonl'} gives no pair to train on: {summary}"
+        )
     for split, members in splits.items():
         if members:
             save_split(folder / "pairs", "refuel", split, members)
     with writing(folder / "pairs" / "tokenizer"):
-        store_tokenizer(tokenizer, folder / "pairs")
+        store_tokenizer(it.tokenizer, folder / "pairs")
     firsts = [scores["first"] for scores in rewards]
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
@@ -390,51 +285,34 @@ def tokenize(args: IterativeRefuelArgs, folder: Path, number: int, tokenizer: Pr
     print(f"{folder / 'pairs'}: {summary}")
 
 
-def train_iteration(args: IterativeRefuelArgs, folder: Path, number: int, policy: str) -> None:
-    """Train from `policy` on the pairs; the run is in `training/` until it is finished, then `policy/`."""
-    require_stage(folder / "pairs" / "report.json", "tokenize")
-    changes = {
-        "data_dir": str(folder / "pairs"),
-        "log_dir": str(folder),
-        "experiment_name": "training",
-        "output_dir": None,
-        "sft_experiment_dir": policy,
-        "model_name": None,
-        "push_to_hub": None,
-        "resume_from": find_started_run(folder),
-        "seed": mix_seed(args.seed, number) % 2**31,
-    }
-    training = refuel.RefuelArgs(**shared_flags(args, refuel.RefuelArgs) | changes)
-    run_on_devices(refuel.train, training, args.devices)
-    if not args.dry_run:
-        keep_policy(folder)
+def train_iteration(it: Iteration[IterativeRefuelArgs]) -> None:
+    """Train from the last policy on the pairs; see `train_policy`."""
+    require_stage(it.folder / "pairs" / "report.json", "tokenize")
+    changes = {"sft_experiment_dir": it.policy, "model_name": None, "seed": mix_seed(it.args.seed, it.number) % 2**31}
+    train_policy(it, refuel.train, refuel.RefuelArgs, **changes)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate_iteration(
-    args: IterativeRefuelArgs,
-    folder: Path,
-    policy: str,
-    tokenizer: PreTrainedTokenizerBase,
+def evaluate(
+    it: Iteration[IterativeRefuelArgs],
     rows_of: Callable[[str], Sequence[Dialogue]],
     user: User | None,
     reward: RewardFunctions | None,
-) -> None:
-    """Write `evaluation.json`, the mean score after each turn of held-out dialogues, unless it exists.
+) -> Row | None:
+    """Mean scores after each turn of held-out dialogues; writes the dialogues to `evaluation.jsonl`.
 
-    All policies get the same openings, noise and user; the scorer is that of training.
+    All policies get the same openings, noise and user; the scorer is the one of training.
     """
-    if not args.eval_dialogues or (folder / "evaluation.json").is_file():
-        return
-    rows = [row.before(0) for row in rows_of("validation")[: args.eval_dialogues]]
+    args = it.args
+    rows = [row.before(0) for row in rows_of("validation")[: args.eval_dialogues]] if args.eval_dialogues else []
     if not rows:
-        return
+        return None
     device, slots = find_device(args.accelerator), args.rollout_mini_batch_size
-    model = load_frozen(args, policy, tokenizer, rows)
+    policy = load_frozen(args, it.policy, it.tokenizer, rows)
     user = user or load_user(args, device, slots)
-    dialogues = roll_out(model, tokenizer, rows, args.num_turns, user, args, args.seed, slots)
-    scores = score_turns(make_rewards(args, device, slots, reward, grouped=True).of_groups, dialogues)
+    dialogues = roll_out(policy, it.tokenizer, rows, args.num_turns, user, args, args.seed, slots)
+    scores = score_turns(load_scorer(args, reward), dialogues)
     lengths = [end - start for row in dialogues for start, end in row.turn_spans]
     by_turn = [[turns[h] for turns in scores if len(turns) > h] for h in range(args.num_turns)]
     results = {
@@ -442,27 +320,29 @@ def evaluate_iteration(
         "mean_length": mean(lengths),
         "truncated_ratio": mean(flag for row in dialogues for flag in row.truncated),
     }
-    write_jsonl(folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
-    write_text(folder / "evaluation.json", to_json(results, indent=1))
+    write_jsonl(it.folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
+    return results
 
 
-def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
-    """Write `results.json`, `metrics.jsonl` (its step is the iteration) and the model card, and print the last scores.
-
-    Returns the metrics of the last iteration.
-    """
+def results_of(directory: Path) -> list[Row]:
+    """One row per iteration: its pairs and scores, and the reward queries up to it."""
     rows, queries = [], 0
     for number, folder in iterations(directory).items():
         row: Row = {"iteration": number}
-        if (folder / "pairs" / "report.json").is_file():
-            pairs = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
+        if pairs := read_json(folder / "pairs" / "report.json"):
             queries += pairs["reward_queries"]
             row |= {"pairs": pairs["counts"]["pairs"], "rollout_score_by_turn": pairs["score_by_turn"]}
-        if (folder / "evaluation.json").is_file():
-            row |= json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-        rows.append({**row, "reward_queries": queries})
-    write_text(directory / "results.json", to_json(rows, indent=1))
-    logged = [
+        rows.append({**row, **read_json(folder / "evaluation.json"), "reward_queries": queries})
+    return rows
+
+
+def report(run: Iterated[IterativeRefuelArgs]) -> Metrics:
+    """Write `results.json`, `metrics.jsonl` and the model card, and print the last scores.
+
+    Returns the metrics of the last iteration.
+    """
+    rows = results_of(run.directory)
+    metrics = [
         {
             "step": row["iteration"],
             **{f"val/score_turn_{h}": score for h, score in enumerate(row.get("score_by_turn", []), start=1)},
@@ -470,12 +350,12 @@ def report(args: IterativeRefuelArgs, directory: Path) -> Metrics:
         }
         for row in rows
     ]
-    write_jsonl(directory / "metrics.jsonl", logged)
-    write_text(directory / "README.md", card(args, directory, rows))
+    last = run.write_results(rows, metrics)
+    write_text(run.directory / "README.md", card(run.args, run.directory, rows))
     if "score_by_turn" in rows[-1]:
         scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
         print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)
-    return {name: value for name, value in logged[-1].items() if name != "step"}
+    return last
 
 
 def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str:

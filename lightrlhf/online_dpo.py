@@ -18,9 +18,7 @@ earlier iterations (pairs are used once), and optimiser states carried over betw
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,17 +30,15 @@ import torch
 from lightrlhf import annotate, dpo, generate, sft
 from lightrlhf.cli.args import (
     RARE,
-    DataArgs,
     ModelArgs,
     RewardArgs,
-    RolloutLogArgs,
     SamplingArgs,
     ServerArgs,
     check_args,
     check_at_least,
     check_data_dir,
 )
-from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
@@ -62,31 +58,16 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.scorers import Encoding, Sample, finite, samples_of_row
-from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.gguf_files import check_model_exists
-from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, to_json, write_jsonl
-from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import data_dir_of, iterations, stored
-from lightrlhf.training.iterate import (
-    check_one_machine,
-    find_started_run,
-    finish,
-    keep_policy,
-    kept_if_started,
-    link_checkpoint,
-    mean,
-    open_directory,
-    place_of,
-    print_trial,
-    run_on_devices,
-    shared_flags,
-    steps_of_iteration,
-    stopped_by_signals,
-    trial_directory,
-)
+from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, opened, read_json, shared_flags, train_policy
+from lightrlhf.training.iterated_dir import IteratedArgs
+from lightrlhf.training.launch import run_on_devices
 from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.rollout_log import rollout_row, write_iteration
+from lightrlhf.training.rollout_log import rollout_row
 from lightrlhf.training.run import Metrics, OnStep
 
 if TYPE_CHECKING:
@@ -94,7 +75,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerArgs, RolloutLogArgs):
+class OnlineDPOArgs(IteratedArgs, dpo.DPOLossArgs, RewardArgs, SamplingArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     RENAMED: ClassVar[dict[str, str]] = {"num_responses": "num_generations"}
@@ -109,12 +90,6 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerA
 
     experiment_name: str = "rlhf-online-dpo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-    output_dir: str | None = None
-    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
-    log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    iterations: int = 3
-    """Number of iterations."""
     prompts_per_iteration: int | None = None
     """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
     num_generations: int = 8
@@ -143,16 +118,12 @@ class OnlineDPOArgs(dpo.DPOLossArgs, DataArgs, RewardArgs, SamplingArgs, ServerA
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_generation()
-        self.check_servers()
-        self.check_rollout_log()
-        find_device(self.accelerator)
-        check_one_machine(self)
         if self.loss_type in UNPAIRED_LOSSES:
             raise ValueError(
                 f"--loss_type {self.loss_type} learns from single responses, but this program chooses pairs; "
                 "use a loss of pairs, such as bco_pair"
             )
-        for name in ("iterations", "rollout_mini_batch_size", "eval_prompts"):
+        for name in ("rollout_mini_batch_size", "eval_prompts"):
             check_at_least(self, name, 1)
         check_at_least(self, "num_generations", 2)
         if self.prompts_per_iteration is not None:
@@ -180,7 +151,6 @@ def train(
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, OnlineDPOArgs)
-    started = time.perf_counter()
     if prompts is None:
         check_data_dir(args)
     args.check_start()
@@ -191,66 +161,28 @@ def train(
     shards = prompt_shards(args, rows)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
     share_columns([*rows, *held_out])
-    given = given_objects(prompts=prompts, reward=reward)
-    work = f"{len(shards[0]):,} prompts, {args.num_generations} responses to each"
-    data = data_dir or "given/prompts"
-    if args.dry_run:
-        with trial_directory(args, "online_dpo", data, work) as (directory, initial):
-            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
-            try_iteration(args, directory / "iteration-01", shards[0], initial, data_dir, tokenizer, reward)
-        return place_of(args, data)
-    directory, initial = open_directory(args, "online_dpo", data, work, given, rows=rows)
-    with stopped_by_signals(directory), lock_folder(directory):
-        tokenizer, policy = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify), initial
-        with kept_if_started(args, directory):
-            evaluate_iteration(args, directory / "iteration-00", initial, initial, tokenizer, held_out, reward)
-        for number, shard in enumerate(shards, start=1):
-            folder = directory / f"iteration-{number:02d}"
-            is_new = not (folder / "policy").is_dir()
-            if is_new:
-                print(f"\niteration {number} of {args.iterations}", flush=True)
-                respond(args, folder, shard, number, responder_of(args, policy, initial), data_dir)
-                score_and_choose(args, folder, initial, data_dir, reward)
-                log_iteration(args, folder, number, tokenizer)
-                learn(args, folder, number, policy, initial, tokenizer)
-            policy = str(checkpoints(folder / "policy")[-1])
-            link_checkpoint(directory, number, policy)
-            evaluate_iteration(args, folder, policy, initial, tokenizer, held_out, reward)
-            metrics = report(args, directory)
-            try:
-                if on_step is not None and is_new:
-                    on_step(number, metrics)
-            except StopTraining:
-                break
-        left = [n for n in range(1, args.iterations + 1) if not (directory / f"iteration-{n:02d}" / "policy").is_dir()]
-        return finish(args, directory, ", ".join(f"iteration {number}" for number in left), started)
-
-
-def try_iteration(
-    args: OnlineDPOArgs,
-    folder: Path,
-    prompts: Sequence[Row],
-    initial: str,
-    data_dir: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: RewardFunctions | None,
-) -> None:
-    """Do the stages of the first iteration for as many prompts as a step of training has, up to its first steps."""
-    started, tried = time.perf_counter(), prompts[: args.mini_batch_size * args.devices]
-    respond(args, folder, tried, 1, responder_of(args, initial, initial), data_dir)
-    score_and_choose(args, folder, initial, data_dir, reward)
-    seconds, sample = time.perf_counter() - started, samples_of(folder, tokenizer, 1)[0]
-    print_trial(args, seconds, len(tried), len(prompts), "prompts", sample, tokenizer)
-    steps = steps_of_iteration(args, len(prompts))  # if each prompt gives a pair
-    learn(dataclasses.replace(args, epochs=None, max_steps=steps), folder, 1, initial, initial, tokenizer)
+    with opened(
+        args,
+        "online_dpo",
+        len(shards[0]),
+        "prompts",
+        work=f"{len(shards[0]):,} prompts, {args.num_generations} responses to each",
+        data_dir=data_dir,
+        size_flag="prompts_per_iteration",
+        given=given_objects(prompts=prompts, reward=reward),
+        rows=rows,
+        tokenizer=tokenizer,
+    ) as run:
+        stages: tuple[Stage[OnlineDPOArgs], ...] = (
+            Stage("respond", "responses.jsonl", lambda it: respond(it, prompt_shards(it.args, rows)[it.number - 1])),
+            Stage("choose", "rewards.jsonl", lambda it: score_and_choose(it, reward), samples=first_samples),
+            Stage("learn", "policy", learn),
+        )
+        run.do(stages, lambda it: evaluate(it, held_out, reward), report, on_step)
+        return run.finish()
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
-def responder_of(args: OnlineDPOArgs, policy: str, initial: str) -> str:
-    """The folder of the model that responds; policy: that of the last iteration."""
-    return {"last": policy, "initial": initial}.get(args.responder) or resolve(args.responder, "--responder")
-
-
 def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
     """The prompts of each iteration: shards of one seeded order, each prompt at most once.
 
@@ -267,11 +199,11 @@ def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
     return [[rows[i] for i in order[t * size : (t + 1) * size]] for t in range(args.iterations)]
 
 
-def respond(
-    args: OnlineDPOArgs, folder: Path, prompts: Sequence[Row], number: int, responder: str, data_dir: str | None
-) -> None:
+def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:
     """Write `prompts.jsonl` and `responses.jsonl`."""
-    tokenizer = load_tokenizer(data_dir, responder, verify=args.verify)
+    args, folder = it.args, it.folder
+    responder = {"last": it.policy, "initial": it.initial}.get(args.responder) or resolve(args.responder, "--responder")
+    tokenizer = load_tokenizer(it.data_dir, responder, verify=args.verify)
     rows = []
     for row in prompts:
         ids = torch.as_tensor(row["input_ids"]).tolist()
@@ -288,17 +220,16 @@ def respond(
         num_generations=args.num_generations,
         output_file=str(folder / "responses.jsonl"),
         rollout_mini_batch_size=args.rollout_mini_batch_size,
-        seed=args.seed * 1000 + number,
+        seed=args.seed * 1000 + it.number,
         accelerator=args.accelerator,
         devices=devices,
     )
     run_on_devices(generate.run, stage, devices)
 
 
-def score_and_choose(
-    args: OnlineDPOArgs, folder: Path, initial: str, data_dir: str | None, reward: RewardFunctions | None
-) -> None:
+def score_and_choose(it: Iteration[OnlineDPOArgs], reward: RewardFunctions | None) -> None:
     """Write `rewards.jsonl`, and the pairs into `pairs/`."""
+    args, folder = it.args, it.folder
     stage = annotate.AnnotateArgs(
         **shared_flags(args, RewardArgs),
         responses_file=str(folder / "responses.jsonl"),
@@ -309,59 +240,40 @@ def score_and_choose(
         choose_type=args.choose_type,
         length_penalty=args.length_penalty,
         output_dir=str(folder / "pairs"),
-        data_dir=data_dir,
+        data_dir=it.data_dir,
         verify=args.verify,
-        tokenizer_name=None if data_dir else initial,
+        tokenizer_name=None if it.data_dir else it.initial,
         seed=args.seed,
         accelerator=args.accelerator,
     )
     annotate.run(stage, reward=reward)
 
 
-def log_iteration(args: OnlineDPOArgs, folder: Path, number: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the responses to the first prompts to `rollouts.jsonl` of the experiment dir."""
-    if not args.log_rollouts:
-        return
-    version = {"last": number - 1, "initial": 0}.get(args.responder)
-    write_iteration(folder.parent, number, version, samples_of(folder, tokenizer, args.log_rollouts))
-
-
-def samples_of(folder: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[Row]:
+def first_samples(it: Iteration[OnlineDPOArgs], number: int) -> list[Row]:
     """The first responses of an iteration and their scores, as rows of `rollouts.jsonl`."""
+    version = {"last": it.number - 1, "initial": 0}.get(it.args.responder)
     logged = []
-    for group, row in enumerate(read_jsonl(folder / "rewards.jsonl", may_be_cut=True)[:number]):
+    for group, row in enumerate(read_jsonl(it.folder / "rewards.jsonl", may_be_cut=True)[:number]):
         columns = {name: value for name, value in row.items() if name not in ROW}
         for ids, score, truncated in zip(row["response_ids"], row["rewards"], row["truncated"]):
             given = {"score": score, "truncated": truncated, "columns": columns}
-            logged.append(rollout_row(tokenizer, row["prompt_ids"], ids, group=group, **given))
+            sample = rollout_row(it.tokenizer, row["prompt_ids"], ids, group=group, **given)
+            logged.append({"version": version, **sample})
     return logged[:number]
 
 
-def learn(
-    args: OnlineDPOArgs, folder: Path, number: int, policy: str, initial: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Train from `policy` on what was chosen; the run is in `training/` until it is finished, then `policy/`."""
-    changes: dict[str, Any] = {
-        "data_dir": str(folder / "pairs"),
-        "log_dir": str(folder),
-        "experiment_name": "training",
-        "output_dir": None,
-        "seed": args.seed * 1000 + number,
-        "resume_from": find_started_run(folder),
-        "push_to_hub": None,
-    }
+def learn(it: Iteration[OnlineDPOArgs]) -> None:
+    """Train from the last policy on the pairs, or by cross-entropy on the best responses; see `train_policy`."""
+    args = it.args
+    changes: dict[str, Any] = {"seed": args.seed * 1000 + it.number, "eval_interval": 0}
     if args.training_step == "raft":
-        write_best(folder, tokenizer)
-        changes |= {"model_name": policy, "use_targets": True, "eval_interval": 0}
-        run_on_devices(sft.train, sft.SFTArgs(**shared_flags(args, sft.SFTArgs) | changes), args.devices)
+        write_best(it.folder, it.tokenizer)
+        train_policy(it, sft.train, sft.SFTArgs, model_name=it.policy, use_targets=True, **changes)
     else:
-        fixed = args.ref_model or initial
-        changes |= {"sft_experiment_dir": policy, "model_name": None, "eval_interval": 0}
+        fixed = args.ref_model or it.initial
         is_fixed = args.reference == "initial" and args.loss_type not in REFERENCE_FREE
-        changes |= {"ref_model": fixed if is_fixed else None}
-        run_on_devices(dpo.train, dpo.DPOArgs(**shared_flags(args, dpo.DPOArgs) | changes), args.devices)
-    if not args.dry_run:
-        keep_policy(folder)
+        changes |= {"sft_experiment_dir": it.policy, "model_name": None, "ref_model": fixed if is_fixed else None}
+        train_policy(it, dpo.train, dpo.DPOArgs, **changes)
 
 
 def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -393,25 +305,18 @@ def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
-def evaluate_iteration(
-    args: OnlineDPOArgs,
-    folder: Path,
-    policy: str,
-    initial: str,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[Row],
-    reward: RewardFunctions | None,
-) -> None:
-    """Write `evaluation.json` and a record per prompt to `evaluation.jsonl`, unless they exist.
+def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFunctions | None) -> Metrics | None:
+    """Means over held-out prompts; writes a record per prompt to `evaluation.jsonl`.
 
-    Responses are scored together with those of the initial policy to the same prompts, by the scorer of training and by
-    the judge of the data where it has one; all policies get the same sampling noise.
+    Responses are scored together with the initial policy's to the same prompts, by the scorer of training and by the
+    judge of the data where it has one; all policies get the same sampling noise.
     """
-    if not rows or (folder / "evaluation.json").is_file():
-        return
+    if not rows:
+        return None
+    args, tokenizer = it.args, it.tokenizer
     device = find_device(args.accelerator)
     models = ModelArgs(trust_remote_code=args.trust_remote_code)
-    current, start = (load_policy(name, models, tokenizer).eval().to(device) for name in (policy, initial))
+    current, start = (load_policy(name, models, tokenizer).eval().to(device) for name in (it.policy, it.initial))
     check_vocabulary(rows, vocabulary_size(current), args.data_dir)
     noise = torch.rand(len(rows), args.max_new_tokens, generator=torch.Generator().manual_seed(args.seed))
     rollout = generate_rollout(current, start, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
@@ -430,11 +335,11 @@ def evaluate_iteration(
         }
         for i, (columns, prompt, response) in enumerate(responses)
     ]
-    first = folder.parent / "iteration-00" / "evaluation.jsonl"
-    before = read_jsonl(first) if first.is_file() and folder.name != "iteration-00" else records
-    add_scores(args, records, before, reward, data_dir_of(str(folder.parent)))
-    write_jsonl(folder / "evaluation.jsonl", records, settings={})
-    write_text(folder / "evaluation.json", to_json(summary(records, before), indent=1))
+    first = it.folder.with_name("iteration-00") / "evaluation.jsonl"
+    before = read_jsonl(first) if it.number and first.is_file() else records
+    add_scores(args, records, before, reward, data_dir_of(str(it.folder.parent)))
+    write_jsonl(it.folder / "evaluation.jsonl", records, settings={})
+    return summary(records, before)
 
 
 def add_scores(
@@ -485,36 +390,31 @@ def results_of(directory: Path) -> list[Metrics]:
     rows: list[Metrics] = []
     pairs = queries = 0
     for number, folder in iterations(directory).items():
-        if not (folder / "evaluation.json").is_file():
-            continue
-        row: Metrics = {"iteration": number}
-        if (folder / "pairs" / "report.json").is_file():
-            report = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
-            pairs += report["counts"]["pairs"]
-            queries += sum(len(line["rewards"]) for line in read_jsonl(folder / "rewards.jsonl"))
-        row |= json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-        rows.append(row | {"pairs": pairs, "reward_queries": queries})
+        if results := read_json(folder / "evaluation.json"):
+            if told := read_json(folder / "pairs" / "report.json"):
+                pairs += told["counts"]["pairs"]
+                queries += sum(len(line["rewards"]) for line in read_jsonl(folder / "rewards.jsonl"))
+            rows.append({"iteration": number, **results, "pairs": pairs, "reward_queries": queries})
     return rows
 
 
-def report(args: OnlineDPOArgs, directory: Path) -> Metrics:
+def report(run: Iterated[OnlineDPOArgs]) -> Metrics:
     """Write `results.json` and `metrics.jsonl`; after the last iteration also draw the curves and print a table.
 
     Returns the metrics of the last iteration.
     """
-    rows = results_of(directory)
-    write_text(directory / "results.json", to_json(rows, indent=1))
+    rows = results_of(run.directory)
     names = {"reward": "val/score", "gold": "val/gold", "kl": "objective/kl", "mean_length": "completions/mean_length"}
     names |= {"truncated_ratio": "completions/truncated_ratio", "win_rate": "val/win_rate"}
-    logged: list[Metrics] = [
+    metrics: list[Metrics] = [
         {"step": row["iteration"], **finite_metrics({names[k]: v for k, v in row.items() if k in names})}
         for row in rows
     ]
-    write_jsonl(directory / "metrics.jsonl", logged)
-    if len(rows) > args.iterations:
-        draw(rows, directory / "curves.png")
-        show(args, rows)
-    return {name: value for name, value in logged[-1].items() if name != "step"} if logged else {}
+    last = run.write_results(rows, metrics)
+    if len(rows) > run.args.iterations:
+        draw(rows, run.directory / "curves.png")
+        show(run.args, rows)
+    return last
 
 
 def show(args: OnlineDPOArgs, rows: list[Metrics]) -> None:

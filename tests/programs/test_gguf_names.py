@@ -22,7 +22,7 @@ from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.run_dir import choices
-from lightrlhf.training.iterate import as_given
+from lightrlhf.training.iterated_dir import as_given
 
 NAME = "package:toy_weights"
 LORA = ["--finetune_mode", "lora", "--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4"]

@@ -18,6 +18,7 @@ from lightrlhf.data.tokens import decode, encode_response
 from lightrlhf.models.loading import load_policy
 from lightrlhf.online_dpo import OnlineDPOArgs, learn, score_and_choose
 from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.training.iterated import Iteration
 
 RATE = 0.05
 EPS = 1e6  # so large that a first step of Adam is one of gradient descent
@@ -137,8 +138,9 @@ def test_an_update_equals_one_in_float64(given, initial, policy, cafe_data, toke
     flags = ["--data_dir", cafe_data, "--sft_experiment_dir", initial, *SIZES, *PLAIN]
     args = parse(OnlineDPOArgs, [*map(str, flags), *given])
     groups = write_responses(tmp_path, cafe_data, tokenizer)
-    score_and_choose(args, tmp_path, initial, str(cafe_data), given_rewards)
-    learn(args, tmp_path, 1, policy, initial, tokenizer)
+    iteration = Iteration(args, 1, tmp_path, policy, initial, str(cafe_data), tokenizer)
+    score_and_choose(iteration, given_rewards)
+    learn(iteration)
     before, trained, first = (
         load_policy(str(folder), ModelArgs(), tokenizer)
         for folder in (policy, last_checkpoint(tmp_path / "policy"), initial)

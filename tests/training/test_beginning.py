@@ -23,7 +23,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.training.beginning import SAME, Beginning, hash_rows
-from lightrlhf.training.iterate import open_directory
+from lightrlhf.training.iterated_dir import open_directory
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.sources import FUNCTIONS, MODELS, fingerprint, sources_of
 

@@ -25,7 +25,7 @@ from lightrlhf.rm import RMArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.storage.run_dir import labels, link_latest, located, stored
 from lightrlhf.storage.temporary import temporary_path
-from lightrlhf.training.iterate import kept_if_started, open_directory
+from lightrlhf.training.iterated_dir import kept_if_started, open_directory
 from lightrlhf.training.run import Run
 
 NAMES = ("2030-01-01_00-00-00", "2030-01-01_00-00-00x", "2030-01-01_00-00-01")

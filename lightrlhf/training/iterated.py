@@ -1,0 +1,290 @@
+"""Iterated programs: iterations of stages, each of which leaves files.
+
+A finished stage is not repeated, so an interrupted run resumes in its experiment dir. An iteration that has its
+`policy/` is finished. A program has its stages, its evaluation and its report; `Iterated` does them in order, tries
+them in a dry run, logs samples and resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from lightrlhf.cli.errors import StopTraining
+from lightrlhf.data.splits import Row
+from lightrlhf.models.loading import find_device
+from lightrlhf.models.saving import upload
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint, write_text
+from lightrlhf.storage.jsonl import to_json, write_jsonl
+from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.results import in_words
+from lightrlhf.training import iterated_dir, launch
+from lightrlhf.training.dry_run import texts_of_sample
+from lightrlhf.training.iterated_dir import IteratedArgs
+from lightrlhf.training.rollout_log import write_iteration
+from lightrlhf.training.run import Metrics, OnStep
+from lightrlhf.training.signals import StopSignals
+from lightrlhf.training.summary import Rows, peak_memory, print_summary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Args = TypeVar("Args", bound=IteratedArgs)
+ProgramArgs = TypeVar("ProgramArgs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration(Generic[Args]):
+    """What a stage or an evaluation works on.
+
+    args: the run's, in a dry run those of its short iteration; number: from 1, or 0 to evaluate the initial policy;
+    policy: folder of the policy to start from, or to evaluate; initial: folder of the run's initial policy; data_dir:
+    None where the rows were given.
+    """
+
+    args: Args
+    number: int
+    folder: Path
+    policy: str
+    initial: str
+    data_dir: str | None
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage(Generic[Args]):
+    """A stage of an iteration.
+
+    path: what it leaves in the iteration's folder; work: does what is left of it; samples: the first so many samples as
+    rows of `rollouts.jsonl`, after the stage that scores them.
+    """
+
+    name: str
+    path: str
+    work: Callable[[Iteration[Args]], None]
+    samples: Callable[[Iteration[Args], int], list[Row]] | None = None
+
+
+@contextmanager
+def opened(
+    args: Args,
+    program: str,
+    size: int,
+    unit: str,
+    *,
+    data_dir: str | None,
+    work: str,
+    size_flag: str,
+    given: Mapping[str, str],
+    rows: Sequence[Any] | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Iterator[Iterated[Args]]:
+    """Context manager of a run: locks its experiment dir, new or resumed; in a dry run it has a temporary folder.
+
+    SIGTERM and SIGUSR1 end the stages, whose files a resumed run reuses. (A training run inside a stage has its own
+    handlers, which save it.) size: number of prompts or dialogues (`unit`) of an iteration, which `size_flag` sets;
+    data_dir: None where the rows were given; tokenizer: loaded when not given; work, given, rows, errors: see
+    `iterated_dir.open_directory`.
+    """
+    data = data_dir or f"given/{unit}"
+    if args.dry_run:
+        with iterated_dir.trial_directory(args, program, data, work) as (directory, initial):
+            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
+            tried = min(args.mini_batch_size * args.devices, size)  # as many as a step of training has
+            fewer: dict[str, Any] = {size_flag: tried, "epochs": None, "max_steps": args.num_steps(size)}
+            short = dataclasses.replace(args, **fewer)
+            yield Iterated(short, directory, initial, data_dir, tokenizer, size, unit)
+        return
+    directory, initial = iterated_dir.open_directory(args, program, data, work, given, rows)
+    signals = StopSignals(f"; go on by --resume_from {directory}")
+    try:
+        with lock_folder(directory):
+            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
+            yield Iterated(args, directory, initial, data_dir, tokenizer, size, unit)
+    finally:
+        signals.close()
+
+
+class Iterated(Generic[Args]):
+    """A run of an iterated program; see `opened`."""
+
+    def __init__(
+        self,
+        args: Args,
+        directory: Path,
+        initial: str,
+        data_dir: str | None,
+        tokenizer: PreTrainedTokenizerBase,
+        size: int,
+        unit: str,
+    ) -> None:
+        self.args, self.directory, self.initial = args, directory, initial
+        self.data_dir, self.tokenizer = data_dir, tokenizer
+        self._size, self._unit = size, unit
+        self._left = ""  # stages and iterations that were not done, in words
+        self._started = time.perf_counter()
+
+    def iteration(self, number: int, policy: str) -> Iteration[Args]:
+        """The iteration of this number; policy: folder of the policy to start from, or to evaluate."""
+        folder = self.directory / f"iteration-{number:02d}"
+        return Iteration(self.args, number, folder, policy, self.initial, self.data_dir, self.tokenizer)
+
+    def do(
+        self,
+        stages: Sequence[Stage[Args]],
+        evaluate: Callable[[Iteration[Args]], Metrics | None],
+        report: Callable[[Iterated[Args]], Metrics],
+        on_step: OnStep | None = None,
+        only: str = "all",
+    ) -> None:
+        """Do what is left of all iterations, or one stage of the first unfinished one; in a dry run try the first.
+
+        A stage ends the run by `StopTraining`, whose message is printed. evaluate: returns the results for
+        `evaluation.json`, None without held-out rows; report: writes the run's files, returns the last metrics;
+        on_step: called with (iteration, metrics), may raise `StopTraining`; only: name of the stage to do.
+        """
+        policy = self.initial
+        if self.args.dry_run:
+            self._do_stages(self.iteration(1, policy), stages)
+            return
+        with iterated_dir.kept_if_started(self.args, self.directory):
+            self._evaluate(self.iteration(0, policy), evaluate)
+        for number in range(1, self.args.iterations + 1):
+            iteration = self.iteration(number, policy)
+            is_new = not (iteration.folder / "policy").is_dir()
+            if is_new:
+                print(f"\niteration {number} of {self.args.iterations}", flush=True)
+                try:
+                    self._do_stages(iteration, [stage for stage in stages if only in ("all", stage.name)])
+                except StopTraining as problem:
+                    print(f"{problem}; iteration {number - 1} is the last", flush=True)
+                    return
+            if not (iteration.folder / "policy").is_dir():
+                break  # a single stage before training
+            policy = str(final_checkpoint(iteration.folder / "policy"))
+            iterated_dir.link_checkpoint(self.directory, number, policy)
+            self._evaluate(self.iteration(number, policy), evaluate)
+            metrics = report(self)
+            try:
+                if on_step is not None and is_new and only == "all":
+                    on_step(number, metrics)
+            except StopTraining:
+                break
+            if is_new and only != "all":
+                break
+        self._left = self._unfinished(stages)
+
+    def _do_stages(self, iteration: Iteration[Args], stages: Sequence[Stage[Args]]) -> None:
+        """Do stages, and log samples after the one that scores them; a dry run prints the first one instead."""
+        for stage in stages:
+            stage.work(iteration)
+            if stage.samples and self.args.dry_run:
+                self._print_trial(stage.samples(iteration, 1)[0])
+            elif stage.samples and self.args.log_rollouts:
+                write_iteration(self.directory, iteration.number, stage.samples(iteration, self.args.log_rollouts))
+
+    def _print_trial(self, sample: Row) -> None:
+        """Print the first sample of a dry run, and the time that the sampling of an iteration should take."""
+        print("\n".join(texts_of_sample(sample, self.tokenizer)))
+        tried, number = min(self.args.mini_batch_size * self.args.devices, self._size), self.args.iterations
+        seconds = time.perf_counter() - self._started
+        whole = seconds * self._size / tried
+        print(
+            f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {self._unit}, loading included; the "
+            f"{self._size:,} of an iteration take {in_words(whole)} or less, {number:,} iterations "
+            f"{in_words(number * whole)}, without evaluations\n",
+            flush=True,
+        )
+
+    def _evaluate(self, iteration: Iteration[Args], evaluate: Callable[[Iteration[Args]], Metrics | None]) -> None:
+        path = iteration.folder / "evaluation.json"
+        if not path.is_file() and (results := evaluate(iteration)) is not None:
+            write_text(path, to_json(results, indent=1))
+
+    def write_results(self, results: Sequence[Row], metrics: Sequence[Metrics]) -> Metrics:
+        """Write `results.json` and `metrics.jsonl`, a row per iteration; returns the metrics of the last one."""
+        write_text(self.directory / "results.json", to_json(results, indent=1))
+        write_jsonl(self.directory / "metrics.jsonl", metrics)
+        return {name: value for name, value in metrics[-1].items() if name != "step"} if metrics else {}
+
+    def finish(self, rows: Rows = ()) -> Path:
+        """Upload the last policy if requested, and print that the run is finished, or in one line what is left of it.
+
+        rows: of `metrics.jsonl`, for a table. Returns the experiment dir. Raises: RunFailure when the upload fails.
+        """
+        args, done = self.args, len(checkpoints(self.directory))
+        if args.dry_run:
+            return iterated_dir.path_of(args, self.data_dir or f"given/{self._unit}")
+        if self._left:
+            resume = f"--resume_from {self.directory} does them"
+            print(f"{done} of {args.iterations} iterations done, left: {self._left}; {resume}")
+            return self.directory
+        memory = peak_memory(find_device(args.accelerator)) if args.devices == 1 else 0.0  # else of other processes
+        names = dict.fromkeys(name for row in rows for name in row if name != "step")
+        print_summary("policies of the iterations", self.directory, rows, memory, names)
+        print(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
+        if args.push_to_hub and done:
+            policy = checkpoints(self.directory)[-1].resolve()
+            upload(policy, args.push_to_hub, getattr(torch, args.save_dtype))
+            print(f"uploaded {policy} to {args.push_to_hub}")
+        return self.directory
+
+    def _unfinished(self, stages: Sequence[Stage[Args]]) -> str:
+        """Stages and iterations that were not done, such as `rank, tokenize and train of iteration 1, iteration 2`."""
+        folders = [self.iteration(number, "").folder for number in range(1, self.args.iterations + 1)]
+        left = [number for number, folder in enumerate(folders, start=1) if not (folder / "policy").is_dir()]
+        if not left:
+            return ""
+        names = [stage.name for stage in stages if not (folders[left[0] - 1] / stage.path).exists()]
+        first = f"iteration {left[0]}"
+        if len(names) < len(stages):
+            first = " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) + f" of {first}"
+        return ", ".join([first, *(f"iteration {number}" for number in left[1:])])
+
+
+# ---------------------------------------------------------------------------------------------- helpers of programs
+def shared_flags(args: Any, args_class: type) -> dict[str, Any]:
+    """The flags that `args_class` has too, with their values in `args`."""
+    names = {field.name for field in dataclasses.fields(args_class)}
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.name in names}
+
+
+def train_policy(
+    iteration: Iteration[Any], program: Callable[[ProgramArgs], Path], args_class: type[ProgramArgs], **changes: Any
+) -> None:
+    """Train on the `pairs/` of an iteration; the run is in `training/` until it is finished, then `policy/`.
+
+    program: `train` of a program with this class of args; changes: flags that differ from the iteration's.
+    """
+    folder, args = iteration.folder, iteration.args
+    own = {
+        "data_dir": str(folder / "pairs"),
+        "log_dir": str(folder),
+        "experiment_name": "training",
+        "output_dir": None,
+        "push_to_hub": None,
+        "resume_from": iterated_dir.find_started_run(folder),
+    }
+    training = args_class(**shared_flags(args, args_class) | own | changes)
+    launch.run_on_devices(program, training, args.devices)
+    if not args.dry_run:
+        iterated_dir.keep_policy(folder)
+
+
+def read_json(path: Path) -> Row:
+    """The object in a JSON file; empty when there is no file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Mean of numbers; 0 of none."""
+    numbers = [float(value) for value in values]
+    return sum(numbers) / max(len(numbers), 1)
