@@ -10,7 +10,6 @@ steps.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -26,8 +25,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
 from lightrlhf.cli.parser import to_dict
-from lightrlhf.data.batch import epoch_order, row_length
-from lightrlhf.data.mixtures import mixed_order, mixed_shares
+from lightrlhf.data.batch import row_length
 from lightrlhf.data.splits import Row
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models.roles import Policy, ScalarModel, count_parameters
@@ -69,13 +67,14 @@ from lightrlhf.training.beginning import OLDER, Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
-from lightrlhf.training.faults import describe_rows, first_not_finite, quiet_event_writer
+from lightrlhf.training.faults import first_not_finite, quiet_event_writer
 from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.means import StepMeans
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
+from lightrlhf.training.order import Order
 from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.ranks import Item, Ranks
 from lightrlhf.training.restarts import as_restarted, note_run
@@ -144,17 +143,7 @@ class Run(Generic[AnyArgs]):
         self.program, self.on_step, self.given = program, on_step, given or {}
         folders = data or getattr(args, "data_dir", program)
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
-        self.data = " + ".join(self.data_dirs)  # as the model card names it
-        self._planned = 0, 0  # rows, and those of a step on each device
-        self._num_steps = 0
         self._parameters: dict[str, tuple[int, int]] = {}  # of each learner: all, and the trained ones
-        self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
-        self._ends: list[int] = []  # of several sets among all rows
-        self._batch: tuple[Sequence[Any], str, Sequence[Any]] = (
-            (),
-            "",
-            (),
-        )  # names of a step's rows, kind, this rank's
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.args = args = as_restarted(self.fabric, args)
@@ -173,6 +162,7 @@ class Run(Generic[AnyArgs]):
             if self._lock:
                 self._lock.release()
             raise
+        self.order = Order(args, self.ranks, self.began, self.data_dirs)
         self.step: int = self.resumed["step"] if self.resumed else 0
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         self.loss_scale = LossScale(scaler) if scaler is not None else None  # with --precision 16-mixed
@@ -272,7 +262,7 @@ class Run(Generic[AnyArgs]):
         except Terminated:
             self._stop_by_signal()
         except NotFinite as problem:
-            rows = "" if name == "evaluation" else self._of_rows(problem.rows or None)
+            rows = "" if name == "evaluation" else self.order.of_rows(problem.rows or None)
             raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
@@ -296,9 +286,9 @@ class Run(Generic[AnyArgs]):
 
         args = self.args
         self._parameters[name] = count_parameters(module)
-        if self._num_steps:
+        if self.order.planned_steps:
             words = f"the number of optimiser steps of {name} in each step is"
-            self.began.fix(f"updates_of_{name}", num_updates / self._num_steps, words)
+            self.began.fix(f"updates_of_{name}", num_updates / self.order.planned_steps, words)
         if self.resumed:
             load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
@@ -366,7 +356,7 @@ class Run(Generic[AnyArgs]):
         Raises: RunFailure, naming the step and the rows, when the loss is not finite.
         """
         if not torch.isfinite(loss):
-            where = f"at step {self.step + 1}{self._of_rows(places)}"
+            where = f"at step {self.step + 1}{self.order.of_rows(places)}"
             remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
             raise RunFailure(f"loss is {float(loss.detach())} {where}{remedy}{self._last_good()}")
         self.fabric.backward(loss * self.world_size)
@@ -389,7 +379,9 @@ class Run(Generic[AnyArgs]):
         if is_finite:
             optimizer.step()
         elif not is_scaled:
-            raise RunFailure(f"{name} gradient norm is {float(norm)} at {step}{self._of_rows()}{self._last_good()}")
+            raise RunFailure(
+                f"{name} gradient norm is {float(norm)} at {step}{self.order.of_rows()}{self._last_good()}"
+            )
         optimizer.zero_grad(set_to_none=True)
         if self.loss_scale and is_scaled:
             if not self._has_gradients():  # others, such as a critic's, were computed with this scale
@@ -411,20 +403,6 @@ class Run(Generic[AnyArgs]):
     def learning_rate(self, name: str) -> float:
         return self.learners[name].scheduler.get_last_lr()[0]
 
-    def name_batch(self, names: Sequence[Any], kind: str = "training rows", own: Sequence[Any] | None = None) -> None:
-        """Name the rows of the current step on all ranks, for errors; `global_batch` does, by their numbers.
-
-        own: the names of this rank's rows, where they are not its shard of all.
-        """
-        self._batch = names, kind, self.shard(names) if own is None else own
-
-    def _of_rows(self, places: Sequence[int] | Tensor | None = None) -> str:
-        """The rows at these places of this rank's part of the batch, or all of the batch, as part of an error."""
-        names, kind, mine = self._batch
-        if places is not None and names:
-            names = [mine[int(place)] for place in places if int(place) < len(mine)]
-        return describe_rows(names, kind, self._ends, self.data_dirs)
-
     def _check_finite(self, module: nn.Module, extra: dict[str, Any]) -> None:
         """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any."""
         optimizers = {name: learner.optimizer for name, learner in self.learners.items()}
@@ -434,8 +412,8 @@ class Run(Generic[AnyArgs]):
             if problem:
                 on = f" on rank {rank}" if len(problems) > 1 else ""
                 raise RunFailure(
-                    f"{problem} is not finite{on} after step {self.step}{self._of_rows()}, so no checkpoint is written"
-                    f"{self._last_good()}"
+                    f"{problem} is not finite{on} after step {self.step}{self.order.of_rows()}, so no checkpoint is "
+                    f"written{self._last_good()}"
                 )
 
     def _roles(self) -> dict[str, Any]:
@@ -456,69 +434,16 @@ class Run(Generic[AnyArgs]):
 
     # ----------------------------------------------------------------------------------------------------- data
     def num_steps(self, rows: Sequence[Any], batch_size: int) -> int:
-        """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller.
-
-        `--max_steps` alone goes on through as many epochs as it takes; with `--epochs`, whichever ends first.
-        Raises: UsageError when a resumed run began with other rows, or another number of them in a step of all ranks.
-        """
-        self.began.fix_rows(rows, batch_size, " + ".join(self.data_dirs))
-        self._planned = len(rows), batch_size
-        self._num_steps = self._limited(math.ceil(len(rows) / (batch_size * self.world_size)))
-        return self._num_steps
-
-    def _limited(self, per_epoch: int) -> int:
-        """Number of steps by `--epochs` and `--max_steps`."""
-        epochs, max_steps = self.args.epochs, self.args.max_steps
-        if epochs is None or max_steps is None:
-            return max_steps or per_epoch * (epochs or 1)
-        if per_epoch * epochs < max_steps:
-            self.print0(
-                f"--epochs {epochs} ends this run at step {per_epoch * epochs}, before --max_steps {max_steps}; "
-                "to go on into further epochs leave --epochs out (of a resumed run, give --epochs null)"
-            )
-        return min(per_epoch * epochs, max_steps)
+        return self.order.num_steps(rows, batch_size)
 
     def mix(self, sizes: Sequence[int]) -> None:
-        """Draw from sets of these sizes, whose rows `global_batch` gets one set after the other; prints the counts.
-
-        By `--data_weights` an epoch, which is as long as all sets together, has that share of rows of each; without
-        them it has every row once.
-        Raises: UsageError when a set has no row in an epoch, or given rows replace the sets.
-        """
-        weights: list[float] = getattr(self.args, "data_weights", [])
-        if weights and len(weights) != len(sizes):
-            raise UsageError(
-                "--data_weights belong to the sets of --data_dir, which given rows replace; leave them out"
-            )
-        if len(sizes) < 2:
-            return
-        self._sizes = tuple(sizes) if weights else ()
-        self._ends = list(itertools.accumulate(sizes))
-        shares = mixed_shares(sizes, weights or sizes)
-        for folder, share in zip(self.data_dirs, shares):
-            if not share:
-                raise UsageError(
-                    f"--data_weights give {folder} none of the {sum(sizes)} rows of an epoch; raise its weight"
-                )
-        counted = []
-        for folder, size, share in zip(self.data_dirs, sizes, shares):
-            counted.append(f"{folder} ({size:,} rows, {share:,} of {sum(sizes):,} in an epoch)")
-            self.print0(counted[-1])
-        self.data = " + ".join(counted)
+        self.order.mix(sizes)
 
     def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
-        """Rows of all ranks of one step (counted from 0), in the seeded order of its epoch."""
-        per_epoch = math.ceil(len(rows) / (batch_size * self.world_size))
-        epoch, index = divmod(step, per_epoch)
-        order = epoch_order(len(rows), self.args.seed, epoch)
-        if self._sizes:
-            order = mixed_order(self._sizes, tuple(getattr(self.args, "data_weights", [])), self.args.seed, epoch)
-        size = batch_size * self.world_size
-        chosen = order[index * size : (index + 1) * size]
-        if len(chosen) < self.world_size:  # too few for a row per rank: borrow from the epoch's start
-            chosen += order[: self.world_size - len(chosen)]
-        self.name_batch(chosen)
-        return [rows[i] for i in chosen]
+        return self.order.global_batch(rows, step, batch_size)
+
+    def name_batch(self, names: Sequence[Any], kind: str = "training rows", own: Sequence[Any] | None = None) -> None:
+        self.order.name_batch(names, kind, own)
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Remaining step numbers, counted from 0, with a progress bar; `self.step` counts finished steps."""
@@ -562,14 +487,14 @@ class Run(Generic[AnyArgs]):
 
     def _banner(self, num_steps: int) -> str:
         """What is trained on what, where and for how long; of an iteration's training only what is its own."""
-        args, (num_rows, batch_size) = self.args, self._planned
+        args, order = self.args, self.order
         resumed_at = self.step if self.resumed else None
         samples = getattr(args, "num_generations", 1)
         fields = {
             "model": describe_model(args, self.given, self._parameters),
-            "data": self.data if self._ends else f"{self.data}, {num_rows:,} rows",  # several sets have theirs
+            "data": order.data if order.ends else f"{order.data}, {order.num_rows:,} rows",  # several sets have theirs
             "device": describe_device(self.device, args, self.ranks.num_processes),
-            "steps": describe_steps(num_steps, batch_size, self.world_size, samples, resumed_at),
+            "steps": describe_steps(num_steps, order.batch_size, self.world_size, samples, resumed_at),
             "results": planned_results(args, self.directory) if self.dry else str(self.directory),
         }
         own = ("model", "steps") if is_stage(self.directory) else fields
@@ -594,13 +519,10 @@ class Run(Generic[AnyArgs]):
 
     @property
     def eval_iters(self) -> int | None:
-        """Batches of an evaluation, None for all; one in a dry run."""
-        return 1 if self.dry else getattr(self.args, "eval_iters", None)
+        return self.order.eval_iters
 
     def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
-        """The first `--eval_iters` batches of all ranks, or all rows."""
-        limit = self.eval_iters
-        return list(rows[: limit * batch_size * self.world_size if limit else None])
+        return self.order.eval_rows(rows, batch_size)
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log_step(self, metrics: Metrics, num_steps: int) -> None:
@@ -842,7 +764,7 @@ class Run(Generic[AnyArgs]):
         write_profile(self.directory, self._timed, self._roles(), self.args, self.device, self.world_size)
 
     def _card(self, results: Metrics | None = None) -> str:
-        data = " + ".join(map(shown, self.data.split(" + ")))
+        data = " + ".join(map(shown, self.order.data.split(" + ")))
         summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{data}`."
         title = self.args.experiment_name
         return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
@@ -861,7 +783,7 @@ class Run(Generic[AnyArgs]):
             self.fabric.print(f"note: {folder} is damaged ({problem}); going on from step {state['step']} before it")
         data_dir = before.get("data_dir")
         if data_dir is not None and data_dir != getattr(self.args, "data_dir", data_dir):
-            self.fabric.print(f"note: this run began on {data_dir} and goes on with {self.data}")
+            self.fabric.print(f"note: this run began on {data_dir} and goes on with {' + '.join(self.data_dirs)}")
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.ranks.num_processes)):
             if state[what] != now:
                 self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")

@@ -397,13 +397,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run
 def test_the_rows_of_the_micro_batch_are_named(run):
     one = run()
     one.mix([4, 10])  # two sets, of which the second begins at row 4
-    one.data_dirs = ["first", "second"]
+    one.order.data_dirs = ["first", "second"]
     one.name_batch([9, 3, 4])
     with pytest.raises(
         RunFailure, match=r"loss is nan at step 1 \(training rows 3 of first, 0 of second, counted from 0"
     ):
         one.backward(torch.tensor(math.nan), torch.tensor([1, 2]))
-    one._ends = []
+    one.order.ends = []
     one.name_batch(range(30))
     with pytest.raises(RunFailure, match=r"\(training rows 0, 1, .*, 15 and 14 more, counted from 0\)"):
         one.backward(torch.tensor(math.inf))
