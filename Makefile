@@ -27,7 +27,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
-	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke lint site clean
+	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -173,6 +173,11 @@ claims: $(VENV)/.installed
 # One seed of the cheapest arm again, beside the row that is kept: a minute.
 claims-smoke: $(VENV)/.installed
 	$(BIN)/python -m examples.experiments.claims --smoke True
+
+# Tiny runs of all programs, bit by bit as in the commit BASE; `make freeze CASES="grpo ppo/best"` are some of them.
+BASE ?= HEAD~1
+freeze: $(VENV)/.tested
+	$(BIN)/python -m tests.freeze --base $(BASE) $(if $(CASES),--only $(CASES))
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
