@@ -63,7 +63,7 @@ from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
 from lightrlhf.storage.run_dir import data_dir_of, iterations, read_logged
 from lightrlhf.storage.writing import writing
-from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, opened, read_json, train_policy
+from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, read_json, train_policy
 from lightrlhf.training.iterated_dir import IteratedArgs, as_given
 from lightrlhf.training.model_card import model_card, quoted
 from lightrlhf.training.provenance import given_objects
@@ -142,17 +142,18 @@ def train(
 
     # a missing or damaged file fails before any generation
     openings = rows_of("train") if args.stage in ("all", "generate") else None
-    with opened(
+    run = Iterated(
         args,
         "iterative_refuel",
-        args.num_data or len(openings or ()),
-        "dialogues",
-        work=f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues",
-        data_dir=args.data_dir if dialogues is None else None,
+        args.data_dir if dialogues is None else None,
+        size=args.num_data or len(openings or ()),
+        unit="dialogues",
         size_flag="num_data",
+        work=f"{args.num_data:,} dialogues" if args.num_data else "all training dialogues",
         given=given,
         rows=openings,
-    ) as run:
+    )
+    with run.opened():
         stages: tuple[Stage[IterativeRefuelArgs], ...] = (
             Stage("generate", "dialogues.jsonl", lambda it: generate_dialogues(it, rows_of("train"), user)),
             Stage("rank", "rewards.jsonl", lambda it: rank(it, reward), samples=first_samples),

@@ -63,7 +63,7 @@ from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import data_dir_of, iterations, stored
-from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, opened, read_json, shared_flags, train_policy
+from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, read_json, shared_flags, train_policy
 from lightrlhf.training.iterated_dir import IteratedArgs
 from lightrlhf.training.launch import run_on_devices
 from lightrlhf.training.provenance import given_objects
@@ -161,18 +161,19 @@ def train(
     shards = prompt_shards(args, rows)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
     share_columns([*rows, *held_out])
-    with opened(
+    run = Iterated(
         args,
         "online_dpo",
-        len(shards[0]),
-        "prompts",
-        work=f"{len(shards[0]):,} prompts, {args.num_generations} responses to each",
-        data_dir=data_dir,
+        data_dir,
+        size=len(shards[0]),
+        unit="prompts",
         size_flag="prompts_per_iteration",
+        work=f"{len(shards[0]):,} prompts, {args.num_generations} responses to each",
         given=given_objects(prompts=prompts, reward=reward),
         rows=rows,
         tokenizer=tokenizer,
-    ) as run:
+    )
+    with run.opened():
         stages: tuple[Stage[OnlineDPOArgs], ...] = (
             Stage("respond", "responses.jsonl", lambda it: respond(it, prompt_shards(it.args, rows)[it.number - 1])),
             Stage("choose", "rewards.jsonl", lambda it: score_and_choose(it, reward), samples=first_samples),

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -73,67 +73,52 @@ class Stage(Generic[Args]):
     samples: Callable[[Iteration[Args], int], list[Row]] | None = None
 
 
-@contextmanager
-def opened(
-    args: Args,
-    program: str,
-    size: int,
-    unit: str,
-    *,
-    data_dir: str | None,
-    work: str,
-    size_flag: str,
-    given: Mapping[str, str],
-    rows: Sequence[Any] | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Iterator[Iterated[Args]]:
-    """Context manager of a run: locks its experiment dir, new or resumed; in a dry run it has a temporary folder.
-
-    SIGTERM and SIGUSR1 end the stages, whose files a resumed run reuses. (A training run inside a stage has its own
-    handlers, which save it.) size: number of prompts or dialogues (`unit`) of an iteration, which `size_flag` sets;
-    data_dir: None where the rows were given; tokenizer: loaded when not given; work, given, rows, errors: see
-    `iterated_dir.open_directory`.
-    """
-    data = data_dir or f"given/{unit}"
-    if args.dry_run:
-        with iterated_dir.trial_directory(args, program, data, work) as (directory, initial):
-            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
-            tried = min(args.mini_batch_size * args.devices, size)  # as many as a step of training has
-            fewer: dict[str, Any] = {size_flag: tried, "epochs": None, "max_steps": args.num_steps(size)}
-            short = dataclasses.replace(args, **fewer)
-            yield Iterated(short, directory, initial, data_dir, tokenizer, size, unit)
-        return
-    directory, initial = iterated_dir.open_directory(args, program, data, work, given, rows)
-    signals = StopSignals(f"; go on by --resume_from {directory}")
-    try:
-        with lock_folder(directory):
-            tokenizer = tokenizer or load_tokenizer(data_dir, initial, verify=args.verify)
-            yield Iterated(args, directory, initial, data_dir, tokenizer, size, unit)
-    finally:
-        signals.close()
-
-
+@dataclasses.dataclass
 class Iterated(Generic[Args]):
-    """A run of an iterated program; see `opened`."""
+    """A run of an iterated program. Its methods are called within `opened`.
 
-    def __init__(
-        self,
-        args: Args,
-        directory: Path,
-        initial: str,
-        data_dir: str | None,
-        tokenizer: PreTrainedTokenizerBase,
-        size: int,
-        unit: str,
-    ) -> None:
-        self.args, self.directory, self.initial = args, directory, initial
-        self.data_dir, self.tokenizer = data_dir, tokenizer
-        self._size, self._unit = size, unit
-        self._left = ""  # stages and iterations that were not done, in words
-        self._started = time.perf_counter()
+    data_dir: None where the rows were given; size: number of prompts or dialogues (`unit`) of an iteration, which
+    `size_flag` sets; tokenizer: loaded when not given; work, given, rows: see `iterated_dir.open_directory`.
+    """
+
+    args: Args
+    program: str
+    data_dir: str | None
+    size: int
+    unit: str
+    size_flag: str
+    work: str
+    given: Mapping[str, str]
+    rows: Sequence[Any] | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager: locks the experiment dir, new or resumed; a dry run has a temporary folder.
+
+        SIGTERM and SIGUSR1 end the stages, whose files a resumed run reuses. (A training run inside a stage has its own
+        handlers, which save it.) Raises: see `iterated_dir.open_directory`.
+        """
+        self._started, self._left = time.perf_counter(), ""  # stages and iterations that were not done, in words
+        args, data = self.args, self.data_dir or f"given/{self.unit}"
+        with ExitStack() as stack:
+            if args.dry_run:
+                trial = iterated_dir.trial_directory(args, self.program, data, self.work)
+                self.directory, self.initial = stack.enter_context(trial)
+                tried = min(args.mini_batch_size * args.devices, self.size)  # as many as a step of training has
+                fewer: dict[str, Any] = {self.size_flag: tried, "epochs": None, "max_steps": args.num_steps(self.size)}
+                self.args = dataclasses.replace(args, **fewer)
+            else:
+                opened = iterated_dir.open_directory(args, self.program, data, self.work, self.given, self.rows)
+                self.directory, self.initial = opened
+                stack.callback(StopSignals(f"; go on by --resume_from {self.directory}").close)
+                stack.enter_context(lock_folder(self.directory))
+            self.tokenizer = self.tokenizer or load_tokenizer(self.data_dir, self.initial, verify=args.verify)
+            yield
 
     def iteration(self, number: int, policy: str) -> Iteration[Args]:
-        """The iteration of this number; policy: folder of the policy to start from, or to evaluate."""
+        """The iteration of this number; policy: see `Iteration`."""
+        assert self.tokenizer is not None
         folder = self.directory / f"iteration-{number:02d}"
         return Iteration(self.args, number, folder, policy, self.initial, self.data_dir, self.tokenizer)
 
@@ -194,12 +179,12 @@ class Iterated(Generic[Args]):
     def _print_trial(self, sample: Row) -> None:
         """Print the first sample of a dry run, and the time that the sampling of an iteration should take."""
         print("\n".join(texts_of_sample(sample, self.tokenizer)))
-        tried, number = min(self.args.mini_batch_size * self.args.devices, self._size), self.args.iterations
+        tried, number = min(self.args.mini_batch_size * self.args.devices, self.size), self.args.iterations
         seconds = time.perf_counter() - self._started
-        whole = seconds * self._size / tried
+        whole = seconds * self.size / tried
         print(
-            f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {self._unit}, loading included; the "
-            f"{self._size:,} of an iteration take {in_words(whole)} or less, {number:,} iterations "
+            f"\nsampling and scoring took {seconds:.1f} s for {tried:,} {self.unit}, loading included; the "
+            f"{self.size:,} of an iteration take {in_words(whole)} or less, {number:,} iterations "
             f"{in_words(number * whole)}, without evaluations\n",
             flush=True,
         )
@@ -222,7 +207,7 @@ class Iterated(Generic[Args]):
         """
         args, done = self.args, len(checkpoints(self.directory))
         if args.dry_run:
-            return iterated_dir.path_of(args, self.data_dir or f"given/{self._unit}")
+            return iterated_dir.path_of(args, self.data_dir or f"given/{self.unit}")
         if self._left:
             resume = f"--resume_from {self.directory} does them"
             print(f"{done} of {args.iterations} iterations done, left: {self._left}; {resume}")
