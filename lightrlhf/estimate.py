@@ -38,11 +38,11 @@ from lightrlhf.generation.packed_decoder import packed_dtype
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.models import frozen
+from lightrlhf.models.forward import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
 from lightrlhf.models.loading import choose_trainable
 from lightrlhf.models.lora import linear_layers
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
 from lightrlhf.models.quantisation import MIXED
-from lightrlhf.models.roles import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
 from lightrlhf.storage.results import print_table
 
 if TYPE_CHECKING:

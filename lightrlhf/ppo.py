@@ -65,11 +65,12 @@ from lightrlhf.generation.rollout import (
 from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
+from lightrlhf.models.forward import inference
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import enable_packing
-from lightrlhf.models.roles import Policy, ScalarModel, inference, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.audit import RewardAudit

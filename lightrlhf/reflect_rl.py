@@ -53,10 +53,11 @@ from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serv
 from lightrlhf.maths.groups import group_advantages, group_moments, standardised
 from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, policy_loss, whiten
 from lightrlhf.maths.sampling_gap import importance_weights
+from lightrlhf.models.forward import inference
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.roles import Policy, TokenStats, inference
+from lightrlhf.models.roles import Policy, TokenStats
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
 from lightrlhf.storage.checkpoint import write_text

@@ -45,11 +45,12 @@ from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
+from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer

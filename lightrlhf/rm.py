@@ -49,12 +49,13 @@ from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
+from lightrlhf.models.forward import inference
 from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import inference, vocabulary_size
 from lightrlhf.models.roles import last_token as end_scores
+from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
 from lightrlhf.rewards.loading import STATISTICS
 from lightrlhf.training.provenance import given_objects

@@ -37,9 +37,10 @@ from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.held_out import HeldOut
+from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
 from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import TokenStats, inference, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import TokenStats, policy_inputs, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import OnStep, Run

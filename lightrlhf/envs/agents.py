@@ -29,9 +29,10 @@ from lightrlhf.generation.engine import Completions, generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
 from lightrlhf.generation.sampling import check_sampled, sample
 from lightrlhf.generation.served import ServedPolicy
+from lightrlhf.models.forward import inference
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
-from lightrlhf.models.roles import Policy, inference, policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 
 if TYPE_CHECKING:

@@ -25,7 +25,9 @@ from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, pack
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import LATE_STEPS, Slots
-from lightrlhf.models.roles import Policy, embedding_rows, inference, is_close, trial_ids
+from lightrlhf.models.architecture import is_close, trial_ids
+from lightrlhf.models.forward import embedding_rows, inference
+from lightrlhf.models.roles import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

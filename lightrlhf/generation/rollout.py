@@ -19,8 +19,9 @@ from lightrlhf.generation.rollout_servers import ServersGone
 from lightrlhf.generation.served import Asked, ServedPolicy
 from lightrlhf.maths.ops import masked_mean
 from lightrlhf.maths.sampling_gap import gap_size, importance_weights
+from lightrlhf.models.forward import inference
 from lightrlhf.models.quantisation import is_quantised
-from lightrlhf.models.roles import Policy, inference, policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, store_ends
 from lightrlhf.rewards.scorers import Scores

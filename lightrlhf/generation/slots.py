@@ -26,7 +26,7 @@ from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_
 from lightrlhf.generation.ragged_cache import Attention, RaggedLayer
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.roles import position_inputs
+from lightrlhf.models.forward import position_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

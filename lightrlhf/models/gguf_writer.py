@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.forward import embedding_rows
 from lightrlhf.models.gguf_tokens import tokenizer_metadata
-from lightrlhf.models.roles import embedding_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,6 +10,7 @@ import torch
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, listed
 from lightrlhf.models import frozen, lora
+from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.complete import HEADS
 from lightrlhf.models.loading import (
     check_weights,
@@ -23,7 +24,7 @@ from lightrlhf.models.loading import (
 )
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.quantisation import is_quantised
-from lightrlhf.models.roles import Policy, ScalarModel, scalar_head
+from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import check_same_ids, check_stored_ids, store_ends
 
 if TYPE_CHECKING:

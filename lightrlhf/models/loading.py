@@ -22,8 +22,10 @@ from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line, read_problem
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
+from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.complete import check_complete
+from lightrlhf.models.forward import embedding_rows
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
@@ -35,7 +37,7 @@ from lightrlhf.models.quantisation import (
     keep_unpacked,
     quantisation_options,
 )
-from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, scalar_head, transformer_layers, vocabulary_size
+from lightrlhf.models.roles import Policy, ScalarModel, transformer_layers, vocabulary_size
 from lightrlhf.models.tiny import tiny_config
 from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint

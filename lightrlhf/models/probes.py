@@ -18,7 +18,9 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import Row, longest_text
-from lightrlhf.models.roles import Policy, ScalarModel, inference, is_close, trial_ids
+from lightrlhf.models.architecture import is_close, trial_ids
+from lightrlhf.models.forward import inference
+from lightrlhf.models.roles import Policy, ScalarModel
 
 Outputs = dict[str, list[Tensor]]  # of modules, by name
 

@@ -9,21 +9,27 @@ Left out: encoder-decoder models, value heads of more than one layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import Batch
 from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
-from lightrlhf.models.frozen import HeldLinear, activation_dtype
-from lightrlhf.models.packing import PackedTexts, pack_texts
-from lightrlhf.models.quantisation import is_quantised
+from lightrlhf.models.architecture import check_language_model, check_scalar_model, has_plain_head, scalar_head
+from lightrlhf.models.forward import (
+    embedding_rows,
+    model_inputs,
+    packed_inputs,
+    packed_texts,
+    position_inputs,
+)
+from lightrlhf.models.frozen import HeldLinear
+from lightrlhf.models.packing import PackedTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,8 +116,8 @@ class Policy(Role):
         self.loaded: lora.LoadedAdapters = {}  # frozen adapters on the backbone
         self.sampled = False  # set by the generation engine, once it has shown that it supports the architecture
         if head_is_plain is None:
-            _check_language_model(model)
-            head_is_plain = _head_is_plain(model)
+            check_language_model(model)
+            head_is_plain = has_plain_head(model)
         self.head_is_plain = head_is_plain
 
     def reference(self) -> Policy:
@@ -240,7 +246,7 @@ class ScalarModel(Role):
         if score is not None:
             self.score = score  # else the head is the model's
         elif not is_encoder:
-            _check_scalar_model(model)
+            check_scalar_model(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, T) ids and mask -> (B, T) float32 values of the head; group: as in `Batch`."""
@@ -252,18 +258,6 @@ class ScalarModel(Role):
         head = self.score if self.shares else scalar_head(self.model)
         values = head(hidden)[..., 0].float()
         return values if packed is None else values[packed.rows].gather(1, packed.columns)
-
-
-@contextmanager
-def inference(module: nn.Module) -> Iterator[None]:
-    """Context manager: eval mode without gradients; the module's mode is restored on leaving, also on errors."""
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(was_training)
 
 
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
@@ -282,59 +276,9 @@ def policy_inputs(batch: Batch) -> dict[str, Any]:
     }
 
 
-def model_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Arguments of a forward pass without a KV cache, with explicit positions."""
-    positions = position_inputs(model, position_ids(attention_mask))
-    return {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False, **positions}
-
-
-def packed_texts(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None
-) -> PackedTexts | None:
-    """The texts of a pass, packed; None where they stay separate.
-
-    The mask of packed rows ignores windows and chunks of attention, so no text may exceed one; GPT-Neo's window counts
-    the columns of a row.
-    """
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if any(window and input_ids.shape[1] > window for window in windows):
-        return None
-    hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
-    return pack_texts(input_ids, attention_mask, group, hidden_size, getattr(config, "window_size", None))
-
-
-def packed_inputs(model: PreTrainedModel, packed: PackedTexts) -> dict[str, Any]:
-    """`model_inputs` for packed texts."""
-    dtype = activation_dtype(model)
-    mask = torch.zeros(packed.visible.shape, dtype=dtype, device=packed.visible.device)
-    mask = mask.masked_fill_(~packed.visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
-    positions = position_inputs(model, packed.positions)
-    return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
-
-
-def position_inputs(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
-    """The `position_ids` argument; empty for Bloom, the only supported architecture that does not accept it."""
-    return {} if model.config.model_type == "bloom" else {"position_ids": positions}
-
-
 def vocabulary_size(module: Role) -> int:
     """Rows of the embedding table; token ids must be below."""
     return embedding_rows(module.model)
-
-
-def scalar_head(model: PreTrainedModel) -> nn.Linear:
-    """The linear head `score` of a model for sequence classification. Raises: UsageError if it has no such head."""
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise _no_scalar_model(model, "its classifier is no linear layer on the last token's state")
-    return head
-
-
-def embedding_rows(model: PreTrainedModel) -> int:
-    """Rows of the embedding table of a Hugging Face model."""
-    embedding: Any = model.get_input_embeddings()
-    return embedding.weight.shape[0]
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
@@ -359,111 +303,3 @@ def _dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scatter(row: Tensor, action_mask: Tensor) -> Tensor:
     """Scatter (N,) values of the actions to (B, T-1), 0 elsewhere."""
     return torch.zeros(action_mask.shape, dtype=row.dtype, device=row.device).masked_scatter(action_mask, row)
-
-
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are its output embedding of its last hidden state, by a trial pass.
-
-    In that pass large random values take the place of the states and of the head's output, so a soft cap or a scale on
-    their way shows however small the model's own values are.
-    """
-    head, drawn, given = model.get_output_embeddings(), torch.Generator().manual_seed(0), {}
-    if head is None or model.base_model is model:
-        return False
-
-    def random_like(values: Tensor) -> Tensor:
-        exponents = torch.rand(values.shape, generator=drawn) * 6 - 2  # 0.01 to 10,000
-        return (torch.randn(values.shape, generator=drawn) * 10**exponents).to(values)
-
-    def replace_states(module: nn.Module, args: Any, output: Any) -> Any:
-        given["states"] = output.last_hidden_state = random_like(output.last_hidden_state)
-        return output
-
-    def replace_logits(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        given["input"], given["logits"] = args[0], random_like(output)
-        return given["logits"]
-
-    hooks = [model.base_model.register_forward_hook(replace_states), head.register_forward_hook(replace_logits)]
-    try:
-        with inference(model):
-            logits = model(input_ids=trial_ids(model, 4), use_cache=False).logits
-    except (AttributeError, IndexError, TypeError, RuntimeError):  # no such states, or a head that is called otherwise
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if given.keys() != {"states", "input", "logits"} or logits.shape != given["logits"].shape:
-        return False
-    return torch.equal(given["input"], given["states"]) and torch.equal(logits.float(), given["logits"].float())
-
-
-def _check_language_model(model: PreTrainedModel) -> None:
-    """Check by trial passes that neither padding nor later tokens change a token's logits. Raises: UsageError."""
-    kind, ids = model.config.model_type, trial_ids(model, 8)
-    rows, mask = ids.repeat(2, 1), torch.ones(2, 8, dtype=torch.bool, device=ids.device)
-    rows[0, 5:], mask[0, 5:] = ids[0, 0], False  # (2, 8): five tokens and padding, and all eight
-    remedy = "give a causal language model, such as a Llama, Qwen or GPT-2"
-    try:
-        with inference(model):
-            alone = model(input_ids=ids[:, :5], use_cache=False).logits[0].float()  # (5, V)
-            padded, longer = model(**model_inputs(model, rows, mask)).logits[:, :5].float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as problem:
-        seen = f"{type(problem).__name__}: {first_line(problem)[:200]}"
-        raise UsageError(
-            f"the architecture {kind} cannot be a policy, a pass over padded rows fails ({seen}); {remedy}"
-        ) from None
-    if not is_close(longer, alone, model):
-        raise UsageError(
-            f"the architecture {kind} cannot be a policy: later tokens change earlier ones' logits; {remedy}"
-        )
-    if not is_close(padded, alone, model):
-        raise UsageError(f"the architecture {kind} cannot be a policy: its logits change with padding; {remedy}")
-
-
-def _check_scalar_model(model: PreTrainedModel) -> None:
-    """Check that the head at a padded row's last token gives the model's own output. Raises: UsageError."""
-    head, ids = scalar_head(model), trial_ids(model, 5)
-    rows, mask = nn.functional.pad(ids, (0, 2), value=int(ids[0, 0])), torch.arange(7, device=ids.device)[None] < 5
-    try:
-        with inference(model):
-            alone = model(input_ids=ids, use_cache=False).logits.float()  # (1, labels)
-            states = model.base_model(**model_inputs(model, rows, mask)).last_hidden_state  # (1, 7, H)
-            found = head(states).float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as problem:
-        raise _no_scalar_model(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
-    if not is_close(found[:, 4], alone, model, found):
-        raise _no_scalar_model(model, "its output is not that of its head at the last token")
-
-
-def _no_scalar_model(model: PreTrainedModel, why: str) -> UsageError:
-    return UsageError(
-        f"the architecture {model.config.model_type} cannot be a reward model or critic ({why}); "
-        "take one such as Llama, Qwen or GPT-2 for it"
-    )
-
-
-def is_close(values: Tensor, expected: Tensor, model: PreTrainedModel, spread: Tensor | None = None) -> bool:
-    """Whether two results of the model differ by rounding only, measured by how far apart the values of `spread` lie.
-
-    spread: the expected values if not given. An absolute tolerance would let anything pass in a model of small weights.
-    """
-    exact = activation_dtype(model) in (torch.float32, torch.float64) and not is_quantised(model)
-    relative, rounding = (1e-4, 1e-5) if exact else (0.1, 1e-2)
-    parts = (values, expected, expected if spread is None else spread)
-    values, expected, spread = (part.float().nan_to_num(0.0, 0.0, 0.0) for part in parts)
-    tolerance = relative * (spread.max() - spread.min()) + rounding * spread.abs().max()
-    return bool((values - expected).abs().max() <= tolerance)
-
-
-def trial_ids(model: PreTrainedModel, count: int) -> Tensor:
-    """A row of `count` different tokens (1, count), spread over the vocabulary.
-
-    The first ones often are control tokens, which pretraining never showed: a fine-tuned model of 135M parameters
-    multiplied their rounding by a hundred.
-    """
-    rows = embedding_rows(model)
-    return (torch.arange(1, 1 + count, device=model.device) * max(rows // (count + 1), 1)).remainder(rows)[None]

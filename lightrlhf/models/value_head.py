@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.models.forward import model_inputs
 from lightrlhf.models.loading import new_head
-from lightrlhf.models.roles import Policy, model_inputs
+from lightrlhf.models.roles import Policy
 
 
 class ValueHead(nn.Module):

@@ -23,9 +23,10 @@ from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preferen
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
 from lightrlhf.maths.preference import REFERENCE_FREE
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
+from lightrlhf.models.forward import inference
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import Policy, inference, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.run import Run

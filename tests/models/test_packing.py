@@ -24,10 +24,11 @@ from transformers import DynamicCache
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.data.batch import Batch, preference_batch, response_batch
 from lightrlhf.models import roles
+from lightrlhf.models.forward import packed_inputs
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.packing import pack_texts
 from lightrlhf.models.probes import enable_packing
-from lightrlhf.models.roles import Policy, packed_inputs, policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs
 
 SEPARATE = {"bloom", "mamba"}  # positions are derived from the mask, or there is no attention
 WIDE = {"mistral": {"sliding_window": 64}, "gemma2": {"sliding_window": 64}, "gpt_neo": {"window_size": 64}}

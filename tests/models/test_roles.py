@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.maths import head as heads
+from lightrlhf.models.forward import embedding_rows, inference
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.roles import Policy, ScalarModel, embedding_rows, inference, last_token, policy_inputs
+from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs
 
 ATTENTION = [name for name in ARCHITECTURES if name != "mamba"]
 SCALAR = ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "gemma2", "phi", "falcon", "mistral"]
