@@ -43,9 +43,10 @@ from lightrlhf.data.tokens import marked_text
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import Encoding, GroupScorer, samples_of_row, score_rows
+from lightrlhf.rewards.loading import load_rewards
+from lightrlhf.rewards.scorers import GroupScorer, score_rows
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json
@@ -195,7 +196,8 @@ def try_first(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | Non
 def make_scorer(args: AnnotateArgs, reward: RewardFunctions | None) -> GroupScorer:
     """What scores the responses of a prompt."""
     device = find_device(args.accelerator)
-    return make_rewards(args, device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
+    settings = (args, device, args.rollout_mini_batch_size, reward)
+    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
 
 
 def scored(rows: Sequence[Row], scorer: GroupScorer) -> list[Row]:

@@ -67,8 +67,10 @@ from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_scorer, make_rewards
-from lightrlhf.rewards.scorers import GroupScorer, finite, samples_of
+from lightrlhf.rewards.encoding import samples_of
+from lightrlhf.rewards.loading import load_rewards, load_scorer
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import GroupScorer, finite
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
@@ -229,6 +231,12 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
 
 
 # ------------------------------------------------------------------------------------------------------------- files
+def make_rewards(args: EvaluateArgs, device: torch.device, grouped: bool = False) -> Rewards:
+    """The rewards of the flags."""
+    settings = (args, device, args.rollout_mini_batch_size)
+    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=grouped)
+
+
 def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, Any]]:
     """Score the responses of files, by the flags' rewards, else by those in the files; returns a row per file."""
     files = {path: read_records(path, args.num_samples) for path in args.responses_file}
@@ -237,7 +245,7 @@ def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, A
         check_same_prompts(records, baseline, path, first)
         if not args.has_rewards and any("reward" not in record for record in records):
             raise UsageError(f"{path} has no rewards yet; give --reward_function or --rm_experiment_dir")
-    rewards = make_rewards(args, device, args.rollout_mini_batch_size) if args.has_rewards else None
+    rewards = make_rewards(args, device) if args.has_rewards else None
     rows: list[dict[str, Any]] = []
     for path, (records, samples) in files.items():
         row = {"model": Path(path).stem, **describe(samples)}
@@ -269,7 +277,7 @@ def evaluate_ranking(args: EvaluateArgs, path: str, device: torch.device) -> lis
         scorer = load_scorer(name, device, args.rollout_mini_batch_size, "--experiment_dir", trust, wrap)
         add(short_name(name), scorer, Path(name) if is_experiment_dir(name) else None)
     if args.has_rewards:
-        rewards = make_rewards(args, device, args.rollout_mini_batch_size, grouped=True)
+        rewards = make_rewards(args, device, grouped=True)
         add(" + ".join(rewards.names), rewards.of_groups, Path(path).parent)
     return rows
 
@@ -309,13 +317,13 @@ def evaluate_policy(
         kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,) nats
         results["kl"] = float(kl.mean())
     results |= {"mean_length": float(length.mean()), "truncated_ratio": truncated, "eos_ratio": 1 - truncated}
-    samples = samples_of(rollout, tokenizer)
+    samples = samples_of(rollout)
     records: list[dict[str, Any]] = [
         {"prompt": one.prompt, "response": one.response, **one.columns, "index": number // args.num_generations}
         for number, one in enumerate(samples)
     ]
     if args.has_rewards:
-        scored, records = rewarded(make_rewards(args, device, batch_size), samples, records)
+        scored, records = rewarded(make_rewards(args, device), samples, records)
         results |= scored
     if args.pass_k:
         passes, records = passed(records, args.pass_k, args.pass_threshold)

@@ -53,8 +53,9 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import GroupScorer, Sample, score_rows
+from lightrlhf.rewards.scorers import GroupScorer, score_rows
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, check_settings, read_jsonl, seal_rows, write_jsonl
 from lightrlhf.storage.results import show_trial

@@ -57,6 +57,7 @@ from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
@@ -101,7 +102,7 @@ from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.functions import RewardFunctions, failure_of
 from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import Rewards, Scores
+from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -287,7 +288,7 @@ def train(
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     enable_packing(actor)
     reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
-    rewards = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, backbone=actor, once=run.once)
+    rewards = make_rewards(args, run, reward, backbone=actor)
     if args.finetune_mode == "lora" and args.learning_rate <= FULL_TUNING_RATE:
         run.print0(
             f"warning: --learning_rate {args.learning_rate} is one for tuning all weights; adapters learn at about ten "
@@ -298,11 +299,9 @@ def train(
     num_steps, results = run.num_steps(examples, args.rollout_size), {}
     per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
-    stored = run.resumed["extra"] if run.resumed else {}
-    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"), run.once)
     served = serve(run, actor, tokenizer)
     store_sampling(actor, args, tokenizer)
-    run.saves(actor, tokenizer, lambda: {"audit": audit.state()})
+    run.saves(actor, tokenizer, rewards.state)
     for step in run.steps(num_steps):
         following = None
         if args.max_staleness and step + 1 < num_steps:
@@ -319,14 +318,11 @@ def train(
             else:
                 check_start(rescored(run, model, rollout), "those of a forward pass")
         with run.phase("score"):
-            scores = rewards(rollout, tokenizer)
-            audits = audit.score(rollout, tokenizer)  # (B,), never trained on
-        metrics = group_metrics(run, rollout, scores, rewards.weights, len(index))
-        sampled_first = scores.total, audits
+            scores = rewards(rollout)  # (B, R), with their weights and the audit
+        metrics = group_metrics(run, rollout, scores, len(index), rewards.audit)  # of what was sampled first
         with run.phase("resample"), kept_without_servers(run):
             for number in range(1, args.resample_rounds + 1):
-                combined = combined_scores(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
-                missing = uninformative(run, rollout, combined, len(index))  # numbers of groups
+                missing = find_equal_groups(run, rollout, scores, len(index))
                 if not missing:
                     break
                 others = random_prompts(run, len(examples), len(missing), step, number)
@@ -336,16 +332,14 @@ def train(
                 keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
                 metrics["sampling/prompts"] += len(missing)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
-                scores = scores.replaced(keep, rewards(fresh, tokenizer))
-                audits = torch.cat([audits[keep], audit.score(fresh, tokenizer)])
+                scores = scores.replaced(keep, rewards(fresh))
                 rollout = joined([rollout.select(keep), fresh])
                 for group, other in zip(missing, others):
                     index[group] = other
-        metrics |= audit.compare(run.step + 1, *sampled_first)
         with run.phase("update"):
             run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
-            batch = estimate_advantages(args, rollout, scores, rewards.weights, len(index), run.sum_over_ranks)
-            log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, audit=audits)
+            batch = estimate_advantages(args, rollout, scores, len(index), run.sum_over_ranks)
+            log_rollouts(run, rollout, scores, batch.advantages)
             metrics |= update(run, model, batch, loss, len(index), step) | failure_metrics(run, scores)
 
         run.step += 1
@@ -393,9 +387,10 @@ def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, ref_logprobs=scored)
 
 
-def uninformative(run: Run[GRPOArgs], rollout: Rollout, scores: Tensor, num_groups: int) -> list[int]:
+def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int) -> list[int]:
     """Numbers of the groups without two different scores, before penalties of length; the same on all ranks."""
-    moments = group_moments(scores, rollout.group, num_groups, run.sum_over_ranks)
+    total = combine_scores(run.args, rollout, scores, num_groups, run.sum_over_ranks)  # (B,)
+    moments = group_moments(total, rollout.group, num_groups, run.sum_over_ranks)
     differ = torch.zeros(num_groups, dtype=torch.int64, device=run.device)
     differ.index_add_(0, rollout.group, moments.informative.to(differ))
     return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
@@ -406,7 +401,7 @@ def random_prompts(run: Run[GRPOArgs], num_examples: int, number: int, *key: int
     return torch.randint(num_examples, (number,), generator=run.generator(*key, -1)).tolist()
 
 
-def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
+def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     """Scores (B,) less the penalties of length; NaN stays NaN."""
     scores = bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
     if not args.overlong_buffer:
@@ -415,11 +410,10 @@ def shaped(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     return scores - args.overlong_penalty * over
 
 
-def combined_scores(
+def combine_scores(
     args: GRPOArgs,
     rollout: Rollout,
     scores: Scores,
-    reward_weights: Tensor,
     num_groups: int,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> Tensor:
@@ -431,7 +425,7 @@ def combined_scores(
     if not args.normalize_each_reward:
         return total
     parts = []
-    for part, weight in zip(scores.parts.T, reward_weights):
+    for part, weight in zip(scores.parts.T, scores.weights):
         known = torch.where(part.isfinite() & ~total.isnan(), part, math.nan)  # (B,); one of weight 0 may be infinite
         moments = group_moments(known, rollout.group, num_groups, sum_over_ranks)
         parts.append(weight * group_advantages(known, moments, standardised))
@@ -442,7 +436,6 @@ def estimate_advantages(
     args: GRPOArgs,
     rollout: Rollout,
     scores: Scores,
-    reward_weights: Tensor,
     num_groups: int,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> GRPOBatch:
@@ -456,8 +449,8 @@ def estimate_advantages(
         """(B,), NaN where there is none -> (B,)."""
         return group_advantages(values, group_moments(values, rollout.group, num_groups, sum_over_ranks), estimator)
 
-    total = combined_scores(args, rollout, scores, reward_weights, num_groups, sum_over_ranks)
-    total = shaped(args, rollout, total)
+    total = combine_scores(args, rollout, scores, num_groups, sum_over_ranks)
+    total = penalize_length(args, rollout, total)
     if args.advantage == "maxrl" and bool((total < 0).any()):
         raise RunFailure(
             f"--advantage maxrl divides by the mean score of a prompt, but a score, less penalties, is "
@@ -579,21 +572,20 @@ def update_minibatch(
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation
 def group_metrics(
-    run: Run[GRPOArgs], rollout: Rollout, scores: Scores, reward_weights: Tensor, num_groups: int
+    run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int, audit: RewardAudit | None
 ) -> Metrics:
-    """Metrics of what was sampled first, before groups are replaced, over all ranks."""
+    """Metrics of a rollout over all ranks."""
     args = run.args
-    rewards = shaped(args, rollout, scores.total)  # (B,)
+    penalized = penalize_length(args, rollout, scores.total)  # (B,)
     if args.init_kl_coeff and args.kl_placement == "reward":
-        rewards = rewards - args.init_kl_coeff * response_kl(rollout)
-    metrics = rollout_metrics(run, rollout, scores.total, rewards[:, None])
+        penalized = penalized - args.init_kl_coeff * response_kl(rollout)
+    metrics = rollout_metrics(run, rollout, scores.total, penalized[:, None])
     if args.init_kl_coeff:
         k3 = torch.where(rollout.action_mask, kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
         (metrics["objective/kl_k3"],) = row_means(run, [k3], torch.ones_like(rollout.truncated))
-    combined = combined_scores(args, rollout, scores, reward_weights, num_groups, run.sum_over_ranks)
-    equal = len(uninformative(run, rollout, combined, num_groups))
+    equal = len(find_equal_groups(run, rollout, scores, num_groups))
     counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
-    metrics |= reward_metrics(run, scores)
+    metrics |= reward_metrics(run, scores, audit)
     return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts
 
 
@@ -612,7 +604,8 @@ def evaluate(
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
     rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer, served)
-    return evaluation_metrics(run, rollout, shaped(args, rollout, rewards(rollout, tokenizer).total), tokenizer)
+    scores = penalize_length(args, rollout, rewards(rollout, audited=False).total)  # (B,)
+    return evaluation_metrics(run, rollout, scores)
 
 
 @one_line_errors

@@ -57,7 +57,7 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
@@ -221,8 +221,8 @@ def rank(it: Iteration[IterativeRefuelArgs], reward: RewardFunctions | None) -> 
 
 def load_scorer(args: IterativeRefuelArgs, reward: RewardFunctions | None) -> GroupScorer:
     """The scorer of dialogues."""
-    device = find_device(args.accelerator)
-    return make_rewards(args, device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
+    settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
 
 
 def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:

@@ -44,9 +44,10 @@ from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device
+from lightrlhf.rewards.encoding import Sample, samples_of_row
 from lightrlhf.rewards.functions import as_text
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import FunctionScorer, Sample, samples_of_row
+from lightrlhf.rewards.scorers import FunctionScorer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json, write_jsonl

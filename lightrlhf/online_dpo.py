@@ -55,9 +55,10 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.encoding import Encoding, Sample, samples_of_row
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import Encoding, Sample, finite, samples_of_row
+from lightrlhf.rewards.loading import load_rewards
+from lightrlhf.rewards.scorers import finite
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, write_jsonl
@@ -347,9 +348,8 @@ def add_scores(
     args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunctions | None, data_dir: str | None
 ) -> None:
     """Add `reward` to the records, and `gold` where the data has a judge."""
-    scorer = make_rewards(
-        args, find_device(args.accelerator), args.rollout_mini_batch_size, reward, grouped=True
-    ).of_groups
+    settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
+    scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]

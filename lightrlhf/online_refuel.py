@@ -51,7 +51,7 @@ from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.refuel import Pairs, log_replies, score_shard, train_step
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import append_rollouts, num_logged, writing_rollouts
@@ -155,7 +155,8 @@ def train(
     rows = with_room(run, policy, dialogues["train"])
     held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]
     reference = run.freeze(policy.reference())
-    scorer = make_rewards(args, run.device, args.rollout_mini_batch_size, reward, grouped=True).of_groups
+    settings = (args, run.device, args.rollout_mini_batch_size, reward)
+    scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
     user = user or recorded_user
     num_steps = run.num_steps(rows, args.rollout_size)
     results: Metrics = {}

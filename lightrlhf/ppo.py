@@ -21,6 +21,7 @@ Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and rollout
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, pars
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
@@ -73,11 +75,10 @@ from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewards
 from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import Rewards, Scores
+from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -253,8 +254,7 @@ def train(
     check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
     enable_packing(actor)
     reference = run.freeze(actor.reference())
-    settings = (args, run.device, args.rollout_mini_batch_size, reward, actor)
-    rewards_of = make_rewards(*settings, keeps_infinite=args.clip_rewards, once=run.once)
+    rewards = make_rewards(args, run, reward, backbone=actor, keeps_infinite=args.clip_rewards)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, tokenizer, actor, given=policy is not None)
     enable_packing(critic)
@@ -267,7 +267,6 @@ def train(
     stored = run.resumed["extra"] if run.resumed else {}
     init_kl = stored.get("kl_coeff", args.init_kl_coeff)
     kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
-    audit = RewardAudit(args, run.sum_over_ranks, run.print0, stored.get("audit"), run.once)
     served = serve(run, actor, tokenizer)
 
     def asked(step: int) -> tuple[list[Row], Tensor]:
@@ -276,7 +275,7 @@ def train(
         return run.shard(rows), run.noise(len(rows), args.max_new_tokens, step)
 
     store_sampling(actor, args, tokenizer)
-    run.saves(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, "audit": audit.state()})
+    run.saves(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
 
     for step in run.steps(num_steps):
         # first the next rollout, then this one, whose rows errors are to name
@@ -288,19 +287,18 @@ def train(
         if step == 0:
             check_start(rollout)
         with run.phase("score"):
-            scores = score(args, rollout, rewards_of, tokenizer)
-            audits = audit.score(rollout, tokenizer)  # (B,), never trained on
+            scores = bound_scores(args, rollout, rewards(rollout))  # (B, R), with their weights and the audit
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
-            rewards = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+            by_token = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
             noise = run.noise(num_rows, REPEATED_LENGTHS, step, -1)
             segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
-            batch = estimate_advantages(args, scored, rewards, values, segments, run.sum_over_ranks)
-        log_rollouts(run, rollout, tokenizer, scores.total, scores.by_name(), batch.advantages, values, audits)
+            batch = estimate_advantages(args, scored, by_token, values, segments, run.sum_over_ranks)
+        log_rollouts(run, rollout, scores, batch.advantages, values)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
-        metrics |= rollout_metrics(run, rollout, scores.total, rewards) | reward_metrics(run, scores)
-        metrics |= macro_metrics(run, batch, parse_failures) | audit.compare(run.step + 1, scores.total, audits)
+        metrics |= rollout_metrics(run, rollout, scores.total, by_token)
+        metrics |= reward_metrics(run, scores, rewards.audit) | macro_metrics(run, batch, parse_failures)
         metrics["objective/kl_coeff"] = kl_coeff.value
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
             kl_coeff.update(metrics["objective/kl"], num_rows)
@@ -312,7 +310,7 @@ def train(
         run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
             with run.phase("evaluation"), kept_without_servers(run):
-                results = evaluate(run, model, reference, rewards_of, held_out, tokenizer, served)
+                results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):
             run.save()
@@ -330,11 +328,11 @@ def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool = Fal
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
-def score(args: PPOArgs, rollout: Rollout, rewards_of: Rewards, tokenizer: Any) -> Scores:
-    """Scores, their totals (B,) clipped, less the penalty for a missing end; NaN where a response is not scored."""
-    scores = rewards_of(rollout, tokenizer)
+def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
+    """Scores with their totals (B,) clipped, less the penalty for a missing end; NaN stays NaN."""
     limit = args.reward_clip_value if args.clip_rewards else None
-    return scores._replace(total=bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty))
+    total = bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
+    return dataclasses.replace(scores, total=total)
 
 
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
@@ -473,7 +471,7 @@ def evaluate(
     run: Run[PPOArgs],
     actor: nn.Module,
     reference: nn.Module,
-    rewards_of: Rewards,
+    rewards: Rewards,
     rows: list[Row],
     tokenizer: Any,
     served: ServedPolicy | None = None,
@@ -483,7 +481,7 @@ def evaluate(
     rows = run.eval_rows(rows, args.rollout_mini_batch_size)
     noise = run.noise(len(rows), args.max_new_tokens, -1)
     rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer, served)
-    return evaluation_metrics(run, rollout, score(args, rollout, rewards_of, tokenizer).total, tokenizer)
+    return evaluation_metrics(run, rollout, bound_scores(args, rollout, rewards(rollout, audited=False)).total)
 
 
 @one_line_errors

@@ -14,13 +14,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightrlhf.data.splits import IGNORE_INDEX, Row
+from lightrlhf.data.tokens import decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 INFERENCE_TOKENS = {"cpu": 1024}  # token budget of one forward pass without gradients; see howto/speed.md
 AnyBatch = TypeVar("AnyBatch", bound="Batch")
@@ -109,15 +113,17 @@ class Rollout(SampledBatch):
     prompt_len: Tensor  # (B,) int64
     truncated: Tensor  # (B,) bool: stopped by length; no end token is appended
     ref_logprobs: Tensor  # (B, T-1) as `logprobs`, under the reference; NaN where there is none
+    tokenizer: PreTrainedTokenizerBase | None = None  # of the ids
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # other columns of the data, a dict per row
     removed_mass: float = 0.0  # mean probability removed from the sampling distribution by top-k, top-p and min-p
 
     def select(self, index: Tensor | slice) -> Rollout:
         """Select rows, their columns too."""
         rows = super().select(index)
-        if self.columns:
-            kept = index.cpu() if isinstance(index, Tensor) else index
-            rows.columns = [self.columns[i] for i in torch.arange(len(self))[kept].tolist()]
+        kept = torch.arange(len(self))[index.cpu() if isinstance(index, Tensor) else index].tolist()
+        rows.columns = [self.columns[i] for i in kept] if self.columns else []
+        if "texts" in vars(self):
+            rows.texts = [self.texts[i] for i in kept]
         return rows
 
     def masked(self, valid: Tensor) -> Rollout:
@@ -135,7 +141,15 @@ class Rollout(SampledBatch):
         return [row[a:b] for row, a, b in zip(self.input_ids.tolist(), starts, ends)]
 
     def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each row's prompt."""
         return [row[:n] for row, n in zip(self.input_ids.tolist(), self.prompt_len.tolist())]
+
+    @functools.cached_property
+    def texts(self) -> list[tuple[str, str]]:
+        """Prompt and response of each row as text, decoded at the first use."""
+        assert self.tokenizer is not None, "a rollout without a tokenizer has no texts"
+        ids = zip(self.prompt_ids(), self.response_ids())
+        return [(decode(self.tokenizer, prompt), decode(self.tokenizer, response)) for prompt, response in ids]
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
@@ -151,6 +165,8 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
     changes["columns"] = [columns for one in same for columns in one.columns]
     whole = dataclasses.replace(same[0], **changes)
     whole.places = torch.arange(len(whole), device=whole.input_ids.device)
+    if all("texts" in vars(one) for one in rollouts):
+        whole.texts = [texts for one in rollouts for texts in one.texts]
     return whole
 
 

@@ -21,7 +21,7 @@ from lightrlhf.demo.inputs import (
 )
 from lightrlhf.demo.markup import dialogue_as_html
 from lightrlhf.demo.session import AS_TRAINED, DemoBackend
-from lightrlhf.rewards.scorers import Messages
+from lightrlhf.rewards.encoding import Messages
 
 
 def chat_tab(gr: Any, backend: DemoBackend) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.summaries import summary_fields, summary_prompt
-from lightrlhf.rewards.scorers import Messages
+from lightrlhf.rewards.encoding import Messages
 
 FORMS = ("dialogue", "summary", "as written")
 MAX_CHARACTERS = 100_000  # of a text

@@ -35,7 +35,8 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
+from lightrlhf.rewards.encoding import Messages, Sample
+from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import checkpoints, step_of
 from lightrlhf.storage.run_dir import choices, located, stored
 from lightrlhf.storage.seals import check_sealed

@@ -44,8 +44,9 @@ from lightrlhf.demo.votes import agreement, append_vote, pair_id, read_votes, ta
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.encoding import Messages
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import GroupScorer, Messages
+from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.run_dir import experiment_of, labels, located, stored
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer

@@ -20,7 +20,7 @@ from lightrlhf.demo.inputs import (
 )
 from lightrlhf.demo.markup import cards_as_html, welcome
 from lightrlhf.demo.session import MAX_SIDE_BY_SIDE, DemoBackend
-from lightrlhf.rewards.scorers import Messages
+from lightrlhf.rewards.encoding import Messages
 
 EMPTY = welcome("One prompt, several models", told="The answers appear here, with their scores.")
 

@@ -24,7 +24,8 @@ from lightrlhf.data.responses import is_prompt, with_all_columns
 from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.maths.ranking import best_of_n, mean_interval, tied_scores, ties_score
-from lightrlhf.rewards.scorers import GroupScorer, Sample
+from lightrlhf.rewards.encoding import Sample
+from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.jsonl import read_jsonl
 
 Row = dict[str, Any]

@@ -22,8 +22,9 @@ from lightrlhf.data.responses import ROW, read_responses
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, win_rate
 from lightrlhf.maths.passes import pass_at_k
+from lightrlhf.rewards.encoding import Sample, samples_of_row
 from lightrlhf.rewards.functions import as_text
-from lightrlhf.rewards.scorers import Rewards, Sample, samples_of_row
+from lightrlhf.rewards.rewards import Rewards
 
 Record = dict[str, Any]
 OPTIONAL = ("index", "responses", "response", "truncated", "prompt_ids", "response_ids", "rewards", "reward")

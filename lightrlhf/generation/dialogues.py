@@ -26,7 +26,8 @@ from lightrlhf.data.tokens import decode, encode_text
 from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.generation.samplers import Sampler, local_sampler
 from lightrlhf.models.roles import Policy
-from lightrlhf.rewards.scorers import GroupScorer, Messages, Sample
+from lightrlhf.rewards.encoding import Messages, Sample
+from lightrlhf.rewards.scorers import GroupScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

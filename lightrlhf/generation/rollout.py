@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.rollout_servers import ServersGone
@@ -24,7 +25,7 @@ from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids, store_ends
-from lightrlhf.rewards.scorers import Scores
+from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.training.rollout_log import log_samples, rollout_rows
 from lightrlhf.training.run import Metrics, Run
 
@@ -68,6 +69,7 @@ def generate_rollout(
         ref_logprobs=ref_logprobs,
         sampling_gap=gap,
         staleness=staleness,
+        tokenizer=tokenizer,
         columns=[row.get("columns", {}) for row in rows],
         removed_mass=sampled.removed_mass,
     )
@@ -205,12 +207,15 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Te
     return {"objective/score": score, "objective/reward": reward} | metrics
 
 
-def reward_metrics(run: Run[Any], scores: Scores) -> Metrics:
-    """`reward/{name}`: means over the responses of all ranks to which a reward gave a number; and how many failed."""
+def reward_metrics(run: Run[Any], scores: Scores, audit: RewardAudit | None) -> Metrics:
+    """`reward/{name}`: means over the responses of all ranks to which a reward gave a number; how many failed.
+
+    And the audit of the step, which may warn.
+    """
     means = {}
     for name, part in scores.by_name().items():
         (means[f"reward/{name}"],) = row_means(run, [part], ~part.isnan())
-    return means | failure_metrics(run, scores)
+    return means | failure_metrics(run, scores) | (audit.compare(run.step + 1, scores) if audit else {})
 
 
 def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
@@ -218,12 +223,12 @@ def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
     return {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
 
 
-def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, tokenizer: Any) -> Metrics:
+def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metrics:
     """Means over held-out responses of all ranks, as in `rollout_metrics`; keeps the first ones in `samples.jsonl`."""
     columns = [response_kl(rollout), rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
     means = row_means(run, columns, torch.ones_like(rollout.truncated))
     if run.is_first and run.args.log_rollouts:
-        log_samples(run, rollout_rows(rollout, run.args.log_rollouts, tokenizer, scores))
+        log_samples(run, rollout_rows(rollout, run.args.log_rollouts, scores))
     metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
     return dict(zip(("val/score",), row_means(run, [scores], ~scores.isnan()))) | metrics
 

@@ -23,7 +23,7 @@ from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.rewards.scorers import Messages
+from lightrlhf.rewards.encoding import Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

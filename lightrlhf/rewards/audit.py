@@ -1,4 +1,4 @@
-"""The audit of a reward: a second score of the same samples, never trained on, and the warning when the two part.
+"""The audit of a reward: a second score of the same samples, never trained on, and a warning when they diverge.
 
 A policy that exploits its reward raises the reward while what the reward stands for gets worse. Each step the last
 `RECENT` steps are compared with `EARLIER` ones, directly before them and again `DISTANCES` steps back, which sees a
@@ -17,7 +17,7 @@ Left out: a stop of the run (`on_step` reads `audit/warning` and may raise `Stop
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,11 @@ from torch import Tensor
 from lightrlhf.cli.args import AuditArgs
 from lightrlhf.cli.functions import load_function
 from lightrlhf.data.batch import Rollout
+from lightrlhf.data.scores import Scores
 from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks
-from lightrlhf.rewards.scorers import FunctionScorer, Once, alone, score_rollout
+from lightrlhf.rewards.scorers import FunctionScorer, score_rollout
+from lightrlhf.training.ranks import Ranks
 
 RECENT, EARLIER = 4, 12  # steps of the two windows
 DISTANCES = (0, 20)  # steps between them
@@ -70,7 +72,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def parting(history: Sequence[Step]) -> bool:
+def diverges(history: Sequence[Step]) -> bool:
     """Whether the reward rises and the audit falls from an earlier window of steps to the last one."""
     recent = history[-RECENT:]
     for distance in DISTANCES:
@@ -84,8 +86,8 @@ def parting(history: Sequence[Step]) -> bool:
     return False
 
 
-class Watch:
-    """The steps that the next comparison needs, and since when all was calm.
+class DivergenceMonitor:
+    """The recent steps, and for how many there was no warning.
 
     A hack warns once: the next warning needs `KEPT` steps without one before it, so that no window reaches back.
     """
@@ -100,64 +102,53 @@ class Watch:
         return {"history": [[list(reward), list(audit)] for reward, audit in self.history], "calm": self.calm}
 
     def update(self, step: Step) -> tuple[bool, bool]:
-        """Add a step, unless it has no scores; returns whether reward and audit part, and whether that is news."""
+        """Add a step, unless it has no scores; returns whether reward and audit diverge, and whether that is news."""
         if not (step.reward.size and step.audit.size):
             return False, False
         self.history = [*self.history[1 - KEPT :], step]
-        parts = parting(self.history)
-        is_new = parts and self.calm >= KEPT
-        self.calm = 0 if parts else min(self.calm + 1, KEPT)
-        return parts, is_new
+        is_apart = diverges(self.history)
+        is_new = is_apart and self.calm >= KEPT
+        self.calm = 0 if is_apart else min(self.calm + 1, KEPT)
+        return is_apart, is_new
 
 
 # -------------------------------------------------------------------------------------------------- in a training loop
 class RewardAudit:
-    """The audit of a run; without `--audit_function` it does nothing.
+    """The audit of a run by `--audit_function`.
 
-    warn: prints a line; state: of `state()`, from the checkpoint that the run is resumed from; once: see `Run.once`.
+    state: of `state()`, from the checkpoint that the run is resumed from.
     Raises: UsageError when the function cannot be loaded.
     """
 
-    def __init__(
-        self,
-        args: AuditArgs,
-        sum_over_ranks: SumOverRanks,
-        warn: Callable[[str], None],
-        state: dict[str, Any] | None = None,
-        once: Once = alone,
-    ) -> None:
-        self.sum_over_ranks, self.warn, self.watch = sum_over_ranks, warn, Watch(state)
-        self.scorer: FunctionScorer | None = None
-        if args.audit_function:
-            path = args.audit_function
-            function = load_function(path, "--audit_function")
-            timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
-            name = f"the audit {path}"
-            self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True, once=once)
+    def __init__(self, args: AuditArgs, ranks: Ranks, state: dict[str, Any] | None = None) -> None:
+        assert args.audit_function is not None
+        self.ranks, self.monitor = ranks, DivergenceMonitor(state)
+        path = args.audit_function
+        function = load_function(path, "--audit_function")
+        timeout = args.reward_timeout or getattr(function, "timeout", 0.0)
+        name = f"the audit {path}"
+        self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True, ranks=ranks)
 
-    def score(self, rollout: Rollout, tokenizer: Any) -> Tensor:
+    def score(self, rollout: Rollout) -> Tensor:
         """Audit scores (B,) of a rollout's responses, NaN where there is none."""
-        if self.scorer is None:
-            return torch.full((len(rollout),), math.nan, device=rollout.input_ids.device)
-        return score_rollout(self.scorer, rollout, tokenizer)
+        return score_rollout(self.scorer, rollout)
 
-    def compare(self, step: int, scores: Tensor, audits: Tensor) -> dict[str, float]:
-        """Metrics of a step over all ranks, and the warning if there is news; scores, audits: (B,), NaN where none."""
-        if self.scorer is None:
-            return {}
-        reward, audit, rows = moments([scores, audits, torch.zeros_like(scores)], self.sum_over_ranks)
-        parts, is_new = self.watch.update(Step(reward, audit))
+    def compare(self, step: int, scores: Scores) -> dict[str, float]:
+        """Compare reward and audit of a step over all ranks: its metrics. Prints the warning where it is news."""
+        assert scores.audit is not None
+        reward, audit, rows = moments([scores.total, scores.audit, torch.zeros_like(scores.total)], self.ranks.sum)
+        is_apart, is_new = self.monitor.update(Step(reward, audit))
         if is_new:
-            self.warn(
+            self.ranks.print0(
                 f"warning: up to step {step} the reward rose, to {reward.mean:.3g}, while the audit fell, to "
                 f"{audit.mean:.3g}: the policy may exploit the reward; read its samples"
             )
         valid_ratio = audit.size / max(rows.size, 1)
-        return {"audit/score": audit.mean, "audit/valid_ratio": valid_ratio, "audit/warning": float(parts)}
+        return {"audit/score": audit.mean, "audit/valid_ratio": valid_ratio, "audit/warning": float(is_apart)}
 
-    def state(self) -> dict[str, Any] | None:
-        """What a resumed run needs, as plain values; None without an audit."""
-        return self.watch.state() if self.scorer else None
+    def state(self) -> dict[str, Any]:
+        """Plain values that a resumed run needs."""
+        return self.monitor.state()
 
 
 def moments(columns: Sequence[Tensor], sum_over_ranks: SumOverRanks) -> list[Moments]:

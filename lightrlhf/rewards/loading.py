@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,25 +14,23 @@ from torch import nn
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
+from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.audit import RewardAudit
+from lightrlhf.rewards.encoding import Encoding
 from lightrlhf.rewards.functions import RewardFunction, RewardFunctions
-from lightrlhf.rewards.scorers import (
-    FAILURES,
-    Encoding,
-    FunctionScorer,
-    GroupScorer,
-    ModelScorer,
-    Once,
-    PairScorer,
-    Rewards,
-    alone,
-)
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer, ModelScorer, PairScorer
 from lightrlhf.rewards.workers import path_of
+from lightrlhf.training.ranks import LocalRanks, Ranks
+
+if TYPE_CHECKING:
+    from lightrlhf.training.run import Run
 
 STATISTICS = "reward_statistics.json"
 
@@ -65,19 +63,49 @@ def number(value: Any) -> float:
 # ---------------------------------------------------------------------------------------------------------- loading
 def make_rewards(
     args: Any,
+    run: Run[Any],
+    reward: RewardFunctions | None = None,
+    backbone: Policy | None = None,
+    keeps_infinite: bool = False,
+) -> Rewards:
+    """The rewards of a training program, and its audit with what a resumed run remembers of it; see `load_rewards`.
+
+    Raises: UsageError naming the flag when one cannot be loaded.
+    """
+    rewards = load_rewards(
+        args,
+        run.device,
+        args.rollout_mini_batch_size,
+        reward,
+        backbone=backbone,
+        standardise=args.normalize_rewards,
+        keeps_infinite=keeps_infinite,
+        ranks=run.ranks,
+    )
+    if args.audit_function:
+        state = run.resumed["extra"].get("audit") if run.resumed else None
+        rewards.audit = RewardAudit(args, run.ranks, state)
+    return rewards
+
+
+def load_rewards(
+    args: Any,
     device: torch.device,
     batch_size: int,
     reward: RewardFunctions | None = None,
-    backbone: Policy | None = None,
+    *,
+    wrap_prompts: bool = False,
     grouped: bool = False,
+    backbone: Policy | None = None,
+    standardise: bool = True,
     keeps_infinite: bool = False,
-    once: Once = alone,
+    ranks: Ranks | None = None,
 ) -> Rewards:
-    """The rewards of a program: `--rm_experiment_dir`, then `reward`, one or several, or `--reward_function`.
+    """The rewards of `--rm_experiment_dir`, then of `reward`, one or several functions, or of `--reward_function`.
 
     batch_size: rows of a forward pass, at most. grouped: responses come in groups, which a model that compares two may
-    judge. keeps_infinite: the caller clips scores, so an infinite one is a score; once: see `Run.once`. The others as
-    in `load_scorer`.
+    judge. keeps_infinite: the caller clips scores, so an infinite one is a score; ranks: of a run. The others as in
+    `load_scorer`.
     Raises: UsageError naming the flag when one cannot be loaded.
     """
     scorers: list[GroupScorer] = []
@@ -91,10 +119,10 @@ def make_rewards(
                 batch_size,
                 "--rm_experiment_dir",
                 args.trust_remote_code,
-                wrap_prompts=getattr(args, "rm_chat_template", False),
+                wrap_prompts=wrap_prompts,
                 single=not grouped,
                 backbone=backbone,
-                standardise=getattr(args, "normalize_rewards", True),
+                standardise=standardise,
             )
         )
     for function, path in reward_functions(args.reward_function, reward):
@@ -103,7 +131,11 @@ def make_rewards(
         if timeout:
             path = path or path_of(function)
         name = path or f"{function.__module__}:{getattr(function, '__qualname__', 'reward')}"
-        scorers.append(FunctionScorer(function, name, keeps_infinite, timeout, path, takes_messages=True, once=once))
+        scorers.append(
+            FunctionScorer(
+                function, name, keeps_infinite, timeout, path, takes_messages=True, ranks=ranks or LocalRanks()
+            )
+        )
     weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
     return Rewards(scorers, tuple(names), weights)
 

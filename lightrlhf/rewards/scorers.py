@@ -1,9 +1,7 @@
 """Scorers: a score for each response, from a reward model, a model that compares two responses, or a function.
 
 Responses come in groups, one group a prompt, because a comparing model scores a response by how often it beats the
-others of its group. A score that is not a finite number is None: it is for the caller to count. A scorer may have
-another tokenizer and chat template than the policy; sampled ids that decode to the same text in the scorer's tokenizer
-are scored as they are, never tokenised again.
+others of its group. A score that is not a finite number is None: it is for the caller to count.
 """
 
 from __future__ import annotations
@@ -13,122 +11,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch
-from lightrlhf.data.responses import ROW
-from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response, pair_prompt
-from lightrlhf.data.turn_ends import turn_ends, without_end
+from lightrlhf.data.tokens import encode_pair, pair_prompt
 from lightrlhf.models.roles import ScalarModel, last_token
+from lightrlhf.rewards.encoding import Encoding, Sample, samples_of, samples_of_row
 from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
 from lightrlhf.rewards.workers import Workers
-
-
-def same_tokenizer(one: Any, other: Any) -> bool:
-    """Whether two tokenizers map text to the same ids."""
-    return one is other or (one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id)
-
-
-Messages = list[dict[str, str]]
-
-
-class Sample(NamedTuple):
-    """A response to be scored."""
-
-    prompt: str | Messages
-    response: str
-    truncated: bool = False  # stopped by its length: no end token is appended
-    prompt_ids: list[int] | None = None
-    response_ids: list[int] | None = None
-    columns: dict[str, Any] = {}
-    tokenizer: Any = None  # of the ids; where it is not known they are checked against the text
-
+from lightrlhf.training.ranks import LocalRanks, Ranks
 
 Groups = Sequence[Sequence[Sample]]
-
-
 GroupScorer = Callable[[Groups], list[list[float | None]]]
-Once = Callable[[Callable[[], Any]], Any]  # what the given function returns, called here or on another rank
-
-
-@dataclass
-class Encoding:
-    """How samples become token ids of a scorer."""
-
-    tokenizer: Any
-    wrap_prompts: bool = False  # whether a text prompt becomes a user message
-    longest: int | None = None  # positions of the model
-    same: dict[int, bool] = field(default_factory=dict, repr=False)  # other tokenizers, by identity
-
-    def prompt_and_response(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Ids of both, the response ending with one end token unless it was truncated."""
-        if ids := self.sampled_ids(sample):
-            return ids
-        prompt = sample.prompt
-        if self.wrap_prompts and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        start = self.known_prompt(sample) or encode_prompt(self.tokenizer, prompt)
-        response = encode_response(self.tokenizer, sample.response, prompt)
-        return start, without_end(self.tokenizer, response) if sample.truncated else response
-
-    def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
-        """The ids a sample came with, when in this tokenizer they are the same prompt and response."""
-        response = sample.response_ids
-        if response is None:
-            return None
-        if not self.is_same(sample.tokenizer):
-            if not response or not self.knows(response, sample.tokenizer):
-                return None
-            if not self.may_end(response[-1], sample.truncated) or decode(self.tokenizer, response) != sample.response:
-                return None
-        prompt = self.known_prompt(sample)
-        return None if prompt is None else (prompt, list(response))
-
-    def known_prompt(self, sample: Sample) -> list[int] | None:
-        """The prompt's ids a sample came with, when in this tokenizer they are the same prompt.
-
-        Its text alone may have lost the control tokens of a chat template.
-        """
-        prompt = sample.prompt_ids
-        if prompt is None or (self.wrap_prompts and isinstance(sample.prompt, str)):
-            return None
-        if self.is_same(sample.tokenizer):
-            return list(prompt)
-        if not prompt or not self.knows(prompt, sample.tokenizer):
-            return None
-        if isinstance(sample.prompt, str):
-            equal = decode(self.tokenizer, prompt) == sample.prompt
-        else:
-            equal = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
-        return list(prompt) if equal else None
-
-    def is_same(self, tokenizer: Any) -> bool:
-        """Whether another tokenizer gives the ids of this one; False when it is not known."""
-        if tokenizer is None:
-            return False
-        if id(tokenizer) not in self.same:
-            self.same[id(tokenizer)] = same_tokenizer(self.tokenizer, tokenizer)
-        return self.same[id(tokenizer)]
-
-    def knows(self, ids: Sequence[int], tokenizer: Any) -> bool:
-        """Whether the tokenizer has these ids, and another one, where it is known, the same tokens for them."""
-        if max(ids) >= len(self.tokenizer):
-            return False
-        ids = list(ids)
-        return tokenizer is None or self.tokenizer.convert_ids_to_tokens(ids) == tokenizer.convert_ids_to_tokens(ids)
-
-    def may_end(self, last: int, truncated: bool) -> bool:
-        """Whether a response can end with this id; the end token of another tokenizer may be any token of this one."""
-        if last in (self.tokenizer.eos_token_id, *turn_ends(self.tokenizer)):
-            return not truncated
-        return truncated or last not in self.tokenizer.all_special_ids  # ended by a stop string
-
-    def fits(self, length: int) -> bool:
-        return 0 < length <= (self.longest or math.inf)
 
 
 @dataclass
@@ -234,11 +132,6 @@ def read_together(chances: Container[tuple[int, int]], lengths: Sequence[int]) -
     return []
 
 
-def alone(work: Callable[[], Any]) -> Any:
-    """`Once` of a process that shares its rows with no other."""
-    return work()
-
-
 @dataclass
 class FunctionScorer:
     """A Python function, called as in `rewards.functions`; with `timeout`, in processes that can be killed."""
@@ -249,7 +142,7 @@ class FunctionScorer:
     timeout: float = 0.0  # seconds for one response; 0: one call for all, in this process, without limit
     path: str = ""  # where another process imports it from; needed with a timeout
     takes_messages: bool = False  # whether a prompt of messages is given as such
-    once: Once = alone  # where ranks share rows, one of them calls the function
+    ranks: Ranks = field(default_factory=LocalRanks, repr=False)  # of those that share rows, one calls the function
     failures: Counter[str] = field(default_factory=Counter)  # of the last call, by kind
     told: set[str] = field(default_factory=set, repr=False)  # kinds of failures that were printed
     works: bool = False  # whether any response got through
@@ -265,7 +158,7 @@ class FunctionScorer:
 
         Raises: RunFailure when one call for all fails, or its first call of each does: it works for none.
         """
-        values, self.failures = self.once(lambda: (self._scored(samples), self.failures))
+        values, self.failures = self.ranks.once(lambda: (self._scored(samples), self.failures))
         return values
 
     def _scored(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -318,107 +211,10 @@ def as_seen(sample: Sample, takes_messages: bool) -> Response:
     return Response(sample.prompt, [message], sample.response_ids, sample.columns)
 
 
-FAILURES = ("timeouts", "crashes", "errors")  # why a function gave no score though it was meant to
-
-
-class Scores(NamedTuple):
-    """Scores of B responses by R rewards."""
-
-    total: Tensor  # (B,) weighted sum, NaN where a response is not scored
-    parts: Tensor  # (B, R), NaN where a reward gave none
-    names: tuple[str, ...]  # of the R rewards
-    failures: dict[str, int] = {}  # responses that a function failed for, by kind
-
-    def by_name(self) -> dict[str, Tensor]:
-        """Scores (B,) of each reward."""
-        return dict(zip(self.names, self.parts.unbind(1)))
-
-    def replaced(self, keep: Tensor, fresh: Scores) -> Scores:
-        """Scores of the rows `keep` and of fresh ones after them; the failures are those of both."""
-        total, parts = torch.cat([self.total[keep], fresh.total]), torch.cat([self.parts[keep], fresh.parts])
-        failures = {kind: count + fresh.failures[kind] for kind, count in self.failures.items()}
-        return Scores(total, parts, self.names, failures)
-
-
-@dataclass
-class Rewards:
-    """One or several scorers, weighted.
-
-    None of a function says that its reward does not apply: the others count (as in TRL). A response is not scored where
-    no reward applies, or where one failed: killed, crashed, raised, returned no finite number, or a reward model that
-    could not read it. A reward of weight 0 is only logged and its failures cost nothing.
-    """
-
-    scorers: list[GroupScorer]
-    names: tuple[str, ...]
-    weights: Tensor  # (R,) float64
-
-    def __call__(self, rollout: Rollout, tokenizer: Any) -> Scores:
-        """Scores of a rollout's responses, each by itself; tokenizer: the policy's."""
-        parts = self.parts([[sample] for sample in samples_of(rollout, tokenizer)])
-        device = rollout.input_ids.device
-        known = [[math.nan if value is None else value for value in row] for row in parts]
-        total = [math.nan if (value := self.total(row)) is None else value for row in parts]
-        table = torch.tensor(known, device=device).reshape(len(parts), len(self.names))  # (B, R)
-        return Scores(torch.tensor(total, device=device), table, self.names, self.failures)
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """Responses of the last call that a function failed for, by kind."""
-        counted: Counter[str] = Counter()
-        for scorer in self.scorers:
-            counted.update(scorer.failures if isinstance(scorer, FunctionScorer) else {})
-        return {kind: counted[kind] for kind in FAILURES}
-
-    def of_groups(self, groups: Groups) -> list[list[float | None]]:
-        """Weighted sums for the responses of each group, None where a response is not scored."""
-        totals = iter([self.total(row) for row in self.parts(groups)])
-        return [[next(totals) for _ in group] for group in groups]
-
-    def parts(self, groups: Groups) -> list[list[float | None]]:
-        """A row of R values for each response: a number, None where a reward does not apply, NaN where it failed."""
-        columns = []
-        for scorer in self.scorers:
-            if isinstance(scorer, FunctionScorer):
-                columns.append(scorer.score([sample for group in groups for sample in group]))
-            else:
-                values = [value for group in scorer(groups) for value in group]
-                columns.append([math.nan if value is None else value for value in values])
-        return [list(row) for row in zip(*columns)]
-
-    def total(self, row: Sequence[float | None]) -> float | None:
-        """Weighted sum of the R values of a response, see `parts`; None where it is not scored."""
-        weights = self.weights.tolist()
-        terms = [weight * value for weight, value in zip(weights, row) if weight and value is not None]
-        total = sum(terms) if terms else math.nan
-        return None if math.isnan(total) else total
-
-
-def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
-    """A rollout's responses as samples; tokenizer: the policy's."""
-    prompts, responses, truncated = rollout.prompt_ids(), rollout.response_ids(), rollout.truncated.tolist()
-    return [
-        Sample(decode(tokenizer, prompt), decode(tokenizer, response), cut, prompt, response, columns, tokenizer)
-        for prompt, response, cut, columns in zip(prompts, responses, truncated, rollout.columns)
-    ]
-
-
-def score_rollout(scorer: GroupScorer, rollout: Rollout, tokenizer: Any) -> Tensor:
-    """Scores (B,) of a rollout's responses by one scorer, NaN where there is none; tokenizer: the policy's."""
-    groups = [[sample] for sample in samples_of(rollout, tokenizer)]
-    scores = [math.nan if score is None else score for (score,) in scorer(groups)]
+def score_rollout(scorer: GroupScorer, rollout: Rollout) -> Tensor:
+    """Scores (B,) of a rollout's responses by one scorer, NaN where there is none."""
+    scores = [math.nan if score is None else score for (score,) in scorer([[one] for one in samples_of(rollout)])]
     return torch.tensor(scores, device=rollout.input_ids.device)
-
-
-def samples_of_row(row: dict[str, Any]) -> list[Sample | None]:
-    """The responses of a row as `lightrlhf.generate` writes it; None for a missing one."""
-    ids = row.get("response_ids") or [None] * len(row["responses"])
-    truncated = row.get("truncated") or [False] * len(row["responses"])
-    columns = {name: value for name, value in row.items() if name not in ROW}
-    return [
-        None if text is None else Sample(row["prompt"], text, bool(cut), row.get("prompt_ids"), own, columns)
-        for text, cut, own in zip(row["responses"], truncated, ids)
-    ]
 
 
 def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list[float | None]]:

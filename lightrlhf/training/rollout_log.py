@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrlhf.data.batch import Rollout
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
 from lightrlhf.storage.jsonl import append_jsonl
@@ -36,16 +37,9 @@ DIGITS = 5  # significant ones of a number
 
 
 def log_rollouts(
-    run: Run[Any],
-    rollout: Rollout,
-    tokenizer: Any,
-    scores: Tensor,
-    rewards: Mapping[str, Tensor] | None = None,
-    advantages: Tensor | None = None,
-    values: Tensor | None = None,
-    audit: Tensor | None = None,
+    run: Run[Any], rollout: Rollout, scores: Scores, advantages: Tensor, values: Tensor | None = None
 ) -> None:
-    """Log samples of the step that follows `run.step`, before its update; see `rollout_rows`.
+    """Log samples of the step that follows `run.step`, before its update; advantages, values: (B, T-1).
 
     Raises: RunFailure when the file cannot be written.
     """
@@ -53,7 +47,7 @@ def log_rollouts(
     if not number:
         return
     with writing_rollouts(run):
-        append_rollouts(run, rollout_rows(rollout, number, tokenizer, scores, rewards, advantages, values, audit))
+        append_rollouts(run, rollout_rows(rollout, number, scores.total, scores, advantages, values))
 
 
 @contextmanager
@@ -66,16 +60,15 @@ def writing_rollouts(run: Run[Any]) -> Iterator[None]:
 def rollout_rows(
     rollout: Rollout,
     number: int,
-    tokenizer: Any,
-    scores: Tensor,
-    rewards: Mapping[str, Tensor] | None = None,
+    total: Tensor,
+    scores: Scores | None = None,
     advantages: Tensor | None = None,
     values: Tensor | None = None,
-    audit: Tensor | None = None,
 ) -> list[Row]:
     """Rows of the samples of the first prompts, `number` of them.
 
-    scores, each of `rewards` by name, audit: (B,), NaN where there is none; advantages, values: (B, T-1).
+    total: (B,) scores that were learned from, NaN where there is none; scores: each reward's and the audit's;
+    advantages, values: (B, T-1).
     """
     first = rollout.group.argsort(stable=True)[:number]  # of the first prompts, also where groups were replaced
     part = rollout.select(first).to("cpu")
@@ -87,15 +80,18 @@ def rollout_rows(
     def by_token(values: Tensor | None, i: int) -> list[float] | None:
         return None if values is None else values[i, starts[i] : ends[i]].tolist()
 
-    parts = {name: reward[first].tolist() for name, reward in (rewards or {}).items()}
-    totals = scores[first].tolist()
-    audits = [None] * number if audit is None else audit[first].tolist()
+    texts = [rollout.texts[i] for i in first.tolist()]
+    totals, parts, audits = total[first].tolist(), {}, [None] * number
+    if scores is not None:
+        parts = {name: reward[first].tolist() for name, reward in scores.by_name().items()}
+        audits = audits if scores.audit is None else scores.audit[first].tolist()
     advantages, values = (None if column is None else column[first].cpu() for column in (advantages, values))
     return [
         rollout_row(
-            tokenizer,
+            rollout.tokenizer,
             prompts[i],
             responses[i],
+            texts=texts[i],
             group=groups[i],
             mask=part.action_mask[i, starts[i] : ends[i]].long().tolist(),
             log_ratio=by_token(log_ratios if has_reference else None, i),
@@ -165,6 +161,7 @@ def rollout_row(
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     *,
+    texts: tuple[str, str] | None = None,
     group: int,
     score: float | None,
     mask: Sequence[int] | None = None,
@@ -178,13 +175,15 @@ def rollout_row(
 ) -> Row:
     """A sample as a row of the file; what a program does not have is None.
 
-    group: number of the prompt among those of the step; mask: 1 where the policy sampled the token of the response,
-    0 where it was shown it, by default all sampled; log_ratio, advantages, values: one number a token of the response.
+    texts: of prompt and response, decoded from the ids when not given; group: number of the prompt among those of the
+    step; mask: 1 where the policy sampled the token of the response, 0 where it was shown it, by default all sampled;
+    log_ratio, advantages, values: one number a token of the response.
     """
+    prompt, response = texts or (decode(tokenizer, list(prompt_ids)), decode(tokenizer, list(response_ids)))
     return {
-        "prompt": decode(tokenizer, list(prompt_ids)),
+        "prompt": prompt,
         "group": group,
-        "response": decode(tokenizer, list(response_ids)),
+        "response": response,
         "prompt_ids": list(prompt_ids),
         "response_ids": list(response_ids),
         "mask": [1] * len(response_ids) if mask is None else list(mask),

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from helpers import rollouts
 from helpers.explore import TEXTS, grow, tasks_of
 from helpers.templates import ZOO
 from helpers.templates import controls as control_ids
@@ -36,7 +36,8 @@ from lightrlhf.generate import ids_of_prompt
 from lightrlhf.generation import users
 from lightrlhf.generation.dialogues import Dialogue, user_turn_ids
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import Encoding, FunctionScorer, Sample, score_rollout, score_rows
+from lightrlhf.rewards.encoding import Encoding, Sample
+from lightrlhf.rewards.scorers import FunctionScorer, score_rollout, score_rows
 
 ROW = "control tokens"
 KINDS = ("chatml", "qwen25", "llama3", "llama31_tools", "unnamed_controls", "gemma", "unnamed_turns", "mistral",
@@ -203,19 +204,13 @@ def rollout_of_another(tokenizer: Any, text: str) -> Ids:
     """A rollout decoded by the policy's tokenizer and encoded by the reward model's."""
     policy, seen = other_policy(), []
     ids = [encode_prompt(policy, f"Say {text}"), encode_response(policy, f"I say {text}", "Hi.")[:-1]]
-    rollout = SimpleNamespace(
-        prompt_ids=lambda: [ids[0]],
-        response_ids=lambda: [ids[1]],
-        truncated=torch.tensor([True]),
-        columns=[{}],
-        input_ids=torch.zeros(1, 1),
-    )
+    rollout = rollouts.rollout_of([ids[0]], [ids[1]], truncated=[True], tokenizer=policy)
 
     def scorer(groups: Any) -> Any:
         seen.extend(Encoding(tokenizer).prompt_and_response(groups[0][0]))
         return [[0.0]]
 
-    score_rollout(scorer, rollout, policy)
+    score_rollout(scorer, rollout)
     return seen
 
 

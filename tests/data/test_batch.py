@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.rollouts import rollout_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data import batch as data_batch
 from lightrlhf.data.batch import (
     INFERENCE_TOKENS,
     Batch,
@@ -16,6 +18,7 @@ from lightrlhf.data.batch import (
     finetune_batch,
     inference_batch_size,
     inference_batches,
+    joined,
     micro_batches,
     mismatched_rows,
     mix_seed,
@@ -158,6 +161,17 @@ def test_select_keeps_what_belongs_to_each_row():
     assert part.prompt_len.tolist() == [1] and part.truncated.tolist() == [False]
     assert rollout.response_ids() == [[8, EOS], [9, 10, 11, EOS]]
     assert rollout.prompt_ids() == [[5], [6, 7]]
+
+
+def test_texts_are_decoded_once_and_go_with_their_rows(monkeypatch):
+    decoded = []
+    monkeypatch.setattr(data_batch, "decode", lambda tokenizer, ids: decoded.append(ids) or str(ids))
+    one = rollout_of([[5], [6, 7]], [[8, EOS], [9]], tokenizer=object())
+    assert one.texts == [("[5]", "[8, 1]"), ("[6, 7]", "[9]")] == one.texts
+    other = rollout_of([[4]], [[3, EOS]], tokenizer=one.tokenizer)
+    assert other.texts == [("[4]", "[3, 1]")] and len(decoded) == 6
+    assert joined([one.select(torch.tensor([1])), other]).texts == [one.texts[1], *other.texts]
+    assert len(decoded) == 6
 
 
 def test_a_selection_keeps_the_groups_of_its_rows():

@@ -16,7 +16,7 @@ from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 from lightrlhf.data.turn_ends import turn_end, turn_ends, without_end
 from lightrlhf.generation.dialogues import user_turn_ids
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.rewards.scorers import Encoding, Sample
+from lightrlhf.rewards.encoding import Encoding, Sample
 
 TAGS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

@@ -15,7 +15,7 @@ from lightrlhf.data.chat import controls
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.scorers import Encoding, Sample
+from lightrlhf.rewards.encoding import Encoding, Sample
 
 EOS = 1
 

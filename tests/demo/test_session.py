@@ -24,7 +24,7 @@ from lightrlhf.demo.dialogue import (
 )
 from lightrlhf.demo.session import STARTERS, DemoBackend, check_system
 from lightrlhf.demo.votes import read_votes
-from lightrlhf.rewards.scorers import as_text
+from lightrlhf.rewards.functions import as_text
 
 
 # -------------------------------------------------------------------------------------------------------------- chat

@@ -27,7 +27,7 @@ from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.saving import export
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.rewards.scorers import Encoding, Sample
+from lightrlhf.rewards.encoding import Encoding, Sample
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 WORDS = "a latte|two muffins|hello|oat|bread|print|May|clips|sum|n|Sunday|a|c|d|e|f|g|two|three|four|sold|I|You"

@@ -257,8 +257,8 @@ def test_a_prompt_with_an_unscored_response_is_counted_and_in_no_mean(tmp_path):
 
 def test_reward_models_and_functions_rank_the_same_file(reward_model, tmp_path, capsys):
     from lightrlhf.models.loading import find_device
+    from lightrlhf.rewards.encoding import Sample
     from lightrlhf.rewards.loading import load_scorer
-    from lightrlhf.rewards.scorers import Sample
 
     path = written(tmp_path, [{"prompt": r["prompt"], "chosen": r["chosen"], "rejected": r["rejected"]} for r in FOUR])
     plain = shutil.copytree(last_checkpoint(reward_model), tmp_path / "plain")

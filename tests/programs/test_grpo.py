@@ -13,23 +13,24 @@ from helpers.rollouts import rollout_of
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import joined
+from lightrlhf.data.scores import Scores
 from lightrlhf.generation.rollout import generate_rollout, row_means
 from lightrlhf.grpo import (
     GRPOArgs,
     GRPOBatch,
-    combined_scores,
     estimate_advantages,
+    find_equal_groups,
     main,
     minibatches,
-    shaped,
-    uninformative,
+    penalize_length,
     update_minibatch,
 )
 from lightrlhf.maths.groups import ADVANTAGES
 from lightrlhf.maths.policy_losses import AGGREGATIONS, LOSSES
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import enable_packing
-from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Scores
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import FunctionScorer
 from lightrlhf.training.ranks import LocalRanks
 
 EOS = 1
@@ -52,13 +53,14 @@ def rollout():
 def scores_of(*parts: list[float]) -> Scores:
     table = torch.tensor(parts).T  # (B, R)
     names = tuple(f"reward_{i}" for i in range(len(parts)))
-    return Scores(table.sum(1), table, names, {"timeouts": 0})
+    weights = torch.ones(len(parts), dtype=torch.float64)
+    return Scores(total=table.sum(1), parts=table, names=names, weights=weights, failures={"timeouts": 0})
 
 
 def batch_of(args: GRPOArgs, seed: int = 0) -> GRPOBatch:
     torch.manual_seed(seed)
     scores = scores_of([1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0])
-    return estimate_advantages(args, rollout(), scores, torch.ones(1), 3)
+    return estimate_advantages(args, rollout(), scores, 3)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +193,7 @@ def test_whitened_advantages_of_equal_scores_are_exactly_zero():
     args = grpo_args(advantage="none", normalize_advantages=True)
     many = dataclasses.replace(rollout_of(PROMPTS * 12, RESPONSES * 12), group=GROUP.repeat(12))
     for score in (0.1, 0.2, 0.3, 0.6, 0.7, 0.9):
-        batch = estimate_advantages(args, many, scores_of([score] * 96), torch.ones(1), 3)
+        batch = estimate_advantages(args, many, scores_of([score] * 96), 3)
         assert batch.advantages.abs().max() == 0
 
 
@@ -201,7 +203,8 @@ def test_each_reward_can_be_normalised_before_the_sum():
     large, small = [1000.0, 0.0, 0.0, 0, 0, 0, 0, 0], [0.0, 1.0, math.nan, 0, 0, 0, 0, 0]
     scores = scores_of(large, small)
     total = torch.tensor([1000.0, 1.0, 0, 0, 0, 0, 0, 0])
-    batch = estimate_advantages(args, rollout(), scores._replace(total=total), torch.tensor([1.0, 2.0]), 3)
+    scores = dataclasses.replace(scores, total=total, weights=torch.tensor([1.0, 2.0]))
+    batch = estimate_advantages(args, rollout(), scores, 3)
     found = batch.advantages[:3, :].sum(1) / batch.action_mask[:3].sum(1)
     root = 0.5**0.5
     third = 3**0.5 / 3
@@ -218,8 +221,8 @@ def test_a_response_whose_other_reward_failed_is_in_no_baseline(advantage):
 
     def found(rollout, weights: tuple[float, ...], *rewards: list[float]) -> list[float]:
         scores = scores_of(*rewards)
-        scores = scores._replace(total=scores.parts[:, :2].sum(1))
-        return estimate_advantages(args, rollout, scores, torch.tensor(weights), 1).advantages[:, 0].tolist()
+        scores = dataclasses.replace(scores, total=scores.parts[:, :2].sum(1), weights=torch.tensor(weights))
+        return estimate_advantages(args, rollout, scores, 1).advantages[:, 0].tolist()
 
     expected = found(whole.select(slice(0, 4)), (1.0, 1.0), accuracy[:4], failing[:4])
     assert found(whole, (1.0, 1.0), accuracy, failing) == pytest.approx([*expected, 0.0])
@@ -232,16 +235,15 @@ def test_a_response_whose_other_reward_failed_is_in_no_baseline(advantage):
 def test_normalised_rewards_decide_whether_a_group_has_a_signal():
     """The sums of group 0 are equal, those of the normalised rewards are not."""
     scores = scores_of([2.0, 0.0, 1.0, 0, 0, 0, 0, 0], [-2.0, 0.0, -1.0, 0, 0, 0, 0, 0])
-    weights = torch.tensor([1.0, 2.0])
+    scores = dataclasses.replace(scores, weights=torch.tensor([1.0, 2.0]))
     for changes, expected in (({}, [0, 1, 2]), ({"normalize_each_reward": True}, [1, 2])):
         args = grpo_args(**changes)
-        combined = combined_scores(args, rollout(), scores, weights, 3)
-        assert uninformative(RunOfOneStep(args), rollout(), combined, 3) == expected
+        assert find_equal_groups(RunOfOneStep(args), rollout(), scores, 3) == expected
 
 
 def test_a_score_beyond_float32_is_no_score():
     scores = scores_of([math.inf, 0.0, 0.5, 0, 0, 0, 0, 0])
-    batch = estimate_advantages(grpo_args(), rollout(), scores, torch.ones(1), 3)
+    batch = estimate_advantages(grpo_args(), rollout(), scores, 3)
     assert not batch.action_mask[0].any() and batch.advantages.isfinite().all() and batch.advantages[2].max() > 0
 
 
@@ -250,19 +252,17 @@ def test_length_is_penalised_softly_and_cut_responses_can_be_left_out():
     made = dataclasses.replace(rollout(), truncated=torch.tensor([False, True] + [False] * 6))
     lengths = torch.tensor([len(row) for row in RESPONSES])
     expected = -2.0 * ((lengths - 2) / 4).clamp(0, 1) - made.truncated.float()
-    assert torch.allclose(shaped(args, made, torch.zeros(8)), expected)
-    filtered = estimate_advantages(
-        grpo_args(overlong_filter=True), made, scores_of([1.0, 0.0, 0.5, 0, 0, 0, 0, 0]), torch.ones(1), 3
-    )
+    assert torch.allclose(penalize_length(args, made, torch.zeros(8)), expected)
+    filtered = estimate_advantages(grpo_args(overlong_filter=True), made, scores_of([1.0, 0.0, 0.5, 0, 0, 0, 0, 0]), 3)
     assert not filtered.action_mask[1].any() and filtered.advantages[0].max() > 0
 
 
 def test_groups_without_two_scores_are_found():
     run = RunOfOneStep(grpo_args())
-    equal = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.0, 5.0])
-    assert uninformative(run, rollout(), equal, 3) == [0, 2]
-    unscored = torch.tensor([1.0, math.nan, math.nan, 0.0, 1.0, 0.0, 0.0, 5.0])
-    assert uninformative(run, rollout(), unscored, 3) == [0, 2]
+    equal = scores_of([1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.0, 5.0])
+    assert find_equal_groups(run, rollout(), equal, 3) == [0, 2]
+    unscored = scores_of([1.0, math.nan, math.nan, 0.0, 1.0, 0.0, 0.0, 5.0])
+    assert find_equal_groups(run, rollout(), unscored, 3) == [0, 2]
 
 
 def test_rollouts_of_different_widths_are_joined():
@@ -284,7 +284,7 @@ def test_minibatches_keep_groups_together_and_hold_every_row_once():
 
 def test_a_mean_score_as_divisor_refuses_scores_below_zero():
     with pytest.raises(RunFailure, match="maxrl divides by the mean score of a prompt, .* is -1.0; give scores"):
-        estimate_advantages(grpo_args(advantage="maxrl"), rollout(), scores_of([-1.0] + [0.0] * 7), torch.ones(1), 3)
+        estimate_advantages(grpo_args(advantage="maxrl"), rollout(), scores_of([-1.0] + [0.0] * 7), 3)
 
 
 # ---------------------------------------------------------------------------------------------------------- programs
@@ -392,7 +392,7 @@ def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):
         return [len(max(completions))] * len(completions)  # it expects some
 
     empty = generate_rollout(policy, policy, [], grpo_args(), tokenizer, noise(0, 2), 4)
-    scored = Rewards([FunctionScorer(rewards)], ("rewards",), torch.ones(1))(empty, tokenizer)
+    scored = Rewards([FunctionScorer(rewards)], ("rewards",), torch.ones(1))(empty)
     assert len(empty) == 0 and scored.total.shape == (0,) and scored.parts.shape == (0, 1)
     assert len(joined([rollout(), empty])) == len(rollout())
     assert math.isnan(row_means(RunOfOneStep(grpo_args()), [empty.lengths()], empty.truncated)[0])

@@ -10,12 +10,12 @@ from statistics import mean, pstdev, stdev
 import pytest
 import torch
 from helpers import assert_same_gradients, rows_of, tiny_policy
+from helpers.rollouts import scores_of
 from helpers.updates import RunOfSteps, changes, descend, exact, exact_logprobs, numbers_in, sampled_by_others
 
 from lightrlhf.data.batch import Rollout
 from lightrlhf.grpo import GRPOArgs, estimate_advantages, update
 from lightrlhf.models.probes import enable_packing
-from lightrlhf.rewards.scorers import Scores
 
 GROUPS, SIZE, LONGEST, RATE = 4, 3, 6, 0.02
 GROUP = [g for g in range(GROUPS) for _ in range(SIZE)]
@@ -181,8 +181,8 @@ def test_an_update_equals_one_in_float64(given, policy, rollout):
     args = GRPOArgs(**(paths | sizes | {"max_new_tokens": LONGEST, "temperature": 0.7} | given))
     trained, step = copy.deepcopy(policy), 5
     run = RunOfSteps(args, RATE, policy=trained)
-    scores = Scores(torch.tensor(SCORES), torch.tensor(SCORES)[:, None], ("given",))
-    batch = estimate_advantages(args, rollout, scores, torch.ones(1), GROUPS)
+    scores = scores_of(SCORES)
+    batch = estimate_advantages(args, rollout, scores, GROUPS)
     update(run, trained, batch, args.load_loss(), GROUPS, step)
     expected = changes(policy, expected_policy(args, policy, rollout, run, step), RATE)
     assert_same_gradients(expected, changes(policy, trained, RATE), atol=1e-5)

@@ -19,8 +19,8 @@ from helpers.servers import Handler, half_closed, status
 from lightrlhf import judge
 from lightrlhf.data.tokens import decode
 from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import Sample
 from lightrlhf.storage.jsonl import read_jsonl
 
 

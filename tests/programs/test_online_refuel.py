@@ -17,7 +17,7 @@ from lightrlhf.generation.dialogues import load_dialogues
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.online_refuel import OnlineRefuelArgs, main
-from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards.loading import load_rewards
 
 ONLINE = ["--reward_function", "helpers.rewards:vowels", "--rollout_size", "6"]
 ONLINE += ["--max_new_tokens", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
@@ -98,7 +98,7 @@ def make_pairs(talk_data, tokenizer, scorer=None, **given):
         for parameter in reference.parameters():
             parameter.mul_(1.05)
     run = RunOfOneStep(args, policy=policy)
-    scorer = scorer or make_rewards(args, run.device, args.rollout_mini_batch_size, grouped=True).of_groups
+    scorer = scorer or load_rewards(args, run.device, args.rollout_mini_batch_size, grouped=True).of_groups
     rows = load_dialogues(str(talk_data), "train")[:8]
     pairs, row = online_refuel.make_pairs(run, policy, reference, scorer, recorded_user, rows, tokenizer)
     return policy, reference, rows, pairs, row

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, rows_of, weights
-from helpers.rollouts import rollout_of
+from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import ppo
 from lightrlhf.cli.args import ModelArgs
@@ -24,18 +24,17 @@ from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.ppo import (
     PPOArgs,
     PPOBatch,
+    bound_scores,
     check_start,
     estimate_advantages,
     load_critic,
     main,
     minibatches,
     predict_values,
-    score,
     update_minibatch,
     value_loss,
 )
 from lightrlhf.rewards.kl import token_rewards
-from lightrlhf.rewards.scorers import Rewards
 from lightrlhf.training.resume import read_checkpoint
 
 EOS = 1
@@ -186,19 +185,13 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     assert (batch.advantages[~batch.action_mask] == 0).all()
 
 
-def rewards_of(scores: list[float]) -> Rewards:
-    """One reward that gives these numbers, None for NaN."""
-    one = lambda groups: [[None if math.isnan(value) else value] for value in scores]
-    return Rewards([one], ("given",), torch.ones(1, dtype=torch.float64))
-
-
 def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, tokenizer):
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
     raw = [9.0, 9.0, -9.0, 0.5]
-    assert score(args, rollout, rewards_of(raw), tokenizer).total.tolist() == [2.0, 1.0, -2.0, -0.5]
+    assert bound_scores(args, rollout, scores_of(raw)).total.tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert score(free, rollout, rewards_of(raw), tokenizer).total.tolist() == raw
+    assert bound_scores(free, rollout, scores_of(raw)).total.tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -213,7 +206,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
         before = rollout.action_mask.clone()
-        scored = score(run.args, rollout, rewards_of(scores), tokenizer).total
+        scored = bound_scores(run.args, rollout, scores_of(scores)).total
         assert torch.equal(rollout.action_mask, before)
         assert scored.isnan().tolist() == [math.isnan(x) for x in scores]
         rollout = rollout.masked(~scored.isnan())

@@ -10,6 +10,7 @@ from statistics import mean, pstdev
 import pytest
 import torch
 from helpers import assert_same_gradients, rows_of, tiny_policy, tiny_scalar
+from helpers.rollouts import scores_of
 from helpers.updates import (
     RunOfSteps,
     changes,
@@ -23,9 +24,8 @@ from helpers.updates import (
 
 from lightrlhf.data.batch import Rollout
 from lightrlhf.models.probes import enable_packing
-from lightrlhf.ppo import PPOArgs, estimate_advantages, predict_values, score, segment_responses, update
+from lightrlhf.ppo import PPOArgs, bound_scores, estimate_advantages, predict_values, segment_responses, update
 from lightrlhf.rewards.kl import token_rewards
-from lightrlhf.rewards.scorers import Scores
 
 RATE, STEP = 0.02, 5
 PROMPTS = rows_of(6, 9, 3, 4, 1, 5)
@@ -152,8 +152,8 @@ def test_an_update_equals_one_in_float64(given, roles, rollout):
     args = PPOArgs(**({"data_dir": "x", "model_name": "tiny", "reward_function": "x:y"} | sizes | given))
     actor, critic = map(copy.deepcopy, roles)
     run = RunOfSteps(args, RATE, policy=actor, critic=critic)
-    scores = Scores(torch.tensor(SCORES), torch.tensor(SCORES)[:, None], ("given",))
-    total = score(args, rollout, lambda rollout, tokenizer: scores, None).total
+    scores = scores_of(SCORES)
+    total = bound_scores(args, rollout, scores).total
     scored = rollout.masked(~total.isnan())
     rewards = token_rewards(scored, total, args.init_kl_coeff, args.kl_estimator)
     segments, _ = segment_responses(args, scored, torch.zeros(6, 4), None, None)

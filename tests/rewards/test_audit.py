@@ -5,6 +5,7 @@ The thresholds of `rewards/audit.py` come from `false_warnings` and `delays` wit
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import CPU, metrics
-from helpers.rollouts import rollout_of
+from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import grpo, ppo
 from lightrlhf.cli.args import AuditArgs
-from lightrlhf.rewards.audit import KEPT, Moments, RewardAudit, Step, Watch, change, moments
+from lightrlhf.rewards.audit import KEPT, DivergenceMonitor, Moments, RewardAudit, Step, change, moments
+from lightrlhf.training.ranks import LocalRanks
 
 STEPS = 200
 RISING, FLAT = np.linspace(0.1, 0.9, STEPS), np.full(STEPS, 0.5)
@@ -109,7 +111,7 @@ def hacked(rng, width: float, count: int):
 
 def warnings_of(rewards: list[Moments], audits: list[Moments]) -> list[int]:
     """Steps with a new warning."""
-    watch = Watch()
+    watch = DivergenceMonitor()
     return [step for step, pair in enumerate(zip(rewards, audits)) if watch.update(Step(*pair))[1]]
 
 
@@ -191,17 +193,17 @@ def test_samples_of_a_prompt_that_are_all_alike_do_not_hide_the_noise_between_st
 def test_a_watch_restored_from_its_state_goes_on_the_same(stop):
     reward, audit, _ = hacked(np.random.default_rng(3), 3, 64)
     steps = [Step(*pair) for pair in zip(reward, audit)]
-    whole, first = Watch(), Watch()
+    whole, first = DivergenceMonitor(), DivergenceMonitor()
     expected = [whole.update(step) for step in steps]
     found = [first.update(step) for step in steps[:stop]]
-    second = Watch(json.loads(json.dumps(first.state())))
+    second = DivergenceMonitor(json.loads(json.dumps(first.state())))
     assert found + [second.update(step) for step in steps[stop:]] == expected
     assert sum(new for _, new in expected) == 1
     assert len(whole.history) == KEPT
 
 
 def test_a_step_without_scores_is_left_out():
-    watch = Watch()
+    watch = DivergenceMonitor()
     assert watch.update(Step(Moments(1.0, 0.0, 4), Moments(math.nan, 0.0, 0))) == (False, False)
     assert watch.state()["history"] == []
 
@@ -265,11 +267,10 @@ def test_a_resumed_run_watches_as_if_it_had_not_stopped(train, monkeypatch, capf
 
 
 def test_unscored_samples_are_left_out_of_the_audits_mean(tokenizer):
-    audit = RewardAudit(AuditArgs(audit_function="helpers.rewards:every_other"), lambda sums: sums, print)
-    rollout = rollout_of([[5, 6]] * 4, [[7, 1]] * 4)
-    audits = audit.score(rollout, tokenizer)
+    audit = RewardAudit(AuditArgs(audit_function="helpers.rewards:every_other"), LocalRanks())
+    audits = audit.score(rollout_of([[5, 6]] * 4, [[7, 1]] * 4, tokenizer=tokenizer))
     assert audits.isnan().tolist() == [False, True, False, True]
-    assert audit.compare(1, torch.zeros(4), audits) == {
+    assert audit.compare(1, dataclasses.replace(scores_of([0.0] * 4), audit=audits)) == {
         "audit/score": 1.0,
         "audit/valid_ratio": 0.5,
         "audit/warning": 0.0,
@@ -278,11 +279,11 @@ def test_unscored_samples_are_left_out_of_the_audits_mean(tokenizer):
 
 def test_an_audit_that_hangs_costs_its_own_samples_only(tokenizer):
     args = AuditArgs(audit_function="helpers.answers:sleeps_on_silence", reward_timeout=0.5)
-    audit = RewardAudit(args, lambda sums: sums, print)
+    audit = RewardAudit(args, LocalRanks())
     columns = [{"answer": " x"}] * 2
     ids = tokenizer("x", add_special_tokens=False)["input_ids"]
-    rollout = rollout_of([[5, 6]] * 2, [[1], [*ids, 1]], columns=columns)
-    assert audit.score(rollout, tokenizer).isnan().tolist() == [True, False]
+    rollout = rollout_of([[5, 6]] * 2, [[1], [*ids, 1]], columns=columns, tokenizer=tokenizer)
+    assert audit.score(rollout).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.ppo import PPOArgs
 from lightrlhf.rewards import workers
+from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.functions import Response, call_function
-from lightrlhf.rewards.loading import make_rewards
-from lightrlhf.rewards.scorers import FunctionScorer, Rewards, Sample
+from lightrlhf.rewards.loading import load_rewards
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import FunctionScorer
 
 NAN = math.nan
 
@@ -46,14 +48,16 @@ def same(one, other) -> bool:
 
 
 def make(reward, **flags) -> Rewards:
-    return make_rewards(RewardArgs(**flags), torch.device("cpu"), 8, reward)
+    return load_rewards(RewardArgs(**flags), torch.device("cpu"), 8, reward)
 
 
 def of_texts(rewards_of: Rewards, tokenizer, *texts, columns=()):
     prompts = [encode_prompt(tokenizer, "Guest: tea")] * len(texts)
     answers = [encode_response(tokenizer, text) for text in texts]
-    rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, columns=list(columns) or [{} for _ in texts])
-    return rewards_of(rollout, tokenizer)
+    rollout = rollout_of(
+        prompts, answers, tokenizer.pad_token_id, columns=list(columns) or [{} for _ in texts], tokenizer=tokenizer
+    )
+    return rewards_of(rollout)
 
 
 # ------------------------------------------------------------------------------------------------------- signatures
@@ -303,7 +307,8 @@ def test_a_function_that_cannot_be_imported_elsewhere_is_refused():
 HUNG = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
-from lightrlhf.rewards.scorers import FunctionScorer, Sample
+from lightrlhf.rewards.encoding import Sample
+from lightrlhf.rewards.scorers import FunctionScorer
 from helpers.rewards import length, shaky
 busy = FunctionScorer(length, timeout=600.0, path="helpers.rewards:length")
 busy.score([Sample("p", "a")])
@@ -340,5 +345,5 @@ def test_a_call_of_no_responses_gives_none():
 
 
 def test_rows_without_a_score_have_nan(tokenizer):
-    found = make(rewards.always_nan)(rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]]), tokenizer)
+    found = make(rewards.always_nan)(rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]], tokenizer=tokenizer))
     assert found.total.isnan().all() and found.parts.isnan().all() and found.failures["errors"] == 2

@@ -17,18 +17,10 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
 from lightrlhf.data.tokens import encode_pair, encode_prompt, encode_response, pair_prompt
 from lightrlhf.models.loading import load_scalar
+from lightrlhf.rewards.encoding import Encoding, Sample, same_tokenizer
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, reward_statistics
-from lightrlhf.rewards.scorers import (
-    Encoding,
-    FunctionScorer,
-    ModelScorer,
-    PairScorer,
-    Sample,
-    read_together,
-    same_tokenizer,
-    score_rollout,
-)
+from lightrlhf.rewards.scorers import FunctionScorer, ModelScorer, PairScorer, read_together, score_rollout
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -96,8 +88,10 @@ def test_a_function_sees_texts_and_columns_of_all_rows(tokenizer):
         seen.update(prompts=prompts, completions=completions, **columns)
         return [1, 2.5]
 
-    rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, columns=[{"answer": "4"}, {"other": 7}])
-    assert score_rollout(FunctionScorer(reward), rollout, tokenizer).tolist() == [1.0, 2.5]
+    rollout = rollout_of(
+        prompts, answers, tokenizer.pad_token_id, columns=[{"answer": "4"}, {"other": 7}], tokenizer=tokenizer
+    )
+    assert score_rollout(FunctionScorer(reward), rollout).tolist() == [1.0, 2.5]
     assert seen == {
         "prompts": ["Guest: a latte", "Guest: two muffins"],
         "completions": [" Of course.", " Ugh."],
@@ -107,29 +101,29 @@ def test_a_function_sees_texts_and_columns_of_all_rows(tokenizer):
 
 
 def test_a_function_that_returns_another_number_of_scores_is_refused(tokenizer):
-    rollout = rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]])
+    rollout = rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]], tokenizer=tokenizer)
     with pytest.raises(UsageError, match="returned 1 scores for 2 completions"):
-        score_rollout(FunctionScorer(lambda prompts, completions, **columns: [1.0]), rollout, tokenizer)
+        score_rollout(FunctionScorer(lambda prompts, completions, **columns: [1.0]), rollout)
 
 
 def test_a_function_may_return_nan(tokenizer):
-    rollout = rollout_of(rows_of(2), [[5, EOS]])
+    rollout = rollout_of(rows_of(2), [[5, EOS]], tokenizer=tokenizer)
     for nothing in (math.nan, None):
         scorer = FunctionScorer(lambda *texts, nothing=nothing, **columns: [nothing])
-        assert score_rollout(scorer, rollout, tokenizer).isnan().all()
+        assert score_rollout(scorer, rollout).isnan().all()
 
 
 def test_a_function_that_returns_no_number_is_refused(tokenizer):
-    rollout = rollout_of(rows_of(2), [[5, EOS]])
+    rollout = rollout_of(rows_of(2), [[5, EOS]], tokenizer=tokenizer)
     with pytest.raises(RunFailure, match="the reward function failed: it returned a str 'good' for a response"):
-        score_rollout(FunctionScorer(lambda *texts, **columns: ["good"]), rollout, tokenizer)
+        score_rollout(FunctionScorer(lambda *texts, **columns: ["good"]), rollout)
 
 
 def test_a_reward_model_scores_each_row_as_it_would_alone(base_model, tokenizer):
     model = load_scalar(str(base_model), ModelArgs(), tokenizer, seed=0).eval()
     prompts, answers = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 4, 1)]
     scorer = ModelScorer(model, Encoding(tokenizer), batch_size=2)
-    together = score_rollout(scorer, rollout_of(prompts, answers, tokenizer.pad_token_id), tokenizer)
+    together = score_rollout(scorer, rollout_of(prompts, answers, tokenizer.pad_token_id, tokenizer=tokenizer))
     for i, (prompt, answer) in enumerate(zip(prompts, answers)):
         ids = torch.tensor([prompt + answer])
         assert float(together[i]) == pytest.approx(float(model(ids, ids >= 0)[0, -1]), abs=1e-5)
@@ -145,8 +139,8 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, tmp_pat
     prompts = [encode_prompt(tokenizer, prompt) for prompt, _ in texts]
     answers = [encode_response(tokenizer, answer) for _, answer in texts]
     answers[1] = answers[1][:-1]
-    rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, truncated=[False, True])
-    scores = score_rollout(ModelScorer(model, Encoding(other), batch_size=8), rollout, tokenizer)
+    rollout = rollout_of(prompts, answers, tokenizer.pad_token_id, truncated=[False, True], tokenizer=tokenizer)
+    scores = score_rollout(ModelScorer(model, Encoding(other), batch_size=8), rollout)
     for i, (prompt, answer) in enumerate(texts):
         ids = other(prompt)["input_ids"] + other(answer)["input_ids"] + [other.eos_token_id] * (i == 0)
         ids = torch.tensor([ids])

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from lightrlhf.rewards import verifiers
-from lightrlhf.rewards.scorers import FunctionScorer, Sample
+from lightrlhf.rewards.encoding import Sample
+from lightrlhf.rewards.scorers import FunctionScorer
 from lightrlhf.rewards.verifiers import (
     column_pattern,
     exact_answer,

@@ -13,10 +13,11 @@ import pytest
 import torch
 from helpers import last_checkpoint, metrics, rows_of
 from helpers.killed import main_of
-from helpers.rollouts import rollout_of
+from helpers.rollouts import rollout_of, scores_of
 from helpers.tiny_runs import ITERATED, SAMPLING, TinyRuns
 
 from lightrlhf.cli.args import TrainArgs
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.dialogues import Dialogue
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -216,13 +217,14 @@ def run_of(folder: Path, **changes) -> SimpleNamespace:
 
 def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
     prompts, responses = rows_of(3, 9), rows_of(6, 2)  # as wide rows, so that padding differs
-    rollout = rollout_of(prompts, responses, truncated=[True, False], columns=[{"answer": 7}, {}])
+    rollout = rollout_of(prompts, responses, truncated=[True, False], columns=[{"answer": 7}, {}], tokenizer=tokenizer)
     rollout.action_mask[0, 4] = False  # the third token of the first response was an environment's
     width = rollout.action_mask.shape
     advantages, values = torch.arange(width.numel()).reshape(width).float(), torch.randn(width)
-    scores, reward = torch.tensor([0.123456789, math.nan]), torch.tensor([math.nan, 2.0])
-    more = {"rewards": {"exact": reward}, "audit": reward + 1}
-    log_rollouts(run_of(tmp_path), rollout, tokenizer, scores, advantages=advantages, values=values, **more)
+    total, reward = torch.tensor([0.123456789, math.nan]), torch.tensor([math.nan, 2.0])
+    weights = torch.ones(1, dtype=torch.float64)
+    scores = Scores(total=total, parts=reward[:, None], names=("exact",), weights=weights, audit=reward + 1)
+    log_rollouts(run_of(tmp_path), rollout, scores, advantages, values)
     one, two = read_jsonl(tmp_path / "rollouts.jsonl")
     assert (one["prompt_ids"], one["response_ids"]) == (prompts[0], responses[0])
     assert (two["prompt_ids"], two["response_ids"]) == (prompts[1], responses[1])
@@ -240,10 +242,10 @@ def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
 
 
 def test_the_first_samples_of_the_first_rank_alone_are_kept(tokenizer, tmp_path):
-    rollout = rollout_of(rows_of(*[3] * 6), rows_of(*[2] * 6))
+    rollout = rollout_of(rows_of(*[3] * 6), rows_of(*[2] * 6), tokenizer=tokenizer)
     for run in (run_of(tmp_path, log_rollouts=4), run_of(tmp_path)):
         run.is_first = run.args.log_rollouts == 4
-        log_rollouts(run, rollout, tokenizer, torch.zeros(6))
+        log_rollouts(run, rollout, scores_of([0.0] * 6), torch.zeros(rollout.action_mask.shape))
     assert [row["response_ids"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == rows_of(*[2] * 6)[:4]
 
 
