@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.data.batch import Batch, preference_batch, response_batch
-from lightrlhf.models import roles
+from lightrlhf.models import forward, roles
 from lightrlhf.models.forward import packed_inputs
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.packing import pack_texts
@@ -267,7 +267,7 @@ def test_an_architecture_that_ignores_the_mask_keeps_texts_separate(monkeypatch)
 
 
 def test_what_no_trial_has_shown_is_not_packed(monkeypatch):
-    monkeypatch.setattr(roles, "pack_texts", lambda *given: None)
+    monkeypatch.setattr(forward, "pack_texts", lambda *given: None)
     policy = tiny_policy("llama")
     enable_packing(policy)
     assert not policy.packs
