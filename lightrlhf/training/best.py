@@ -25,16 +25,17 @@ class Best:
         self.metric, self.lower_is_better = best_metric(self.flag) if self.flag else ("", False)
         self.value = math.nan
         self.step: int | None = None
+        self.unsaved = False  # no checkpoint has the best value yet
         self.since = 0  # values in a row, after the best one, that were no better
         if state and state["metric"] == self.metric:
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
 
     def update(self, value: float, step: int) -> bool:
-        """Whether a value is the best so far; one that is not finite never is."""
+        """Compare a value of a step; returns whether it is the best so far, which one that is not finite never is."""
         gain = self.value - value if self.lower_is_better else value - self.value
         is_better = math.isfinite(value) and (self.step is None or gain > 0)
         if is_better:
-            self.value, self.step = value, step
+            self.value, self.step, self.unsaved = value, step, True
         self.since = 0 if is_better else self.since + 1
         return is_better
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import NotFinite, RunFailure, StopTraining, UsageError
+from lightrlhf.cli.errors import NotFinite, RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import row_length
 from lightrlhf.data.splits import Row
@@ -45,9 +45,7 @@ from lightrlhf.storage.checkpoint import (
     write_text,
 )
 from lightrlhf.storage.hub import shown
-from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
 from lightrlhf.storage.locks import Lock, lock_folder
-from lightrlhf.storage.results import USUAL_METRICS
 from lightrlhf.storage.run_dir import (
     check_parent,
     check_vacant,
@@ -68,13 +66,13 @@ from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
 from lightrlhf.training.faults import first_not_finite, quiet_event_writer
-from lightrlhf.training.loggers import make_logger
 from lightrlhf.training.loss_scale import LossScale
-from lightrlhf.training.means import StepMeans
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
+from lightrlhf.training.metric_log import MetricLog, Metrics, OnStep
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.order import Order
+from lightrlhf.training.progress import Progress
 from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.ranks import Item, Ranks
 from lightrlhf.training.restarts import as_restarted, note_run
@@ -100,11 +98,9 @@ from lightrlhf.training.summary import (
 )
 from lightrlhf.training.watchdog import RankWatchdog
 
-IN_PROGRESS_BAR = USUAL_METRICS[:4]
+__all__ = ["Metrics", "OnStep", "Run"]
 HELD = ("update", "evaluation", "saving", "writing of rollouts")  # phases that a signal does not interrupt
 NOTHING_TO_SAVE = " before the first step was finished: there is nothing to save"
-Metrics = dict[str, float]
-OnStep = Callable[[int, Metrics], None]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 
 
@@ -140,7 +136,7 @@ class Run(Generic[AnyArgs]):
 
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
-        self.program, self.on_step, self.given = program, on_step, given or {}
+        self.program, self.given = program, given or {}
         folders = data or getattr(args, "data_dir", program)
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
         self._parameters: dict[str, tuple[int, int]] = {}  # of each learner: all, and the trained ones
@@ -163,25 +159,19 @@ class Run(Generic[AnyArgs]):
                 self._lock.release()
             raise
         self.order = Order(args, self.ranks, self.began, self.data_dirs)
-        self.step: int = self.resumed["step"] if self.resumed else 0
+        resumed = self.resumed or {}
+        self.best = Best(args, resumed.get("best"))
+        self.progress = Progress(resumed.get("step", 0), is_dry=args.dry_run, is_last=self.best.out_of_patience)
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
         self.loss_scale = LossScale(scaler) if scaler is not None else None  # with --precision 16-mixed
         if self.loss_scale and self.resumed and "loss_scale" in self.resumed:
             self.loss_scale.load(self.resumed["loss_scale"])
+        self.metric_log = MetricLog(
+            args, self.ranks, self.progress, self.best, resumed.get("means"), self.loss_scale, on_step, self.dry
+        )
         self.learners: dict[str, Learner] = {}
         self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
-        self.seconds: dict[str, float] = {}  # spent in each phase of the current step
-        self._seconds_logging = 0.0  # since the last row of metrics
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
-        self._timed: list[dict[str, Any]] = []  # for --profile: times and sizes of the logged steps
-        self.best = Best(args, self.resumed.get("best") if self.resumed else None)  # older runs have none
-        self._improved = False  # the current step has the best value and is not saved yet
-        self._means = StepMeans(self.resumed.get("means") if self.resumed else None)  # older runs have none
-        self._logged: dict[str, None] = {}  # names of metrics, in order
-        self._infinite: set[str] = set()  # infinite metrics that a note has named
-        self._stopping = self.best.out_of_patience  # or on_step has raised StopTraining: the current step is the last
-        self._bar: Any = None
-        self._logger: Any = None
         self._endings = ExitStack()  # of what the loop opened
         self._started = self._saved_at = time.perf_counter()
         self._saved_step = self.step if self.resumed else 0  # the last step that is saved, or 0
@@ -196,6 +186,18 @@ class Run(Generic[AnyArgs]):
     @property
     def device(self) -> torch.device:
         return self.ranks.device
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.progress.step = step
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.progress.seconds
 
     @property
     def precision(self) -> str:
@@ -458,6 +460,7 @@ class Run(Generic[AnyArgs]):
         from tqdm import tqdm
 
         self._signals.is_between = False
+        self.progress.num_steps = num_steps
         self._open_directory()
         self.print0(self._banner(num_steps))
         if self.resumed:
@@ -465,21 +468,22 @@ class Run(Generic[AnyArgs]):
         first = self.step
         if self.resumed and first >= num_steps:
             self.print0(f"this run has done its {first} steps; raise --max_steps or --epochs to go on")
-        if self._stopping and first < num_steps:
+        if self.progress.is_last and first < num_steps:
             self.print0(f"--early_stop_patience {self.best.patience} ended this run at step {first}; raise it to go on")
         bar = tqdm(total=num_steps, initial=self.step, desc=self.program, disable=not self.is_first, mininterval=0.5)
-        self._bar = bar
+        self.metric_log.bar = bar
         try:
-            while self.step < num_steps and not self._stopping:
+            while self.step < num_steps and not self.progress.is_last:
                 if self.dry:
-                    self._stopping = self.dry.begin(self.seconds, num_steps)
+                    self.progress.is_last = self.dry.begin(self.seconds, num_steps)
                 self._save_or_stop()
                 self._begun = step_start(self.step, self.device, self._state())
                 yield self.step
                 bar.update(self.step - bar.n)
                 round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
-                if self.step - first >= round_of_metrics or self.step >= num_steps or (self.dry and self._stopping):
-                    self.best.check_logged(self._logged)
+                is_done = self.step >= num_steps or (self.dry and self.progress.is_last)
+                if is_done or self.step - first >= round_of_metrics:
+                    self.best.check_logged(self.metric_log.names)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
         finally:
@@ -505,17 +509,11 @@ class Run(Generic[AnyArgs]):
         self._endings.callback(end)
 
     def due(self, interval: int, num_steps: int) -> bool:
-        """Whether something with this interval is due after the current step; always after the last step.
-
-        In a dry run after that alone.
-        """
-        if self.dry:
-            return interval > 0 and self._stopping
-        return interval > 0 and (self.step % interval == 0 or self.step == num_steps or self._stopping)
+        return self.progress.due(interval)
 
     def save_due(self, num_steps: int) -> bool:
         """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
-        return self._improved or self.due(self.args.save_interval, num_steps)
+        return self.best.unsaved or self.progress.due(self.args.save_interval)
 
     @property
     def eval_iters(self) -> int | None:
@@ -526,83 +524,24 @@ class Run(Generic[AnyArgs]):
 
     # --------------------------------------------------------------------------------------------------- metrics
     def log_step(self, metrics: Metrics, num_steps: int) -> None:
-        """Add the metrics of this step, and log the means since the previous row every `--log_interval` steps."""
-        self._means.add(metrics)
-        if self.due(self.args.log_interval, num_steps):
-            self.log(self._means.end())
+        self.metric_log.add_step(metrics)
 
     def log(self, metrics: Metrics) -> None:
-        """Log metrics after the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
-        if not all(name.startswith("val/") for name in metrics):
-            more = self.loss_scale.metrics() if self.loss_scale else {}
-            metrics = {**metrics, **more, "time/logging": self._seconds_logging}
-            self._seconds_logging = 0.0
-        if self.dry:
-            self.dry.log({name: float(value) for name, value in metrics.items()}, self.seconds)
-        elif self.is_first:
-            with self.logging():
-                self._write_metrics(metrics)
-        self._compare(metrics)
-        if self.on_step is not None:
-            self._stopping |= self._asks_to_stop(metrics)
-
-    def _compare(self, metrics: Metrics) -> None:
-        """Compare with the best value of the metric of `--keep_best`; all ranks take the first one's."""
-        self._logged.update(dict.fromkeys(metrics))
-        if self.best.metric not in metrics:
-            return
-        value = self.broadcast(float(metrics[self.best.metric]))
-        self._improved |= self.best.update(value, self.step)
-        if self.best.out_of_patience:
-            self._stopping = True
-            self.print0(f"stopped at step {self.step} after {self.best.since} values without improvement: {self.best}")
-
-    def _asks_to_stop(self, metrics: Metrics) -> bool:
-        stop = False
-        if self.is_first and self.on_step is not None:
-            try:
-                self.on_step(self.step, {name: float(value) for name, value in metrics.items()})
-            except StopTraining:
-                stop = True
-                self.print0(f"stopped by on_step at step {self.step}")
-        return bool(self.broadcast(stop))
-
-    def _write_metrics(self, metrics: Metrics) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        for name in sorted(name for name, value in values.items() if math.isinf(value) and name not in self._infinite):
-            self._infinite.add(name)
-            self.print0(f"note: {name} is {values[name]} at step {self.step}; infinite values are not in metrics.jsonl")
-        row: dict[str, Any] = {"step": self.step, **finite_metrics(values)}
-        if self.args.profile and "time/rollout" in row:
-            self._timed.append(row)
-        with self.writing("logs"):
-            append_jsonl(self.directory / "metrics.jsonl", [row])
-            self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, self.step)
-        shown = [name for name in IN_PROGRESS_BAR if name in row]
-        if shown and self._bar is not None:
-            self._bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
+        self.metric_log.log(metrics)
 
     def speed(self, rows: Sequence[Row], started: float) -> dict[str, float]:
         """Seconds of a step that began at `started`, and tokens per second over all ranks, padding not counted."""
         seconds = time.perf_counter() - started
         tokens = self.total(sum(map(row_length, rows)))
         if self.args.profile:
-            self._timed.append({"time/update": seconds, "rows": list(rows)})
+            self.metric_log.rows_for_profile.append({"time/update": seconds, "rows": list(rows)})
         return {"time/update": seconds, "time/tokens_per_second": tokens / seconds}
 
     def log_texts(self, name: str, rows: Sequence[Row], step: int) -> None:
-        """Pass the first samples of a step to the logger (first rank only)."""
-        with self.writing("logs"):
-            self._logger.log_texts(name, rows, step)
+        self.metric_log.log_texts(name, rows, step)
 
-    @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Time what is written to logs; `time/logging` is its sum since the row of metrics before."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds_logging += time.perf_counter() - started
+    def logging(self) -> AbstractContextManager[None]:
+        return self.metric_log.timed()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def saves(
@@ -667,9 +606,7 @@ class Run(Generic[AnyArgs]):
     def _close(self) -> None:
         """Close the logs, the lock, the signal handlers and the watchdog of a run, on all ranks."""
         self.ranks.close()
-        if self._logger:
-            with self.writing("logs"):
-                self._logger.close()
+        self.metric_log.close()
         if self._lock:
             self._lock.release()
         self._signals.close()
@@ -691,7 +628,7 @@ class Run(Generic[AnyArgs]):
             "schedulers": {name: learner.scheduler.state_dict() for name, learner in self.learners.items()},
             "extra": start.extra,
             "best": self.best.state(),
-            "means": self._means.state(),
+            "means": self.metric_log.means.state(),
         }
         if self.loss_scale:
             state["loss_scale"] = self.loss_scale.state()
@@ -710,7 +647,7 @@ class Run(Generic[AnyArgs]):
             with self.writing():
                 write_text(self.directory / "README.md", self._card())
             self.print0(f"saved {saved} in {time.perf_counter() - started:.1f} s")
-        self._improved, self._saved_step, self._saved_at = False, self.step, time.perf_counter()
+        self.best.unsaved, self._saved_step, self._saved_at = False, self.step, time.perf_counter()
         self.fabric.barrier()
 
     def full(self, module: Any) -> Any:
@@ -734,10 +671,9 @@ class Run(Generic[AnyArgs]):
             self._close()
             return self.directory
         if self.is_first:
+            self.metric_log.close()
             with self.writing("logs"):
-                self._logger.close()
-                self._logger = None
-                if self._timed:
+                if self.metric_log.rows_for_profile:
                     self._write_profile()
                 if results:  # none when a finished run is resumed: its card keeps those it has
                     write_text(self.directory / "README.md", self._card(results))
@@ -761,7 +697,8 @@ class Run(Generic[AnyArgs]):
     def _write_profile(self) -> None:
         from lightrlhf.training.roofline import write_profile
 
-        write_profile(self.directory, self._timed, self._roles(), self.args, self.device, self.world_size)
+        rows = self.metric_log.rows_for_profile
+        write_profile(self.directory, rows, self._roles(), self.args, self.device, self.world_size)
 
     def _card(self, results: Metrics | None = None) -> str:
         data = " + ".join(map(shown, self.order.data.split(" + ")))
@@ -834,8 +771,7 @@ class Run(Generic[AnyArgs]):
         self.directory = Path(self.fabric.broadcast(str(self.directory)))
         if self.is_first:
             quiet_event_writer()
-            with self.writing("logs"):
-                self._logger = make_logger(self.args, self.directory, self._described(), self.step)
+            self.metric_log.open(self.directory, self._described(), self.writing)
 
     def _described(self) -> dict[str, Any]:
         """The arguments with the program, the versions of its packages and the given objects."""

@@ -159,6 +159,7 @@ class Events:
         import torch
         from transformers import modeling_utils
 
+        from lightrlhf.training.metric_log import MetricLog
         from lightrlhf.training.run import Run
 
         self.folder, self.at, self.number, self.seen, self.saving, self.waiting = folder, at, number, [], 0, False
@@ -166,8 +167,8 @@ class Events:
         self._around(os, "fsync")
         self._around(torch, "save", file=1)
         self._around(modeling_utils, "safe_save_file", file=1)
-        for name in ("backward", "optimize", "log"):
-            self._around(Run, name)
+        for owner, name in ((Run, "backward"), (Run, "optimize"), (MetricLog, "log")):
+            self._around(owner, name)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from torch.distributed.tensor import DTensor
 

@@ -347,15 +347,6 @@ def test_noise_follows_from_seed_and_step_alone(run):
     assert len({tuple(draw.tolist()) for draw in draws}) == 4
 
 
-def test_things_are_due_at_their_interval_and_after_the_last_step(run):
-    one = run()
-    due = []
-    for one.step in range(1, 8):
-        due.append(one.due(3, 7))
-    assert due == [False, False, True, False, False, True, True]
-    assert not one.due(0, 7)
-
-
 # ------------------------------------------------------------------------------------------------------------ learning
 def linear() -> torch.nn.Linear:
     torch.manual_seed(0)

@@ -1,0 +1,145 @@
+"""Log of metrics: `metrics.jsonl`, the logger and `on_step`, and what follows from a value: the best step, early stops.
+
+Left out: the files of samples (`rollout_log.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.errors import StopTraining
+from lightrlhf.data.splits import Row
+from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
+from lightrlhf.storage.results import USUAL_METRICS
+from lightrlhf.training.best import Best
+from lightrlhf.training.dry_run import DryRun
+from lightrlhf.training.loggers import Logger, make_logger
+from lightrlhf.training.loss_scale import LossScale
+from lightrlhf.training.means import StepMeans
+from lightrlhf.training.progress import Progress
+from lightrlhf.training.ranks import Ranks
+
+IN_PROGRESS_BAR = USUAL_METRICS[:4]
+Metrics = dict[str, float]
+OnStep = Callable[[int, Metrics], None]
+Writing = Callable[[str], AbstractContextManager[None]]
+
+
+class MetricLog:
+    """Where the metrics of a run go. on_step: see `Run`; means: state of the means of a resumed run."""
+
+    def __init__(
+        self,
+        args: TrainArgs,
+        ranks: Ranks,
+        progress: Progress,
+        best: Best,
+        means: Mapping[str, list[float]] | None = None,
+        loss_scale: LossScale | None = None,
+        on_step: OnStep | None = None,
+        dry: DryRun | None = None,
+    ) -> None:
+        self.args, self.ranks, self.progress, self.best = args, ranks, progress, best
+        self.means, self.loss_scale, self.on_step, self.dry = StepMeans(means), loss_scale, on_step, dry
+        self.names: dict[str, None] = {}  # of the metrics, in order
+        self.rows_for_profile: list[dict[str, Any]] = []  # times and sizes of the logged steps
+        self.bar: Any = None
+        self._logger: Logger | None = None  # of the first rank
+        self._infinite: set[str] = set()  # infinite metrics that a note has named
+        self._seconds = 0.0  # spent on logs since the last row of metrics
+
+    def open(self, directory: Path, described: Mapping[str, Any], writing: Writing) -> None:
+        """Open the logger of the first rank. described: the content of `args.json`; writing: see `Run.writing`."""
+        self._path, self._writing = directory / "metrics.jsonl", writing
+        with writing("logs"):
+            self._logger = make_logger(self.args, directory, described, self.progress.step)
+
+    def close(self) -> None:
+        """Finish the logger's files, if it is open."""
+        if self._logger:
+            with self._writing("logs"):
+                self._logger.close()
+            self._logger = None
+
+    # ---------------------------------------------------------------------------------------------------- metrics
+    def add_step(self, metrics: Metrics) -> None:
+        """Add the metrics of this step, and log the means since the previous row every `--log_interval` steps."""
+        self.means.add(metrics)
+        if self.progress.due(self.args.log_interval):
+            self.log(self.means.end())
+
+    def log(self, metrics: Metrics) -> None:
+        """Log metrics after the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
+        if not all(name.startswith("val/") for name in metrics):
+            more = self.loss_scale.metrics() if self.loss_scale else {}
+            metrics = {**metrics, **more, "time/logging": self._seconds}
+            self._seconds = 0.0
+        if self.dry:
+            self.dry.log({name: float(value) for name, value in metrics.items()}, self.progress.seconds)
+        elif self.ranks.is_first:
+            with self.timed():
+                self._write(metrics)
+        self._compare(metrics)
+        if self.on_step is not None:
+            self.progress.is_last |= self._asks_to_stop(metrics)
+
+    def _compare(self, metrics: Metrics) -> None:
+        """Compare with the best value of the metric of `--keep_best`; all ranks take the first one's."""
+        self.names.update(dict.fromkeys(metrics))
+        best, step = self.best, self.progress.step
+        if best.metric not in metrics:
+            return
+        best.update(self.ranks.broadcast(float(metrics[best.metric])), step)
+        if best.out_of_patience:
+            self.progress.is_last = True
+            self.ranks.print0(f"stopped at step {step} after {best.since} values without improvement: {best}")
+
+    def _asks_to_stop(self, metrics: Metrics) -> bool:
+        stop = False
+        if self.ranks.is_first and self.on_step is not None:
+            try:
+                self.on_step(self.progress.step, {name: float(value) for name, value in metrics.items()})
+            except StopTraining:
+                stop = True
+                self.ranks.print0(f"stopped by on_step at step {self.progress.step}")
+        return bool(self.ranks.broadcast(stop))
+
+    def _write(self, metrics: Metrics) -> None:
+        step, values = self.progress.step, {name: float(value) for name, value in metrics.items()}
+        for name in sorted(name for name, value in values.items() if math.isinf(value) and name not in self._infinite):
+            self._infinite.add(name)
+            self.ranks.print0(
+                f"note: {name} is {values[name]} at step {step}; infinite values are not in metrics.jsonl"
+            )
+        row: dict[str, Any] = {"step": step, **finite_metrics(values)}
+        if self.args.profile and "time/rollout" in row:
+            self.rows_for_profile.append(row)
+        with self._writing("logs"):
+            append_jsonl(self._path, [row])
+            assert self._logger is not None
+            self._logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step)
+        shown = [name for name in IN_PROGRESS_BAR if name in row]
+        if shown and self.bar is not None:
+            self.bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
+
+    # ------------------------------------------------------------------------------------------- texts and times
+    def log_texts(self, name: str, rows: Sequence[Row], step: int) -> None:
+        """Pass the first samples of a step to the logger (first rank only)."""
+        with self._writing("logs"):
+            assert self._logger is not None
+            self._logger.log_texts(name, rows, step)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time what is written to logs; `time/logging` is its sum since the row of metrics before."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - started
