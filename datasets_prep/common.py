@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,8 +79,6 @@ MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split"
 @dataclass(frozen=True, kw_only=True)
 class PrepareArgs(DryRunArgs):
     """Flags of every dataset."""
-
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"preview": (None, "use --dry_run True")}
 
     destination_dir: str
     """Output folder of the `.pt` splits, the tokenizer and the report."""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightrlhf.cli.args import (
     RARE,
@@ -35,7 +35,6 @@ from lightrlhf.cli.args import (
     check_types,
 )
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import WAS_TEXT
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
@@ -76,12 +75,6 @@ def is_own(folder: Path) -> bool:
 class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     """Score sampled responses, and choose preference pairs among them."""
 
-    RENAMED: ClassVar[dict[str, str]] = {
-        "mini_batch_size": "rollout_mini_batch_size",
-        "destination_dir": "output_dir",
-    }
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"length_unit": ("tokens", "--length_penalty counts tokens")}
-
     responses_file: str
     """JSONL file with a prompt and its responses per line, as `lightrlhf.generate` writes it."""
     output_file: str | None = None
@@ -90,7 +83,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     """Reward model or pair-preference model: experiment dir, checkpoint, or folder of a classifier."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    reward_function: list[str] = field(default_factory=list, metadata=WAS_TEXT)
+    reward_function: list[str] = field(default_factory=list)
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
     trust_remote_code: bool = field(default=False, metadata=RARE)
     """Let a reward model run the code of its own folder."""
@@ -209,7 +202,7 @@ def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
-    with JsonlWriter(output, settings_of(args) | given_objects(reward=reward), args.RENAMED) as writer:
+    with JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, partial(scored, scorer=make_scorer(args, reward)), "annotate")
@@ -221,8 +214,7 @@ def settings_of(args: AnnotateArgs) -> Row:
     names = ("rm_chat_template", "rollout_mini_batch_size")
     model = args.rm_experiment_dir and resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     content = hashlib.sha256(Path(args.responses_file).read_bytes()).hexdigest()
-    functions = " ".join(args.reward_function) or None  # one function as older releases wrote it
-    settings = {"rm": model, "responses_sha256": content, "reward_function": functions}
+    settings = {"rm": model, "responses_sha256": content, "reward_function": args.reward_function}
     new = {name: value for name in ("reward_weights", "reward_timeout") if (value := getattr(args, name))}
     return settings | {name: getattr(args, name) for name in names} | new
 

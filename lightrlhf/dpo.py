@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +167,6 @@ class DPOLossArgs(TrainArgs, StartArgs):
     """Longest prompt, in tokens."""
     truncation_mode: Literal["keep_end", "keep_start"] = field(default="keep_end", metadata=RARE)
     """End of a prompt that truncation to `max_prompt_length` keeps."""
-
-    REMOVED: ClassVar = {
-        "margin_scale": (1.0, "scale the margins of the data instead"),
-        "rapo_lambda": (0.5, "give the weight as --rapo const:0.5"),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

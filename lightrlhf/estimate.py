@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,6 @@ OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
 MOST = 1024  # examples of a micro-batch
 RESERVE = 2.0  # GiB of a device for its libraries (0.5 to 1 GiB) and what the allocator cannot use
-SAMPLING: dict[str, Any] = {
-    "do_sample": True,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-SAMPLING |= {"eos_ids": [], "stop_strings": []}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +82,6 @@ class EstimateArgs(ModelArgs):
     """Device of the run; on a CPU passes without gradients take fewer rows."""
     memory_gb: float | None = None
     """GiB of the device: says whether the run fits, and the largest micro-batch, a power of two, that does."""
-
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        name: (default, "it changes no memory; leave it out") for name, default in SAMPLING.items()
-    }
 
     def __post_init__(self) -> None:
         check_types(self)

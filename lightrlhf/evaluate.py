@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -82,9 +82,6 @@ EVALUATED = INPUT | {"required": "what is evaluated"}
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {}  # filled below: the flags of the two other programs
 
     experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | EVALUATED)
     """Experiment dirs or checkpoints; win rates are against the first."""
@@ -167,21 +164,6 @@ class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunAr
     def results_name(self, path: str) -> str:
         """Name of the files of results of a file."""
         return f"{Path(path).stem}_{'ranking' if path == self.ranking_file else 'responses'}"
-
-
-def _flags_of(args_class: Any, program: str) -> dict[str, tuple[Any, str]]:
-    """Entries of `REMOVED` for the flags that only another program has, with their defaults."""
-    own = {one.name for one in dataclasses.fields(EvaluateArgs)}
-    flags = [one for one in dataclasses.fields(args_class) if one.name not in own]
-    lists = {one.name for one in flags if one.default_factory is not dataclasses.MISSING}
-    remedy = f"it is a flag of lightrlhf.{program}"
-    return {one.name: ([] if one.name in lists else one.default, remedy) for one in flags}
-
-
-EvaluateArgs.REMOVED.update(_flags_of(evaluate_env.EvaluateEnvArgs, "evaluate_env"))
-EvaluateArgs.REMOVED.update(_flags_of(evaluate_dialogues.EvaluateDialoguesArgs, "evaluate_dialogues"))
-EvaluateArgs.REMOVED["env"] = (None, "use lightrlhf.evaluate_env")
-EvaluateArgs.REMOVED["by_turn"] = (False, "use lightrlhf.evaluate_dialogues")
 
 
 def run(args: EvaluateArgs) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -50,9 +50,6 @@ from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
 @dataclass(frozen=True, kw_only=True)
 class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs, DryRunArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"by_turn": (True, "this program always evaluates by turn")}
 
     experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | INPUT | {"required": "a model"})
     """Experiment dirs or checkpoints; win rates are against the first model."""

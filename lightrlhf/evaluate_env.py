@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -44,9 +44,6 @@ AGAIN = "That names none of the offered commands. Reply with one line: `Command:
 @dataclass(frozen=True, kw_only=True)
 class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Evaluate agents in a text environment."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {"by_turn": (False, "use lightrlhf.evaluate_dialogues")}
 
     env: str
     """Text environment: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""

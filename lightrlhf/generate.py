@@ -72,15 +72,6 @@ LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs, DryRunArgs):
     """Sample responses to prompts and write them as JSONL."""
 
-    RENAMED: ClassVar[dict[str, str]] = {
-        "num_responses": "num_generations",
-        "mini_batch_size": "rollout_mini_batch_size",
-    }
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        "local_index": (0, "several machines share the prompts under torchrun"),
-        "my_world_size": (1, "use --devices, or torchrun for several machines"),
-    }
-
     precision: ClassVar[str] = "32-true"  # of the model here, which servers are compared with
 
     model_name: str
@@ -511,7 +502,7 @@ def complete(output: Path, settings: Row, num_rows: int) -> bool:
     """Whether a file has all rows, which then are sealed. Raises: UsageError when its rows have other settings."""
     if not output.is_file() or not output.stat().st_size:
         return False
-    check_settings(output, settings, GenerateArgs.RENAMED)
+    check_settings(output, settings)
     if output.read_bytes().count(b"\n") != num_rows:
         return False
     seal_rows(output)
@@ -533,7 +524,7 @@ def write_shard(
     chunk = max(1, CHUNKS * args.rollout_mini_batch_size // args.num_generations)
     label = "generate" if shard.rank == 0 else ""
     rows = engine.prepared(args, shard.of(prompts))  # before the progress bar, which an error would tear
-    with JsonlWriter(path, settings, args.RENAMED) as writer:
+    with JsonlWriter(path, settings) as writer:
         writer.extend(rows, chunk, work, label, whole_chunks=args.rollout_engine == "local")
     if shard.world_size > 1:
         merge(output, settings, shard, len(prompts))

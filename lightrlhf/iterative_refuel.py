@@ -80,16 +80,6 @@ class IterativeRefuelArgs(IteratedArgs, refuel.RefuelArgs, PairArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
-    SPLIT_FROM: ClassVar[str] = "refuel"  # whose older runs may be resumed
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        **refuel.RegressionArgs.REMOVED,
-        "setting": ("simulated", refuel.ONLINE),
-        "rollout_size": (32, refuel.ONLINE),
-        "noptepochs": (4, f"{refuel.ONLINE} --ppo_epochs"),
-        "kl_coef": (0.05, f"{refuel.ONLINE} --init_kl_coeff"),
-        "penalty_reward_value": (-2.0, refuel.ONLINE),
-        "whiten_rewards": (False, refuel.ONLINE),
-    }
 
     experiment_name: str = "rlhf-iterative-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""

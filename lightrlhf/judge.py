@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightrlhf.cli.args import (
     RARE,
@@ -102,8 +102,6 @@ Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 @dataclass(frozen=True, kw_only=True)
 class JudgeArgs(RemoteArgs, DryRunArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"mini_batch_size": "rollout_mini_batch_size"}
 
     responses_file: list[str] = field(metadata=PATHS)
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""

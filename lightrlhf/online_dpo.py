@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -78,16 +78,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPOArgs(IteratedArgs, dpo.DPOLossArgs, RewardArgs, SamplingArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"num_responses": "num_generations"}
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        **dpo.DPOLossArgs.REMOVED,
-        "length_unit": ("tokens", "--length_penalty counts tokens"),
-        "do_sample": (True, "responses are always sampled"),
-        "repetition_penalty": (1.0, "responses are sampled from the policy itself"),
-        "eval_interval": (0, "each iteration ends with an evaluation"),
-        "eval_iters": (None, "use --eval_prompts"),
-    }
 
     experiment_name: str = "rlhf-online-dpo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -66,29 +66,6 @@ GAP = ("sampling/kl", "sampling/ratio_max")  # between servers and trainer, of t
 @dataclass(frozen=True, kw_only=True)
 class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutLogArgs):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"noptepochs": "ppo_epochs", "kl_coef": "init_kl_coeff"}
-    SPLIT_FROM: ClassVar[str] = "refuel"  # whose older runs may be resumed
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        **refuel.RegressionArgs.REMOVED,
-        "setting": ("online", refuel.ITERATIVE),
-        "stage": ("all", refuel.ITERATIVE),
-        "iterations": (1, refuel.ITERATIVE),
-        "num_data": (0, "use --max_steps"),
-        "horizon": ("random", refuel.ITERATIVE),
-        "prefix": ("policy", refuel.ITERATIVE),
-        "turn": ("random", refuel.ITERATIVE),
-        "validation_percentage": (0.05, refuel.ITERATIVE),
-        "eval_iters": (None, "use --eval_dialogues"),
-        "user_function": (None, refuel.ITERATIVE),
-        "user_model": (None, refuel.ITERATIVE),
-        "num_turns": (5, "dialogues have the turns of the data"),
-        "user_temperature": (0.8, refuel.ITERATIVE),
-        "user_max_new_tokens": (256, refuel.ITERATIVE),
-        "base_url": ([], refuel.ITERATIVE),
-        "max_workers": (16, refuel.ITERATIVE),
-        "max_attempts": (8, refuel.ITERATIVE),
-    }
 
     experiment_name: str = "rlhf-online-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
@@ -148,7 +125,7 @@ def train(
         dialogues = {split: load_dialogues(args.data_dir, split, args.verify) for split in splits}
     dialogues = sharing_columns(dialogues)
     data = "given/dialogues" if is_given else None
-    run = Run(args, "online_refuel", on_step, given, data, split_from=args.SPLIT_FROM)
+    run = Run(args, "online_refuel", on_step, given, data)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer, args.verify)
     policy = load_start(policy, args, tokenizer)
     enable_packing(policy)

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
@@ -32,8 +31,6 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".eps", ".webp", ".tif", ".
 @dataclass(frozen=True, kw_only=True)
 class PlotArgs:
     """Draw the curves of one or more runs."""
-
-    RENAMED: ClassVar[dict[str, str]] = {"output": "output_file"}
 
     experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
     """Experiment dirs."""

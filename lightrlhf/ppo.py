@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -159,16 +159,6 @@ class PPOArgs(
     """Largest absolute score after normalisation."""
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
-
-    REMOVED: ClassVar = {
-        "macro_ratio": ("token", "the ratio of each token is clipped"),
-        "macro_discount": ("segment", "gamma discounts once per macro action"),
-        "on_parse_error": ("ngram", "a response that cannot be parsed is divided every --ngram tokens"),
-        "repeat_times": (3, "each drawn length comes three times in a row"),
-        "parsing_cutoff": (5, "a constituent of more than 5 tokens is divided"),
-        "do_sample": (True, "rollouts are always sampled; lower --temperature instead"),
-        "repetition_penalty": (1.0, "rollouts are sampled from the policy itself; let the reward punish repetition"),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -76,16 +76,6 @@ MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArgs, RolloutLogArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        "data_dir": (..., "the environment names the experiment dir"),
-        "depth_curriculum": (False, 'list the stages in order, such as --stages "pickup; dropoff; full"'),
-        "merge_first_two": (False, 'join levels of a stage by +, such as --stages "pickup+dropoff; full"'),
-        "merge_after_first_k": (None, 'join levels of a stage by +, such as --stages "pickup; dropoff+full"'),
-        "first_step": (False, 'begin with a stage of one decision, such as --stages "pickup/1; pickup; full"'),
-        "do_sample": (True, "episodes are always sampled; lower --temperature instead"),
-        "repetition_penalty": (1.0, "an action may be repeated without penalty"),
-    }
     max_staleness: ClassVar[int] = 0  # type: ignore[misc]  # each decision waits for the one before
     server_sleep: ClassVar[bool] = False  # type: ignore[misc]  # each decision would wake the server
     experiment_name: str = "reflect-rl"

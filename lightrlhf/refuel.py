@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,26 +63,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SIDES = ("chosen", "rejected")
-ITERATIVE, ONLINE = "use lightrlhf.iterative_refuel", "use lightrlhf.online_refuel"
-ROLL_OUT_FLAGS = (
-    *("stage", "iterations", "num_data", "horizon", "prefix", "turn", "validation_percentage"),
-    *("rm_experiment_dir", "reward_function", "rm_chat_template", "rollout_mini_batch_size", "total_length"),
-    *("num_turns", "user_function", "user_model", "user_temperature", "user_max_new_tokens", "eval_dialogues"),
-    *("base_url", "max_workers", "max_attempts", "request_timeout", "health_timeout"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
     """REFUEL's loss."""
-
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        "num_layers_unfrozen": (0, "use --finetune_mode last_layer"),
-        "print_sample_output_freq": (0, "samples are written at each --eval_interval"),
-        "do_sample": (True, "replies are always sampled"),
-        "repetition_penalty": (1.0, "replies are sampled from the policy without changes"),
-        "offload": (False, "all models stay on the device"),
-    }
 
     loss_type: Literal["refuel", "dpo"] = "refuel"
     """Regress the difference of scores (refuel), or learn only which side scores higher (multi-turn dpo)."""
@@ -112,15 +97,6 @@ class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
 @dataclass(frozen=True, kw_only=True)
 class RefuelArgs(RegressionArgs, EvalArgs):
     """Multi-turn RLHF by regression on relative futures, from pairs of dialogues."""
-
-    REMOVED: ClassVar[dict[str, tuple[Any, str]]] = {
-        **RegressionArgs.REMOVED,
-        "setting": (None, "use lightrlhf.iterative_refuel for simulated, lightrlhf.online_refuel for online"),
-        **dict.fromkeys(ROLL_OUT_FLAGS, (None, ITERATIVE)),
-        **dict.fromkeys(("rollout_size", "penalty_reward_value", "whiten_rewards"), (None, ONLINE)),
-        "noptepochs": (None, f"{ONLINE} --ppo_epochs"),
-        "kl_coef": (None, f"{ONLINE} --init_kl_coeff"),
-    }
 
     experiment_name: str = "rlhf-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""

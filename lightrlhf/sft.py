@@ -14,7 +14,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -60,11 +60,6 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
     """Loss on the response alone, otherwise on the whole text."""
     label_smoothing: float = field(default=0.0, metadata=RARE)
     """Probability mass of each target that is spread evenly over the vocabulary."""
-
-    REMOVED: ClassVar = {
-        "packing": (..., "the examples of a pass are packed wherever that makes it cheaper; leave it out"),
-        "pack_width": (..., "packed rows have the width that makes a pass the cheapest; leave it out"),
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.hub import check_repository
 from lightrlhf.cli.latest import follow_latest, why_missing
-from lightrlhf.cli.lists import PATHS, TEXTS, WAS_TEXT, as_list, items_of, names
+from lightrlhf.cli.lists import PATHS, TEXTS, items_of, names
 from lightrlhf.cli.packages import check_package
 
 TYPES: dict[Any, tuple[type, str]] = {
@@ -451,7 +451,7 @@ class RewardArgs:
 
     rm_experiment_dir: str | None = field(default=None, metadata=SCORES)
     """Experiment dir or checkpoint of the reward model."""
-    reward_function: list[str] = field(default_factory=list, metadata=SCORES | WAS_TEXT)
+    reward_function: list[str] = field(default_factory=list, metadata=SCORES)
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
     reward_weights: list[float] = field(default_factory=list)
     """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
@@ -675,12 +675,8 @@ def check_types(args: Any) -> None:
     field, as calls from Python can give; a number that is not finite, or too large to be exact; a seed below 0 or of
     more than 32 bits; a text that no file system or file takes.
     """
-    was_text = {field.name for field in fields(args) if field.metadata.get("was_text")}
     for name, hint in get_type_hints(type(args)).items():
         value = getattr(args, name, None)
-        if name in was_text:
-            value = as_list(value)
-            object.__setattr__(args, name, value)
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [option for option in options if option is not NoneType]
         if get_origin(hint) is ClassVar or (value is None and NoneType in options):

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 
 def names(word: str) -> list[str]:
@@ -35,14 +34,6 @@ def texts(word: str) -> list[str]:
 
 
 PATHS, PAIRS, TEXTS = {"split": paths}, {"split": pairs}, {"split": texts}  # metadata of list fields; others are names
-WAS_TEXT = {"was_text": True}  # metadata of a list field that in older releases was one text, or none
-
-
-def as_list(value: Any) -> Any:
-    """The list that one text, or none, stands for; a list as it is."""
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
 
 
 def join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]]) -> list[str]:

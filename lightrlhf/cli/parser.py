@@ -9,7 +9,6 @@ Left out: nested flags (`--train.seed`), registries of programs, and environment
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import sys
@@ -21,33 +20,12 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.old_flags import FLOAT, LONG, WHOLE, flags_of, refuse_old_flags, update_names, with_new_names
+from lightrlhf.cli.names import ALIASES
+from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, checked_flags, config_as_json, flags_of, hint
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
 SPELLINGS = {int: WHOLE, float: FLOAT, bool: re.compile(r"true|false|yes|no|on|off")}
-ALIASES = {"--model_name_or_path": "--model_name"}
-PEERS = {  # names that other libraries have for a flag; each is only suggested
-    "lr": ("learning_rate", "actor_learning_rate"),
-    "batch_size": ("mini_batch_size",),
-    "per_device_train_batch_size": ("micro_batch_size",),
-    "train_batch_size": ("mini_batch_size",),
-    "gradient_accumulation_steps": ("mini_batch_size",),
-    "num_train_epochs": ("epochs",),
-    "n_epochs": ("epochs",),
-    "group_size": ("num_generations",),
-    "num_generations": ("rollout_size",),  # where a prompt has one response: how many are sampled before an update
-    "n": ("num_generations",),
-    "max_completion_length": ("max_new_tokens",),
-    "max_tokens": ("max_new_tokens",),
-    "kl_coef": ("init_kl_coeff", "beta"),
-    "beta": ("init_kl_coeff",),
-    "cliprange": ("clip_coeff",),
-    "max_grad_norm": ("gradient_clip_val",),
-    "checkpoint": ("experiment_dir", "resume_from"),
-    "reward_model_path": ("rm_experiment_dir",),
-    "bf16": ("precision",),
-}
 
 
 def parse(args_class: type[Args], argv: list[str] | None = None, description: str | None = None) -> Args:
@@ -81,8 +59,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     if not asks_help:
         try:
-            refuse_old_flags(args_class, words)
-            words = [with_new_names(args_class, word, before) for before, word in zip(["", *words], words)]
+            words = [config_as_json(args_class, word, before) for before, word in zip(["", *words], words)]
             check_spelling(args_class, words)
         except UsageError as problem:
             parser.error(str(problem))
@@ -120,14 +97,6 @@ def with_bare_booleans(args_class: type, words: list[str]) -> list[str]:
 
 def _is_bool(hint: Any) -> bool:
     return hint is bool or bool in get_args(hint)
-
-
-def neighbour(typo: str, flags: set[str]) -> str:
-    """The flag that was probably meant: of nearly the same letters, another library's name for it, or a longer name."""
-    nearest = difflib.get_close_matches(typo, sorted(flags), n=1, cutoff=0.75)
-    peers = [name for name in PEERS.get(typo, ()) if name in flags]
-    longer = sorted((name for name in flags if set(typo.split("_")) < set(name.split("_"))), key=len)
-    return next(iter(nearest + peers + longer), "")
 
 
 def check_spelling(args_class: type, words: list[str]) -> None:
@@ -207,11 +176,11 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
     once = getattr(args_class, "ONCE", ())
     values = {name: value for name, value in flags_of(stored).items() if name not in once}
     try:
-        return update_names(args_class, values, f"--resume_from {directory}")
+        return checked_flags(args_class, values, f"--resume_from {directory}")
     except UsageError:
         program = _module_name(args_class).rpartition(".")[2]
         before = stored.get("program", program)
-        if before not in (program, getattr(args_class, "SPLIT_FROM", program)):
+        if before != program:
             raise UsageError(f"--resume_from {directory} is a run of {before}, not of {program}") from None
         raise
 
@@ -222,8 +191,8 @@ def _shorten(message: str, flags: set[str]) -> str:
     if "nrecognized arguments" in line:
         words = [word.partition("=")[0] for word in line.split("arguments:")[-1].split()]
         typo = next((word for word in words if word.startswith("-")), words[0] if words else "")
-        meant = neighbour(typo.lstrip("-").replace("-", "_"), flags)
-        return f"unknown flag {typo}" + (f"; did you mean --{meant}?" if meant else "; --help_all lists all")
+        name = typo.lstrip("-").replace("-", "_")
+        return f"unknown flag {typo}{hint(name, flags) or '; --help_all lists all'}"
     if missing := re.search(r"arguments are required: (.+)", line):
         return " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
     one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"

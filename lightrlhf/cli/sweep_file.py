@@ -39,8 +39,9 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import lightrlhf
 from lightrlhf.cli.args import best_metric
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.old_flags import FLOAT, read_config
-from lightrlhf.cli.parser import ALIASES, neighbour, parse
+from lightrlhf.cli.names import ALIASES
+from lightrlhf.cli.parser import parse
+from lightrlhf.cli.stored_flags import FLOAT, nearest, read_config
 
 REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "metric: val/loss"}
 KEYS = {*REQUIRED, "flags", "grid", "sample", "num_samples", "sample_seed"}
@@ -113,15 +114,15 @@ def non_default_words(args: Any) -> list[str]:
 def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Sweep:
     for name in stored:
         if name not in KEYS:
-            meant = neighbour(name, KEYS)
+            meant = nearest(name, KEYS)
             raise ValueError(f"unknown key {name}; " + (f"did you mean {meant}?" if meant else "flags belong to flags"))
     for name, example in REQUIRED.items():
         if stored.get(name) in (None, "", []):
             raise ValueError(f"{name} is missing; give it as in `{example}`")
     program, metric = str(stored["program"]).replace("-", "_"), str(stored["metric"])
     if program not in lightrlhf.TRAINING:
-        nearest = difflib.get_close_matches(program, lightrlhf.TRAINING, n=1)
-        known = f"did you mean {nearest[0]}?" if nearest else f"these are: {', '.join(lightrlhf.TRAINING)}"
+        close = difflib.get_close_matches(program, lightrlhf.TRAINING, n=1)
+        known = f"did you mean {close[0]}?" if close else f"these are: {', '.join(lightrlhf.TRAINING)}"
         raise ValueError(f"program {program} is no training program; {known}")
     try:
         metric, lower_is_better = best_metric(metric)

@@ -261,7 +261,7 @@ def _rewards(old: Samples, rows: Sequence[Mapping[str, float]]) -> dict[str, Num
 
 
 def summary(row: Any) -> tuple[str, str, list[float], dict[str, float]]:
-    """Prompt, response, `NUMBERS` and rewards of a row; what an older version did not write is NaN.
+    """Prompt, response, `NUMBERS` and rewards of a row; what it lacks is NaN.
 
     Raises: NotASample.
     """

@@ -17,7 +17,6 @@ from typing import Any
 
 from lightrlhf.cli.args import RARE, RewardArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.lists import WAS_TEXT
 from lightrlhf.data.responses import ROW, read_responses
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, win_rate
@@ -36,7 +35,7 @@ class ResponseArgs(RewardArgs):
 
     rm_experiment_dir: str | None = field(default=None, metadata={"required": None})
     """Reward model that scores the responses."""
-    reward_function: list[str] = field(default_factory=list, metadata=WAS_TEXT | {"required": None})
+    reward_function: list[str] = field(default_factory=list, metadata={"required": None})
     """Python functions `package.module:name` that score them, one or several, instead of a model or beside it."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""

@@ -97,11 +97,10 @@ class JsonlWriter:
     """Appends rows to a file, under an exclusive lock; `rows` are the complete rows in it.
 
     settings: plain values; a file with rows of other settings is refused.
-    renamed: old names of settings and the new ones, for files of an older release.
     Raises: UsageError when the file cannot be written, is not JSONL, or has rows of other settings.
     """
 
-    def __init__(self, path: str | Path, settings: Row | None = None, renamed: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: str | Path, settings: Row | None = None) -> None:
         self.path, self._settings, self._changed = Path(path), settings, False
         with writing(path, error=UsageError):
             make_folder(self.path.parent)
@@ -111,7 +110,7 @@ class JsonlWriter:
                 sync_folder(self.path.parent)
                 self.rows = self._complete_rows()
                 if self.rows and settings is not None:
-                    check_settings(self.path, settings, renamed)
+                    check_settings(self.path, settings)
                     self._changed = SEAL[0] not in stored_settings(self.path)  # a kill came after its last row
                 elif settings is not None:
                     write_settings(self.path, settings)
@@ -230,10 +229,9 @@ def seal_rows(path: Path) -> None:
         write_settings(path, stored | _seal_of(path.read_bytes()))
 
 
-def check_settings(path: Path, settings: Row, renamed: Mapping[str, str] | None = None) -> None:
+def check_settings(path: Path, settings: Row) -> None:
     """Raises: UsageError when the rows of a file have other settings than these."""
-    stored = stored_settings(path)
-    stored = {(renamed or {}).get(name, name): value for name, value in stored.items() if name not in SEAL}
+    stored = {name: value for name, value in stored_settings(path).items() if name not in SEAL}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
     if changed:

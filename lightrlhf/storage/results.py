@@ -210,7 +210,7 @@ def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[
         return name, ""
     try:
         earlier = stored_settings(folder / f"{name}.jsonl")
-    except UsageError:  # none, or of an older release
+    except UsageError:  # there are none
         earlier = {}
     changed = [flag for flag in flags if flag in earlier and earlier[flag] != flags[flag]]
     more = [f"and-{len(changed) - 3}-more"] if len(changed) > 3 else []

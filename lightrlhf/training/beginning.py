@@ -23,7 +23,6 @@ from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 
 PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
 SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
-OLDER = "note: an older release began this run and noted no data and models, so changes of them go unnoticed"
 FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interval"} - {"seed"}  # never the cause
 
 
@@ -41,7 +40,7 @@ class Beginning:
         self.args, self.ranks, self.given, self.before = args, ranks, given, before or {}
         self.values: dict[str, Any] = {}
         self.sources = sources_of(args, given)
-        if self.is_known and (changed := changed_source(self.before["began"]["sources"], self.sources)):
+        if before and (changed := changed_source(before["began"]["sources"], self.sources)):
             raise UsageError(self.refusal(*changed))
         for name in PER_RANK:
             if (value := getattr(args, name, None)) is not None:
@@ -50,11 +49,6 @@ class Beginning:
         for name in SAME:
             if hasattr(args, name):
                 self.fix(name, getattr(args, name), f"--{name} is")
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the resumed run recorded these values; older releases did not."""
-        return "began" in self.before
 
     def fix(self, name: str, value: Any, words: str, remedy: str = "") -> None:
         """Fix a named value; words: its description and a verb, for the error; remedy: replaces the default remedy."""

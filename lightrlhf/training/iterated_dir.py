@@ -20,8 +20,8 @@ from typing import Any
 from lightrlhf.cli.args import DataArgs, RolloutLogArgs, ServerArgs, StartArgs, TrainArgs, check_at_least, is_gguf
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.latest import LATEST
-from lightrlhf.cli.old_flags import flags_of
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.cli.stored_flags import flags_of
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation

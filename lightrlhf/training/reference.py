@@ -158,8 +158,6 @@ def reference_logps(
         chosen = [rows[i] if mismatches is None or i < len(rows) else mismatches.row(i) for i in part]
         return score_rows(run, reference.to(run.device), chosen, tokenizer.pad_token_id)
 
-    if run.resumed and (stored := run.resumed["extra"].get("reference")):
-        stored.setdefault("places", [*range(len(rows))])  # older releases scored all rows
     folder = Path(run.data_dirs[0])  # given rows have none
     parts = parts + (mismatches.parts() if mismatches else [])
     return score_parts(run, "reference", digest, parts, score, folder if folder.is_dir() and not run.dry else None)

@@ -27,12 +27,12 @@ from lightrlhf.training.provenance import check_given
 
 
 def read_state(
-    directory: Path, program: str, given: Mapping[str, str], split_from: str | None = None
+    directory: Path, program: str, given: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
     """`resume.pt` of the newest good checkpoint of a run, memory-mapped, so that ranks share its pages.
 
     Second, the damaged ones that are newer, newest first, with what is wrong with each. given: the objects that
-    `train` was called with, by name; split_from: the program that was this one too in older releases, by `--setting`.
+    `train` was called with, by name.
     Raises: UsageError when there is none, none is good, it is of another program, or the run began with other objects.
     """
     try:
@@ -40,9 +40,10 @@ def read_state(
     except (OSError, ValueError, RecursionError):
         raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
     stored = stored if isinstance(stored, dict) else {}
-    is_old = stored.get("program") == split_from and "setting" in stored
-    if stored.get("program") != program and not is_old:
+    if stored.get("program") != program:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")
+    if "began" not in stored:
+        raise UsageError(f"{directory / 'args.json'} does not say how the run began; restore it")
     check_args(directory)
     check_given(stored.get("given", {}), given, f"--resume_from {directory}")
     damaged: list[tuple[Path, str]] = []
@@ -66,7 +67,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
         return None, problem
     try:
         state = torch.load(folder / "resume.pt", weights_only=True, mmap=True, map_location="cpu")
-        state["learned"] = with_stored(state["learned"], state.pop("stored", {}), folder)  # older ones hold them all
+        state["learned"] = with_stored(state["learned"], state.pop("stored"), folder)
         parts = {name: state[name] for name in ("learned", "optimizers", "schedulers", "extra")}
         parts["loss_scale"] = state.get("loss_scale")
     except Exception as error:  # unpickling raises whatever the bytes mean

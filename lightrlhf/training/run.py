@@ -61,7 +61,7 @@ from lightrlhf.storage.run_dir import (
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove_left
 from lightrlhf.storage.writing import writing
-from lightrlhf.training.beginning import OLDER, Beginning
+from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
@@ -118,7 +118,7 @@ class Run(Generic[AnyArgs]):
     on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
     `StopTraining`. given: objects that `train` was called with, by name (see `given_objects`); a resumed run requires
     the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first
-    one's parent and the names joined by +. split_from: see `read_state`.
+    one's parent and the names joined by +.
     Raises: UsageError when the experiment dir cannot be written, there is nothing to resume from, or the given objects
     are not those the run began with.
     """
@@ -130,7 +130,6 @@ class Run(Generic[AnyArgs]):
         on_step: OnStep | None = None,
         given: dict[str, str] | None = None,
         data: str | None = None,
-        split_from: str | None = None,
     ) -> None:
         from lightning.fabric import seed_everything
 
@@ -153,7 +152,7 @@ class Run(Generic[AnyArgs]):
         self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
         self._lock = self._locked() if args.resume_from and self.directory.is_dir() else None
         try:
-            self.resumed = self._read_resume_state(split_from)
+            self.resumed = self._read_resume_state()
         except BaseException:
             if self._lock:
                 self._lock.release()
@@ -706,15 +705,13 @@ class Run(Generic[AnyArgs]):
         title = self.args.experiment_name
         return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
 
-    def _read_resume_state(self, split_from: str | None) -> dict[str, Any] | None:
+    def _read_resume_state(self) -> dict[str, Any] | None:
         if not self.args.resume_from:
             self.began = Beginning(self.args, self.world_size, self.given)
             return None
-        state, damaged = read_state(Path(self.args.resume_from), self.program, self.given, split_from)
+        state, damaged = read_state(Path(self.args.resume_from), self.program, self.given)
         before = stored_args(self.args.resume_from)
         self.began = Beginning(self.args, self.world_size, self.given, before)
-        if not self.began.is_known:
-            self.fabric.print(OLDER)
         self._damaged = [folder for folder, _ in damaged]
         for folder, problem in damaged:
             self.fabric.print(f"note: {folder} is damaged ({problem}); going on from step {state['step']} before it")

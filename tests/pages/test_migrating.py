@@ -1,15 +1,17 @@
-"""howto/migrating.md names every old flag, module and script; SheepRL's command lines pass our parsers."""
+"""howto/migrating.md names what other systems have, and the parser answers alike; SheepRL's commands pass it."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 
 import pytest
 import yaml
 from helpers import ROOT
 from helpers.pages import args_class, blocks, commands_of, parse_flags, programs
+
+from lightrlhf.cli.names import ALIASES, ANSWERS, answer, flags_in
+from lightrlhf.cli.parser import parse
 
 PAGE = (ROOT / "howto" / "migrating.md").read_text(encoding="utf-8")
 SCRIPTS = {
@@ -82,11 +84,6 @@ FLAGS = """
     validation_percentage experiment_dir use_pretrained
 """
 PROGRAMS = {name: args_class(name) for name in programs()}
-OLDER = PAGE.partition("## From an older lightrlhf")[2].partition("\n## ")[0]
-COMMON = """
-    adapters args batch chat checkpoint desk dialogue episodes experiments futures iterations jsonl loading model ops
-    parsing prefix_cache prefix_sharing ranks remote rewards rollout roofline run scoring segments votes
-"""
 
 
 @pytest.mark.parametrize("command", commands_of(SHEEPRL), ids=lambda c: c.words[0].rpartition("/")[2])
@@ -169,9 +166,9 @@ def rows(page: str) -> list[list[str]]:
 
 def test_flags_that_stayed_exist_and_flags_that_went_do_not():
     ours = {field.name for args in PROGRAMS.values() for field in dataclasses.fields(args)}
-    aliases = {"model_name_or_path"}
+    aliases = {name.removeprefix("--") for name in ALIASES}
     checked = 0
-    for theirs, here, *_ in rows(PAGE.replace(OLDER, "")):
+    for theirs, here, *_ in rows(PAGE):
         names = re.findall(r"`--([\w.]+)", theirs)
         if here.startswith("gone"):
             assert not [name for name in names if name in ours], theirs
@@ -183,25 +180,28 @@ def test_flags_that_stayed_exist_and_flags_that_went_do_not():
     assert checked > 80
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_page_names_each_flag_that_was_renamed_or_removed(program):
-    args = PROGRAMS[program]
-    listed = {}
-    for names, flags, now, *_ in (row for row in rows(OLDER) if len(row) == 3):
-        if program.rpartition(".")[2] in re.findall(r"`(\w+)`", names):
-            listed |= dict.fromkeys(re.findall(r"`--(\w+)", flags), now)
-    renamed = getattr(args, "RENAMED", {})
-    assert listed.keys() == {*renamed, *getattr(args, "REMOVED", {})}
-    assert not {old: new for old, new in renamed.items() if f"`--{new}`" not in listed[old]}
+@pytest.mark.parametrize("theirs, here", [row[:2] for row in rows(PAGE) if row[0].startswith("`--")])
+def test_each_name_of_the_page_is_a_flag_or_answered_as_the_page_says(theirs, here):
+    ours = {field.name for args in PROGRAMS.values() for field in dataclasses.fields(args)} | {"model_name_or_path"}
+    named = set(re.findall(r"--(\w+)", here))
+    for name in set(re.findall(r"`--([\w.]+)", theirs)) - ours:
+        answers = ANSWERS[name]
+        if named and not here.startswith("gone"):
+            assert named & {flag for text in answers for flag in flags_in(text)}, name
+        assert {flag for text in answers for flag in flags_in(text)} <= ours, name
 
 
-def test_the_page_names_the_successors_of_all_modules_and_programs():
-    listed = {}
-    for old, new in (row for row in rows(OLDER.partition("### Modules")[2]) if len(row) == 2):
-        listed |= dict.fromkeys(re.findall(r"`(\w+)`", old), new)
-    assert listed.keys() == set(COMMON.split())
-    for module, names in re.findall(r"`(\w+\.\w+)`(?: \(([^)]*)\))?", "\n".join(listed.values())):
-        there = importlib.import_module(f"lightrlhf.{module}")
-        assert not [name for name in re.findall(r"`(\w+)`", names or "") if not hasattr(there, name)], module
-    for program in re.findall(r"python -m ([\w.]+)", OLDER):
-        assert importlib.util.find_spec(program), program
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_name_of_another_library_is_answered_by_the_parser_of_each_program_that_lacks_it(name, capsys):
+    answered = 0
+    for args in PROGRAMS.values():
+        flags = {field.name for field in dataclasses.fields(args)}
+        text = answer(name, flags)
+        if name in flags or not text or answered == 3:
+            continue
+        with pytest.raises(SystemExit) as stopped:
+            parse(args, [f"--{name}", "1"])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.count("\n") == 1 and f"--{name}" in error and text in error
+        answered += 1
+    assert answered

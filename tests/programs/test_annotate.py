@@ -300,9 +300,8 @@ def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, 
         (["--reward_function", "f:g", "--reward_weights", "1", "2"], "--reward_weights 1.0 2.0: give 1, one for each"),
         (["--rm_experiment_dir", "none"], "--rm_experiment_dir none does not exist"),
         ([], "has no rewards yet; give --rm_experiment_dir or --reward_function"),
-        (["--destination_dir", "d"], "--output_dir"),
         (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
-        (["--length_unit", "characters"], "--length_penalty counts tokens"),
+        (["--len_penalty", "1"], "--length_penalty"),
     ],
 )
 def test_bad_flags_are_one_line(wrong, message, responses, capsys):

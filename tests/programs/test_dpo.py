@@ -784,9 +784,7 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_dat
     assert str(one["optimizers"]) == str(other["optimizers"]) and one["extra"] == other["extra"]
 
 
-def test_a_reference_that_is_no_longer_the_same_is_refused_and_of_an_older_run_computed_anew(
-    cafe_data, base_model, tokenizer, tmp_path, capsys
-):
+def test_a_reference_that_is_no_longer_the_same_is_refused(cafe_data, base_model, tokenizer, tmp_path, capsys):
     folder = shutil.copytree(base_model, tmp_path / "model")
     flags = ["--data_dir", str(cafe_data), "--model_name", str(folder), "--log_dir", str(tmp_path / "logs"), *FEW]
     run = main([*flags, "--max_steps", "2"])
@@ -802,13 +800,6 @@ def test_a_reference_that_is_no_longer_the_same_is_refused_and_of_an_older_run_c
     with pytest.raises(SystemExit):
         main(["--resume_from", run, "--max_steps", "4"])
     assert f"--model_name {folder} is not what it was when the run began" in capsys.readouterr().err
-    arguments = json.loads((Path(run) / "args.json").read_text())
-    del arguments["began"]  # as an older release wrote it
-    (Path(run) / "args.json").write_text(json.dumps(arguments))
-    reseal(Path(run))
-    main(["--resume_from", run, "--max_steps", "4"])
-    assert "log-probabilities again" in capsys.readouterr().out
-    assert stored()["fingerprint"] != before["fingerprint"] and stored()["logps"] != before["logps"]
 
 
 def test_a_fingerprint_follows_weights_and_tokens():
@@ -884,8 +875,7 @@ def refused(flags: list, capsys) -> str:
         ),
         (["--length_alpha=-1"], "--length_alpha -1"),
         (["--rpo_alpha=-1"], "--rpo_alpha -1"),
-        (["--margin_scale", "2"], "--margin_scale was removed"),
-        (["--rapo_lambda", "0.7"], "--rapo const:0.5"),
+        (["--margin_scale", "2"], "scale the margins"),
         (["--rapo", "const:x"], "--rapo"),
         (["--max_length", "0"], "--max_length 0"),
         (["--max_length", "8", "--max_prompt_length", "8"], "try --max_prompt_length 4"),

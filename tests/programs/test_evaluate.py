@@ -335,15 +335,6 @@ def test_help_names_the_programs_for_environments_and_dialogues(capsys):
         assert flags or "evaluate_env" in text and "evaluate_dialogues" in text
 
 
-def test_a_config_file_with_the_flags_of_all_three_programs_still_counts(sft, tmp_path, capsys):
-    config = tmp_path / "args.yaml"
-    config.write_text("mini_batch_size: 3\nby_turn: false\nenv: null\nlevels: []\neval_reps: 1\nnum_turns: 5\n")
-    flags = ["--experiment_dir", str(sft), "--config", str(config)]
-    assert evaluate.parse(evaluate.EvaluateArgs, flags).rollout_mini_batch_size == 3
-    config.write_text("env: dangerous_taxi\n")
-    assert "lightrlhf.evaluate_env" in refused(capsys, *flags)
-
-
 # ------------------------------------------------------------------------------------------------------- bad calls
 @pytest.mark.parametrize(
     ("flags", "named"),
@@ -361,8 +352,8 @@ def test_a_config_file_with_the_flags_of_all_three_programs_still_counts(sft, tm
         (["--accelerator", "gpu9"], "--accelerator gpu9"),
         (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
         (["--by_turn", "maybe"], "--by_turn maybe"),
-        (["--eval_reps", "2"], "lightrlhf.evaluate_env"),
-        (["--num_turns", "2"], "lightrlhf.evaluate_dialogues"),
+        (["--eval_reps", "2"], "--eval_reps"),
+        (["--num_turns", "2"], "--num_turns"),
     ],
 )
 def test_a_bad_flag_is_one_line(sft, capsys, flags, named):

@@ -123,17 +123,6 @@ def test_two_ranks_write_what_one_writes(tmp_path, flags, starter):
     assert shards[0] + shards[1] == rows and min(map(len, shards)) >= len(rows) // 2
 
 
-def test_a_file_of_an_older_release_is_resumed(tmp_path, flags):
-    rows = generated(tmp_path, flags)
-    file, settings = tmp_path / "rows.jsonl", tmp_path / "rows.args.json"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:3]))
-    old = {"num_generations": "num_responses", "rollout_mini_batch_size": "mini_batch_size"}
-    stored = json.loads(settings.read_text())
-    settings.write_text(json.dumps({old.get(name, name): value for name, value in stored.items()}))
-    assert generated(tmp_path, flags) == rows
-
-
 def test_rewards_best_of_n_and_the_datas_own_answers(tmp_path, flags, cafe_data, rm_dir, tokenizer):
     options = ["--rm_experiment_dir", rm_dir, "--ref_scores", "True", "--num_prompts", "4"]
     options += ["--prompts_from", "preference"]
@@ -236,7 +225,7 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
             "--prompts_from finetune requires",
         ),
         (["--data_dir", ".", "--ref_scores", "True"], "--ref_scores True needs --rm_experiment_dir"),
-        (["--data_dir", ".", "--num_responses=2"], "--num_generations"),
+        (["--data_dir", ".", "--K=2"], "--num_generations"),
         (["--data_dir", ".", "--mini_batch_size=2"], "--rollout_mini_batch_size"),
         (["--data_dir", ".", "--my_world_size", "2"], "--devices"),
         (["--data_dir", ".", "--local_index", "1"], "torchrun"),

@@ -41,7 +41,7 @@ def finished(flags, tmp_path_factory):
 
 
 def args_of(talk_data, **given) -> IterativeRefuelArgs:
-    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": "helpers.rewards:vowels"}
+    fixed = {"data_dir": str(talk_data), "model_name": "tiny", "reward_function": ["helpers.rewards:vowels"]}
     return IterativeRefuelArgs(**fixed, accelerator="cpu", **given)
 
 
@@ -353,16 +353,14 @@ def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, fla
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--setting", "online"], "lightrlhf.online_refuel"),
-        (["--rollout_size", "8"], "lightrlhf.online_refuel"),
-        (["--kl_coef", "0.1"], "--init_kl_coeff"),
-        (["--print_sample_output_freq", "5"], "--eval_interval"),
+        (["--reward.kl_coef", "0.1"], "--init_kl_coeff"),
+        (["--print_sample_output_freq", "5"], "evaluation"),
         (["--num_nodes", "2"], "--devices"),
         (["--base_url", "http://localhost:1/v1"], "--user_model"),
         (["--validation_percentage", "0.5"], "[0, 0.5)"),
     ],
 )
-def test_bad_and_old_flags_are_refused_in_one_line(flags, tmp_path, capsys, wrong, message):
+def test_bad_flags_and_refuels_own_are_refused_in_one_line(flags, tmp_path, capsys, wrong, message):
     with pytest.raises(SystemExit) as stop:
         main([*flags, "--output_dir", str(tmp_path / "run"), *wrong])
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, reseal, tiny_policy, weights
+from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, tiny_policy, weights
 from safetensors.torch import load_file
 
 from lightrlhf import online_refuel
-from lightrlhf.cli.parser import parse
 from lightrlhf.generation.dialogues import load_dialogues
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -44,24 +42,6 @@ def test_it_starts_at_the_initial_policy_and_resumes_bitwise(flags):
     assert [row for row in metrics(run) if "val/score" not in row] == [r for r in rows if "val/score" not in r]
 
 
-def test_a_run_of_the_older_refuel_program_is_resumed(flags):
-    """Which had this program as `--setting online`; a run of today's `refuel` has no setting and is refused."""
-    run = Path(main([*flags, "--max_steps", "2"]))
-    end = weights(last_checkpoint(run))
-    shutil.rmtree(run / "checkpoint-000002")
-    stored = json.loads((run / "args.json").read_text()) | {"program": "refuel"}
-    for old, new in OnlineRefuelArgs.RENAMED.items():
-        stored[old] = stored.pop(new)
-    (run / "args.json").write_text(json.dumps(stored))
-    reseal(run)
-    with pytest.raises(SystemExit):
-        main(["--resume_from", str(run)])
-    (run / "args.json").write_text(json.dumps(stored | {"setting": "online", "stage": "all"}))
-    reseal(run)
-    main(["--resume_from", str(run)])
-    assert weights(last_checkpoint(run)) == end
-
-
 def test_given_objects_do_what_flags_do(flags, talk_data, tmp_path):
     from helpers.rewards import vowels
 
@@ -90,7 +70,7 @@ def parse_value(text: str):
 def make_pairs(talk_data, tokenizer, scorer=None, **given):
     """Pairs of one step of tiny models, with what they were made of; scorer: in place of the reward function."""
     fixed = {"max_new_tokens": 5, "init_kl_coeff": 0.0, "data_dir": str(talk_data)}
-    fixed |= {"reward_function": "helpers.rewards:vowels", "model_name": "tiny", "accelerator": "cpu"}
+    fixed |= {"reward_function": ["helpers.rewards:vowels"], "model_name": "tiny", "accelerator": "cpu"}
     args = OnlineRefuelArgs(**(fixed | given))
     policy = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
     reference = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
@@ -166,30 +146,15 @@ def test_mini_batches_divide_the_pairs_of_a_rollout(flags, sft_dir):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--user_model", "x"], "lightrlhf.iterative_refuel"),
-        (["--stage", "rank"], "lightrlhf.iterative_refuel"),
-        (["--setting", "online"], "--setting"),
         (["--noptepochs", "4"], "--ppo_epochs"),
         (["--kl_coef", "0.05"], "--init_kl_coeff"),
         (["--num_layers_unfrozen", "2"], "--finetune_mode last_layer"),
-        (["--eval_iters", "2"], "--eval_dialogues"),
         (["--max_new_tokens", "900"], "--total_length 2048"),
     ],
 )
-def test_bad_and_old_flags_are_refused_in_one_line(flags, capsys, wrong, message):
+def test_bad_flags_and_refuels_own_are_refused_in_one_line(flags, capsys, wrong, message):
     with pytest.raises(SystemExit) as stop:
         main([*flags, *wrong])
     assert stop.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert wrong[0] in error and message in error
-
-
-def test_an_older_runs_flags_keep_their_values(flags, talk_data, tmp_path):
-    """`--config` files of the one program of older releases: renamed flags keep values, others must be defaults."""
-    config = tmp_path / "old.yaml"
-    config.write_text("setting: online\nnoptepochs: 3\nkl_coef: 0.2\nhorizon: random\n")
-    args = parse(OnlineRefuelArgs, [*flags, "--config", str(config)])
-    assert (args.ppo_epochs, args.init_kl_coeff) == (3, 0.2)
-    config.write_text("setting: simulated\n")
-    with pytest.raises(SystemExit):
-        parse(OnlineRefuelArgs, [*flags, "--config", str(config)])

@@ -43,7 +43,7 @@ PROMPTS, RESPONSES = rows_of(3, 9, 1, 5), [[*row, EOS] for row in rows_of(6, 2, 
 
 def ppo_args(cafe_data, **changes) -> PPOArgs:
     sizes = {"rollout_size": 4, "mini_batch_size": 4, "micro_batch_size": 4, "actor_learning_rate": 1e-3}
-    return PPOArgs(data_dir=str(cafe_data), model_name="tiny", reward_function="x:y", **(sizes | changes))
+    return PPOArgs(data_dir=str(cafe_data), model_name="tiny", reward_function=["x:y"], **(sizes | changes))
 
 
 def ppo_batch(dtype=torch.float32) -> PPOBatch:

@@ -149,7 +149,7 @@ SETTINGS = [
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
 def test_an_update_equals_one_in_float64(given, roles, rollout):
     sizes = {"rollout_size": 6, "mini_batch_size": 6, "micro_batch_size": 3, "max_new_tokens": 7, "temperature": 0.7}
-    args = PPOArgs(**({"data_dir": "x", "model_name": "tiny", "reward_function": "x:y"} | sizes | given))
+    args = PPOArgs(**({"data_dir": "x", "model_name": "tiny", "reward_function": ["x:y"]} | sizes | given))
     actor, critic = map(copy.deepcopy, roles)
     run = RunOfSteps(args, RATE, policy=actor, critic=critic)
     scores = scores_of(SCORES)

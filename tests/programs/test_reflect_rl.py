@@ -22,8 +22,6 @@ from helpers.corridor import STARTS, WAYS, Corridor, corridor_tokenizer, save_co
 from lightrlhf import reflect_rl
 from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import StopTraining, UsageError
-from lightrlhf.cli.old_flags import update_names
-from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import response_batch
 from lightrlhf.envs.agents import ModelAgent
 from lightrlhf.envs.episodes import Decision, Episode, decision_batch, play
@@ -373,38 +371,6 @@ def test_a_policy_without_its_tokenizer_is_refused(policy_dir):
     policy = load_policy(policy_dir, ModelArgs(), corridor_tokenizer())
     with pytest.raises(UsageError, match="--sft_experiment_dir or --model_name"):
         reflect_rl.train(ReflectRLArgs(), policy=policy, envs=Corridor)
-
-
-# ------------------------------------------------------------------------------------------------------- old flags
-OLD = {
-    "group_size": ("2", "--num_generations"),
-    "depth_curriculum": ("True", '--stages "pickup; dropoff; full"'),
-    "merge_first_two": ("True", '--stages "pickup+dropoff; full"'),
-    "merge_after_first_k": ("1", '--stages "pickup; dropoff+full"'),
-    "first_step": ("True", '--stages "pickup/1; pickup; full"'),
-    "do_sample": ("False", "--temperature"),
-    "repetition_penalty": ("1.2", "penalty"),
-    "data_dir": ("data/x/y", "environment"),
-}
-
-
-@pytest.mark.parametrize("flag", OLD)
-def test_an_old_flag_names_its_successor(flag, capsys):
-    value, successor = OLD[flag]
-    with pytest.raises(SystemExit) as stopped:
-        reflect_rl.main([f"--{flag}", value])
-    lines = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and len(lines) == 1 and f"--{flag}" in lines[0] and successor in lines[0]
-
-
-def test_stored_flags_of_an_older_run_are_renamed_or_refused():
-    today = to_dict(args_of())
-    old = today | {"depth_curriculum": False, "merge_first_two": False, "merge_after_first_k": None}
-    old |= {"first_step": False, "do_sample": True, "repetition_penalty": 1.0, "data_dir": "corridor/episodes"}
-    old["group_size"] = old.pop("num_generations") + 3
-    assert update_names(ReflectRLArgs, old, "args.json") == today | {"num_generations": 4}
-    with pytest.raises(UsageError, match="args.json: merge_first_two True"):
-        update_names(ReflectRLArgs, old | {"merge_first_two": True}, "args.json")
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

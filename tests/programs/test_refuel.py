@@ -196,17 +196,14 @@ def test_given_rows_and_policy_replace_the_files(pairs_dir, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("old", "successor"),
     [
-        (["--setting", "online"], "lightrlhf.online_refuel"),
-        (["--iterations", "2"], "lightrlhf.iterative_refuel"),
-        (["--user_function", "a:b"], "lightrlhf.iterative_refuel"),
         (["--noptepochs", "2"], "--ppo_epochs"),
-        (["--kl_coef", "0.1"], "--init_kl_coeff"),
+        (["--reward.kl_coef", "0.1"], "--init_kl_coeff"),
         (["--num_layers_unfrozen", "1"], "--finetune_mode last_layer"),
-        (["--print_sample_output_freq", "1"], "--eval_interval"),
+        (["--print_sample_output_freq", "1"], "evaluation"),
         (["--offload", "True"], "--offload"),
     ],
 )
-def test_a_flag_of_an_older_release_names_its_successor(flags, capsys, old, successor):
+def test_a_flag_of_refuels_own_code_names_its_successor(flags, capsys, old, successor):
     with pytest.raises(SystemExit) as stop:
         main([*flags, *old])
     message = capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import signal
@@ -22,7 +21,6 @@ from lightrlhf.cli.args import RewardArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.data.tokens import encode_prompt, encode_response
-from lightrlhf.ppo import PPOArgs
 from lightrlhf.rewards import workers
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.functions import Response, call_function
@@ -252,17 +250,6 @@ def test_names_are_unique_and_none_is_that_of_a_count():
 def test_flags_that_cannot_be_meant_are_refused(flags, reward, message):
     with pytest.raises(UsageError, match=message):
         RewardArgs(**flags).check_reward(reward)
-
-
-def test_one_text_or_none_of_older_arguments_is_a_list(tmp_path, cafe_data, sft_dir):
-    from lightrlhf.cli.parser import parse
-
-    assert PPOArgs(data_dir=str(cafe_data), model_name="tiny", reward_function="a:b").reward_function == ["a:b"]
-    flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", str(sft_dir), "--reward_function", "a:b,c:d", "e:f"]
-    assert parse(PPOArgs, flags).reward_function == ["a:b", "c:d", "e:f"]
-    for stored, read in (("a:b", ["a:b"]), (None, [])):
-        (tmp_path / "config.yaml").write_text(f"reward_function: {json.dumps(stored)}\n")
-        assert parse(PPOArgs, [*flags[:4], "--config", str(tmp_path / "config.yaml")]).reward_function == read
 
 
 # --------------------------------------------------------------------------------------- processes that can be killed

@@ -52,16 +52,6 @@ def test_rows_of_other_settings_are_refused(tmp_path):
         JsonlWriter(path, {"temperature": 1.0, "files": ("a",)})
 
 
-def test_settings_of_an_older_release_count_under_their_new_names(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with JsonlWriter(path, {"num_responses": 4}) as writer:
-        writer.append(*ROWS)
-    renamed = {"num_responses": "num_generations"}
-    JsonlWriter(path, {"num_generations": 4}, renamed).close()
-    with pytest.raises(UsageError, match="num_generations was 4, now 8"):
-        JsonlWriter(path, {"num_generations": 8}, renamed)
-
-
 def squares(calls: list[list[int]], fail_at: int | None = None):
     """A `work` that notes the items of each call, and fails before one item."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import shutil
 import sys
 from argparse import Namespace
@@ -155,16 +154,6 @@ def test_rows_are_equal_by_all_that_they_hold():
     others = [{**rows[0], "prompt_len": 0}, {**rows[0], "columns": {"answer": "b"}}]
     others += [{**rows[0], "input_ids": torch.tensor([2, 1])}]
     assert len({hash_rows(one) for one in (rows, rows * 2, *([other] for other in others))}) == 5
-
-
-def test_the_run_of_an_older_release_goes_on_with_a_note(sft_run, tmp_path, capsys):
-    older = shutil.copytree(sft_run, tmp_path / "older", symlinks=True)
-    stored = json.loads((older / "args.json").read_text())
-    del stored["began"]
-    (older / "args.json").write_text(json.dumps(stored))
-    reseal(older)
-    resumes(sft.main, older, [], tmp_path)
-    assert "note: an older release began this run" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------------------------- sources

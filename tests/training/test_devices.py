@@ -505,7 +505,7 @@ def test_memory_that_runs_out_is_told_with_the_phase_and_three_flags(
 def test_the_flags_that_help_fit_the_phase_and_what_is_set():
     from lightrlhf.ppo import PPOArgs
 
-    args = PPOArgs(data_dir=".", model_name="tiny", reward_function="a:b", rollout_mini_batch_size=16)
+    args = PPOArgs(data_dir=".", model_name="tiny", reward_function=["a:b"], rollout_mini_batch_size=16)
     flags = memory_flags(args, "rollout", 2**32, 10**9, 1)
     assert [flag.split()[0] for flag in flags][:2] == ["--rollout_mini_batch_size", "--max_new_tokens"]
     assert flags[0] == "--rollout_mini_batch_size 8 (that allocation becomes 2.00 GiB)"

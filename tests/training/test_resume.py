@@ -85,17 +85,6 @@ def test_merged_weights_leave_the_adapter_in_the_state(cafe_data, base_model, tm
     assert state_of(run)["learned"]["policy"] and is_bitwise(sft.main, run)
 
 
-def test_a_checkpoint_of_an_older_release_is_resumed(cafe_data, base_model, tmp_path):
-    run = sft.main(flags_of(cafe_data, base_model, tmp_path))
-    for one in Path(run).glob("checkpoint-*"):
-        state, _ = read_checkpoint(one)
-        assert state is not None and "stored" not in state
-        torch.save(state, one / "resume.pt.new")  # all weights in `learned`, as then
-        (one / "resume.pt.new").replace(one / "resume.pt")
-        reseal(one)
-    assert is_bitwise(sft.main, run)
-
-
 def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
     model = tiny_model("gpt2")  # its head is tied
     model.save_pretrained(tmp_path, max_shard_size="10KB")

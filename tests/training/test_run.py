@@ -317,26 +317,25 @@ def test_max_steps_alone_goes_on_through_epochs(run, capsys, flags, steps):
 
 
 def test_epochs_that_end_a_run_before_max_steps_say_so(run, capsys):
-    """As the arguments of older runs do, which all have epochs."""
     assert run(epochs=1, max_steps=35).num_steps(range(100), 10) == 10
     assert "--epochs 1 ends this run at step 10, before --max_steps 35" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_into_the_next_epoch(sft_dir, cafe_data, base_model, tmp_path, capsys):
-    """And stored with the arguments of an older release, it ends with its epoch."""
+    """Unless its flags name a number of epochs."""
     from lightrlhf.sft import main
 
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *CPU]
     flags += ["--mini_batch_size", "20", "--micro_batch_size", "20", "--log_interval", "1", "--eval_interval", "0"]
     folder = main([*flags, "--max_steps", "5"])  # an epoch has 3
     assert last_checkpoint(folder).name == "checkpoint-000005"
-    older = main([*flags, "--max_steps", "2", "--epochs", "1"])
+    short = main([*flags, "--max_steps", "2", "--epochs", "1"])
     capsys.readouterr()
-    main(["--resume_from", older, "--max_steps", "5"])
-    assert last_checkpoint(older).name == "checkpoint-000003"
+    main(["--resume_from", short, "--max_steps", "5"])
+    assert last_checkpoint(short).name == "checkpoint-000003"
     assert "--epochs 1 ends this run at step 3, before --max_steps 5" in capsys.readouterr().out
-    main(["--resume_from", older, "--max_steps", "5", "--epochs", "null"])
-    assert last_checkpoint(older).name == "checkpoint-000005"
+    main(["--resume_from", short, "--max_steps", "5", "--epochs", "null"])
+    assert last_checkpoint(short).name == "checkpoint-000005"
 
 
 def test_noise_follows_from_seed_and_step_alone(run):

@@ -1,8 +1,4 @@
-"""Flags of older releases: renamed ones keep their stored values, removed ones are refused by name.
-
-An args class has `RENAMED`, {old: new}, and `REMOVED`, {old: (the only value still meant, what to do instead)}; `...`
-means any value, of a flag without effect on results.
-"""
+"""Flags that files hold: `--config` files, read strictly, and the `args.json` of runs."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.lists import as_list
+from lightrlhf.cli.names import answer
 
 LARGEST_CONFIG = 2**20  # bytes
 # numbers as flags and files of flags spell them, in lower case; what is not finite is refused later, by its flag
@@ -25,62 +21,44 @@ NUMBERS = {"tag:yaml.org,2002:int": WHOLE, "tag:yaml.org,2002:float": FLOAT}  # 
 NOT_FLAGS = {"resume_from", "program", "versions", "git_commit", "initial", "given", "began"}  # of args.json
 
 
-def refuse_old_flags(args_class: Any, words: list[str]) -> None:
-    """Raises: UsageError naming the successor of the first removed or renamed flag."""
-    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
-    for flag in (word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")):
-        if flag in renamed:
-            raise UsageError(f"--{flag} is now --{renamed[flag]}")
-        if flag in removed:
-            raise UsageError(f"--{flag} was removed: {removed[flag][1]}")
-
-
 def flags_of(stored: dict[str, Any]) -> dict[str, Any]:
-    """The flags in a run's `args.json`, as that run meant them: in older releases a warm-up ratio won over steps."""
-    flags = {name: value for name, value in stored.items() if name not in NOT_FLAGS}
-    if flags.get("lr_warmup_ratio") is not None and "lr_warmup_steps" in flags:
-        flags["lr_warmup_steps"] = None
-    return flags
+    """The flags in a run's `args.json`."""
+    return {name: value for name, value in stored.items() if name not in NOT_FLAGS}
 
 
-def update_names(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Stored flags under today's names; a renamed flag keeps its value.
-
-    Raises: UsageError naming `source` and a flag that is unknown, or removed with a value not meant any more.
-    """
-    renamed, removed = getattr(args_class, "RENAMED", {}), getattr(args_class, "REMOVED", {})
-    known = {field.name: field for field in dataclasses.fields(args_class)}
-    renewed = {}
-    for name, value in values.items():
-        if name in removed and name not in known:
-            meant, successor = removed[name]
-            if meant is not ... and value != meant:
-                raise UsageError(f"{source}: {name} {value} was removed: {successor}")
-            continue
-        if name in renamed and renamed[name] in values:
-            raise UsageError(f"{source} has both {name} and {renamed[name]}, which are one flag; remove {name}")
-        name = renamed.get(name, name)
-        if name not in known:
-            nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-            raise UsageError(f"{source}: unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        renewed[name] = as_list(value) if known[name].metadata.get("was_text") else value
-    return renewed
+def checked_flags(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stored flags as they are. Raises: UsageError naming `source` and a flag that the program does not have."""
+    known = {field.name for field in dataclasses.fields(args_class)}
+    if unknown := next((name for name in values if name not in known), None):
+        raise UsageError(f"{source}: unknown flag {unknown}{hint(unknown, known)}")
+    return values
 
 
-def with_new_names(args_class: Any, word: str, before: str) -> str:
-    """A word of the command line; a `--config` file with old names becomes JSON with the new ones."""
+def config_as_json(args_class: Any, word: str, before: str) -> str:
+    """A word of the command line; the file after `--config` becomes the JSON of its flags."""
     flag, equals, value = word.partition("=")
     path = value if equals and flag == "--config" else word if before == "--config" else ""
     if not path or path.lstrip().startswith("{"):  # arguments in the word itself
         return word
     stored = read_config(path)
     values = flags_of(stored) if "program" in stored else stored
-    steps, ratio = values.get("lr_warmup_steps"), values.get("lr_warmup_ratio")
-    defaults = (None, getattr(args_class, "lr_warmup_ratio", None))
-    if steps is not None and ratio not in defaults:  # older releases meant the second, of a file by --print_config too
-        raise UsageError(f"--config {path} has both lr_warmup_steps {steps} and lr_warmup_ratio {ratio}; remove one")
-    text = json.dumps(update_names(args_class, values, f"--config {path}"), default=str)
+    text = json.dumps(checked_flags(args_class, values, f"--config {path}"), default=str)
     return f"{flag}={text}" if equals else text
+
+
+def hint(name: str, flags: set[str]) -> str:
+    """The end of an error on an unknown flag: the answer to another library's name, or the nearest flag, or ""."""
+    if text := answer(name, flags):
+        return f"; did you mean {text}?" if text.startswith("--") else f": {text}"
+    meant = nearest(name, flags)
+    return f"; did you mean --{meant}?" if meant else ""
+
+
+def nearest(typo: str, names: set[str]) -> str:
+    """A name of nearly the same letters, else the shortest one with more words; "" if there is none."""
+    near = difflib.get_close_matches(typo, sorted(names), n=1, cutoff=0.75)
+    longer = sorted((name for name in names if set(typo.split("_")) < set(name.split("_"))), key=len)
+    return next(iter(near + longer), "")
 
 
 def read_config(path: str, flag: str = "--config") -> dict[str, Any]:

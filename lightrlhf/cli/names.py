@@ -1,0 +1,134 @@
+"""Names that other libraries have for flags, and our answers: the contract of howto/migrating.md.
+
+The libraries are SheepRL, MA-RLHF, RLHFlow's online RLHF, REFUEL and Reflect-RL, and the usual trainers: Hugging
+Face's, TRL and verl. A name is answered where it is typed and the program has no such flag, by the first of its
+answers whose flags the program has. An answer is a text that names flags as `--flag`, and fits every program if it
+names a program or no flag.
+"""
+
+from __future__ import annotations
+
+import re
+
+ALIASES = {"--model_name_or_path": "--model_name"}  # accepted in place of ours
+PACKED = "texts are packed wherever that makes a pass cheaper"
+READ = "head and size are read from the model"
+STAGES = '--stages, such as --stages "pickup/1; pickup; dropoff+full"'
+FILES = "the stages of a run exchange files in its experiment dir"
+UNUSED = "it had no effect or no use"
+GROUPS = "--rollout_size, prompts of a rollout, --mini_batch_size, rows of an update, and --micro_batch_size, of a pass"
+ANSWERS: dict[str, tuple[str, ...]] = {
+    # the usual trainers
+    "lr": ("--learning_rate", "--actor_learning_rate and --critic_learning_rate"),
+    "batch_size": ("--mini_batch_size",),
+    "train_batch_size": ("--mini_batch_size",),
+    "per_device_train_batch_size": ("--micro_batch_size",),
+    "per_device_eval_batch_size": ("--rollout_mini_batch_size",),
+    "gradient_accumulation_steps": ("--mini_batch_size, a multiple of --micro_batch_size",),
+    "num_train_epochs": ("--epochs",),
+    "n_epochs": ("--epochs",),
+    "group_size": ("--num_generations",),
+    "num_generations": ("--rollout_size",),  # where a prompt has one response: how many are sampled before an update
+    "n": ("--num_generations",),
+    "max_completion_length": ("--max_new_tokens",),
+    "max_tokens": ("--max_new_tokens",),
+    "beta": ("--init_kl_coeff",),
+    "kl_coef": ("--init_kl_coeff", "--beta", "use lightrlhf.online_refuel, with --init_kl_coeff"),
+    "cliprange": ("--clip_coeff",),
+    "max_grad_norm": ("--gradient_clip_val",),
+    "checkpoint": ("--experiment_dir", "--resume_from"),
+    "reward_model_path": ("--rm_experiment_dir",),
+    "bf16": ("--precision bf16-mixed",),
+    "packing": (PACKED,),
+    "gradient_checkpointing": ("--activation_checkpointing",),
+    "ckpt_path": ("--log_dir",),
+    "save_steps": ("--save_interval",),
+    "save_total_limit": ("--keep_last",),
+    "logging_steps": ("--log_interval",),
+    "lora_r": ("--lora_rank",),
+    # TRL
+    "num_iterations": ("--ppo_epochs",),
+    "steps_per_generation": (GROUPS,),
+    "generation_batch_size": (GROUPS,),
+    "use_bias_correction_kl": ("the gradient is that of the KL on samples of an earlier policy too",),
+    "epsilon": ("--clip_coeff",),
+    "epsilon_high": ("--clip_coeff_high",),
+    "delta": ("--dual_clip",),
+    "scale_rewards": ("--advantage",),
+    "mask_truncated_completions": ("--overlong_filter",),
+    "multi_objective_aggregation": ("--normalize_each_reward",),
+    "use_vllm": ("--rollout_server",),
+    "vllm_mode": ("--rollout_server",),
+    "vllm_importance_sampling_correction": ("--sampling_correction",),
+    "log_completions": ("--log_rollouts",),
+    # SheepRL
+    "num_workers": ("splits fit in memory and are collated in the training process",),
+    **dict.fromkeys(("embedding_dim_name", "transformer_name", "casual", "freeze_transformer"), (READ,)),
+    "use_cache": ("only generation uses a KV cache",),
+    "low_cpu_mem_usage": ("transformers limits the memory of loading itself",),
+    "do_sample": ("responses are samples of the policy; lower --temperature instead",),
+    **dict.fromkeys(("num_beams", "num_return_sequences"), ("beams are not samples of the policy",)),
+    "ignore_index": ("it is always -100",),
+    # MA-RLHF
+    "repeat_times": ("each drawn length comes three times in a row",),
+    **dict.fromkeys(("parsing_cutoff", "parser_cutoff"), ("a constituent of more than 5 tokens is divided",)),
+    **dict.fromkeys(("model_name_a", "model_name_b"), ("--responses_file A B",)),
+    "output": ("--output_file",),
+    "sk": ("the key is read from the environment",),
+    # RLHFlow's online RLHF
+    "ports": ("--base_url, whose addresses have the ports",),
+    "dataset_name_or_path": ("--responses_file", "--data_dir or --prompts_file", "--data_dir"),
+    "K": ("--num_generations",),
+    **dict.fromkeys(("my_world_size", "local_index"), ("--devices, or torchrun on several machines",)),
+    **dict.fromkeys(("train_dir", "eval_dir"), ("--data_dir, which has all splits",)),
+    "run_name": ("--experiment_name",),
+    "margin_scale": ("scale the margins of the data instead",),
+    "len_penalty": ("--length_penalty",),
+    # REFUEL
+    "task.temperature": ("--temperature",),
+    "task.total_length": ("--total_length",),
+    **dict.fromkeys(("rebel.eta", "refuel.eta"), ("--eta",)),
+    "eps": ("--optimizer_eps",),
+    "warmup_ratio": ("--lr_warmup_ratio",),
+    "total_episodes": ("--max_steps, which times --mini_batch_size are the episodes",),
+    "base_model": ("--sft_experiment_dir or --model_name", "--model_name"),
+    "print_sample_output_freq": ("samples are written at each evaluation",),
+    **dict.fromkeys(("task.query_dataset", "output_repo", "input_repo"), (FILES,)),
+    "task.cluster": ("log-probabilities are stored with a hash of what they depend on",),
+    "reward_model": ("--rm_experiment_dir or --reward_function", "--rm_experiment_dir"),
+    "reward.kl_coef": ("--init_kl_coeff", "use lightrlhf.online_refuel, with --init_kl_coeff"),
+    "task.penalty_reward_value": ("--penalty_reward_value", "use lightrlhf.online_refuel, which has it"),
+    "task.response_length": ("--max_new_tokens",),
+    "reward.whiten_rewards": ("--whiten_rewards", "use lightrlhf.online_refuel, which has it"),
+    **dict.fromkeys(("num_layers_unfrozen", "task.num_layers_unfrozen"), ("--finetune_mode last_layer",)),
+    "noptepochs": ("--ppo_epochs", "use lightrlhf.online_refuel, with --ppo_epochs"),
+    "offload": ("all models stay on the device",),
+    "track": ("--logger wandb",),
+    "wandb_project_name": ("--logger wandb, whose project is --experiment_name",),
+    "run_eval": ("--eval_interval and --eval_dialogues", "--eval_interval"),
+    # Reflect-RL
+    **dict.fromkeys(("depth_curriculum", "merge_first_two", "merge_after_first_k", "first_step"), (STAGES,)),
+    "taxi_curriculum": (STAGES,),
+    "curriculum_index": ("--levels, by name",),
+    "ppo_clip_coef": ("--clip_coeff",),
+    "ppo_update_iter": ("--ppo_epochs",),
+    "entropy_coef": ("--entropy_coeff",),
+    "load_dir": ("--sft_experiment_dir", "--experiment_dir"),
+    "reflect_load_dir": ("--reflect_experiment_dir",),
+    "use_8bit": ("--load_in_8bit",),
+    "use_4bit": ("--load_in_4bit",),
+    **dict.fromkeys(("task_file", "repo_dir", "discretize_actions"), ("--env_options, as name=value",)),
+    **dict.fromkeys(("sandbox_dir", "disable_alfworld"), ("environments read the tree in place",)),
+    **dict.fromkeys(("map_size", "random_map", "is_slippery", "few_data", "easy"), (UNUSED,)),
+}
+
+
+def answer(name: str, flags: set[str]) -> str:
+    """The answer to another library's name for a flag in a program with these flags; "" if there is none."""
+    fits = (text for text in ANSWERS.get(name, ()) if "lightrlhf." in text or flags.issuperset(flags_in(text)))
+    return next(fits, "")
+
+
+def flags_in(text: str) -> list[str]:
+    """The flags that an answer names."""
+    return re.findall(r"--(\w+)", text)
