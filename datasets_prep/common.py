@@ -45,7 +45,7 @@ from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.hub import push
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
-from datasets_prep.turns import BadRow, Row
+from datasets_prep.turns import BadRow
 from lightrlhf.cli.args import RARE, DryRunArgs, check_at_least, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.hub import check_repository
@@ -56,6 +56,7 @@ from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.gguf_files import from_gguf
+from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove, temporary_path

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from datasets_prep.plans import Plan, Planner, Segment
-from datasets_prep.turns import BadRow, Row
+from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
 from lightrlhf.data.turn_ends import closed
+from lightrlhf.storage.jsonl import Row
 
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 

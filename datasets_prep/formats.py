@@ -51,8 +51,9 @@ from datasets_prep.messages import (
 )
 from datasets_prep.nulls import without_fill
 from datasets_prep.reading import Raw
-from datasets_prep.turns import BadRow, Messages, Row
+from datasets_prep.turns import BadRow, Messages
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.jsonl import Row
 
 FORMATS = {
     ("input", "preferred_output", "non_preferred_output"): "OpenAI's pairs",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from datasets_prep.turns import BadRow, Dialogue, Row, check_text, spells_control_token
+from datasets_prep.turns import BadRow, Dialogue, check_text, spells_control_token
 from lightrlhf.data.chat import LONGEST, Messages, controls, protected, writes_date
 from lightrlhf.data.tokens import adds_bos
+from lightrlhf.storage.jsonl import Row
 
 
 class Segment(NamedTuple):

@@ -11,8 +11,9 @@ from typing import Any
 
 from datasets_prep.encoding import STAGES, Place, hash_of
 from datasets_prep.plans import is_messages
-from datasets_prep.turns import BadRow, Row
+from datasets_prep.turns import BadRow
 from lightrlhf.data.splits import split_by_hash
+from lightrlhf.storage.jsonl import Row
 
 
 def shares_of(split: str | None) -> list[float]:

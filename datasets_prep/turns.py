@@ -29,7 +29,6 @@ from lightrlhf.data.chat import (
 )
 from lightrlhf.data.turn_ends import answer_text
 
-Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 

@@ -50,7 +50,7 @@ from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.jsonl import JsonlWriter, to_json, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, show_trial
 
 CHUNK = 32  # pairs scored between two writes
@@ -95,7 +95,6 @@ VERDICT = re.compile(r"verdict\W{1,6}(A|B|tie)\b", re.IGNORECASE)
 KEYS = {"1": "first", "2": "second", "3": "tie", "4": "skip"}
 SCORES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 WORTH = {"win": 1.0, "tie": 0.5, "loss": 0.0}
-Row = dict[str, Any]
 Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 
 
@@ -271,7 +270,8 @@ def ask_model(args: JudgeArgs) -> Work:
             replies = servers.replies(request(args, texts) for texts in questions)
             for pair in pairs:
                 straight, swapped = (
-                    settled(args, servers, question(args.task, pair, order), next(replies)) for order in (False, True)
+                    verdict_of(args, servers, question(args.task, pair, order), next(replies))
+                    for order in (False, True)
                 )
                 first = straight[0]
                 second = {"A": "B", "B": "A"}.get(swapped[0] or "", swapped[0])  # in terms of A and B
@@ -281,7 +281,7 @@ def ask_model(args: JudgeArgs) -> Work:
     return work
 
 
-def settled(args: JudgeArgs, servers: Servers, asked: str, reply: Reply) -> tuple[str | None, str]:
+def verdict_of(args: JudgeArgs, servers: Servers, asked: str, reply: Reply) -> tuple[str | None, str]:
     """The verdict on the responses as shown, None without one, and the last reply; repeats a malformed request."""
     for _ in range(args.max_malformed - 1):
         if reply.error or read_verdict(reply.text):

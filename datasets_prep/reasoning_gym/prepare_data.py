@@ -24,10 +24,10 @@ import yaml
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
 from datasets_prep.encoding import Dropped
 from datasets_prep.reasoning_gym.items import Item, Items, Request, check_options, items_of, tasks_of
-from datasets_prep.turns import Row
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.storage.jsonl import Row
 
 STAGES = ("finetune", "prompts")
 INSTRUCTIONS = {"tags": "Give the final answer between <answer> and </answer>.", "alone": "Give the answer alone."}

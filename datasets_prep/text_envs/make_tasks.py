@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, one_line_errors
@@ -37,7 +37,7 @@ from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_destination
-from lightrlhf.storage.jsonl import JsonlWriter, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, Row, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.writing import writing
 
@@ -63,7 +63,6 @@ and hardly by any other. Speak of what is in it or what it is for; do not mentio
 <file>
 {text}
 </file>"""
-Row = dict[str, Any]
 Candidate = tuple[str, str]  # kind of a question, and the question
 
 

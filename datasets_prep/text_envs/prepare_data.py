@@ -38,7 +38,6 @@ from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
 from datasets_prep.encoding import Dropped
 from datasets_prep.text_envs.reflections import generated_comments, key_of, request
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
-from datasets_prep.turns import Row
 from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.lists import PAIRS
@@ -48,7 +47,7 @@ from lightrlhf.envs import TextEnv, make_env, prompts, read_options
 from lightrlhf.generation.openai_client import RemoteArgs
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.storage.destinations import check_destination, check_output
-from lightrlhf.storage.jsonl import JsonlWriter
+from lightrlhf.storage.jsonl import JsonlWriter, Row
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 LINE = r"[^\n]*\n?"

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.jsonl import read_jsonl
-
-Row = dict[str, Any]
+from lightrlhf.storage.jsonl import Row, read_jsonl
 
 
 def is_prompt(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.storage.jsonl import Row
 
 IGNORE_INDEX = -100
 COLUMNS = {
@@ -29,7 +30,6 @@ COLUMNS = {
 }
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 DEEPEST = 32  # levels of a column's value
-Row = dict[str, Any]
 
 
 class BadRow(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.demo.dialogue import Turn, edited, prompt_of, prompt_values, settled, user_turn, without_system
+from lightrlhf.demo.dialogue import Turn, edited, prompt_of, prompt_values, user_turn, without_pending, without_system
 from lightrlhf.demo.inputs import (
     NOTHING_TYPED,
     connect_form,
@@ -76,7 +76,7 @@ def chat_tab(gr: Any, backend: DemoBackend) -> Any:
             yield gr.skip(), gr.skip()
 
     def score(turns: list[Turn], label: str, temperature: float) -> Iterator[tuple[Any, ...]]:
-        ended = settled(turns)
+        ended = without_pending(turns)
         yield ended, shown(ended, label)
         scored = backend.score_last(ended, temperature)
         yield scored, shown(scored, label)

@@ -125,7 +125,7 @@ def said(turn: Turn) -> str:
     return content if turn["role"] == "user" else split_thinking(content)[1] or content
 
 
-def settled(turns: list[Turn]) -> list[Turn]:
+def without_pending(turns: list[Turn]) -> list[Turn]:
     """The dialogue after the end of a stream: without an answer that never began, the last one being complete."""
     if turns and "pending" in turns[-1]:
         return turns[:-1]

@@ -26,9 +26,8 @@ from lightrlhf.maths.ops import share_interval
 from lightrlhf.maths.ranking import best_of_n, mean_interval, tied_scores, ties_score
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.jsonl import Row, read_jsonl
 
-Row = dict[str, Any]
 NO_SUBSET = "all"  # of rows that name none
 
 

@@ -160,11 +160,11 @@ def stored_tensors(model: PreTrainedModel, type_name: str) -> Iterator[Stored]:
         if architecture.rotates_pairs and stem.endswith(("q_proj", "k_proj")):
             is_query = stem.endswith("q_proj")
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            value = interleaved(value, heads)
+            value = interleave_halves(value, heads)
         yield Stored(f"{name}.{last}", source, value, stored_type(name, value, type_name))
 
 
-def interleaved(value: Tensor, heads: int) -> Tensor:
+def interleave_halves(value: Tensor, heads: int) -> Tensor:
     """Rows of a query or key projection, or its bias, with the two halves of each head in turns."""
     return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 

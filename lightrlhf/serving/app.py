@@ -35,7 +35,7 @@ from lightrlhf.serving.requests import Completion, Refusal, read_completion, rea
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
-Row = dict[str, Any]
+Json = dict[str, Any]
 Texts = Callable[[int], str]  # of token ids
 
 
@@ -71,7 +71,7 @@ class App:
         ]
         handlers: Any = {Refusal: refused, HTTPException: not_served, ClientDisconnect: gone, Exception: failed}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        self.asgi: ASGIApp = Guard(app, key)
+        self.asgi: ASGIApp = KeyCheck(app, key)
 
     # ------------------------------------------------------------------------------------------------------ completions
     async def completions(self, request: Request, chat: bool) -> Response:
@@ -86,7 +86,7 @@ class App:
         answer = await unless_gone(request, job, cancelled)
         return JSONResponse(whole(self.engine.token_text, asked, head, answer))
 
-    async def _events(self, asked: Completion, head: Row) -> AsyncIterator[str]:
+    async def _events(self, asked: Completion, head: Json) -> AsyncIterator[str]:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
         loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
@@ -207,7 +207,7 @@ class App:
 
     async def server_info(self, request: Request) -> Response:
         """What a trainer compares with its own settings, where vLLM has it."""
-        config: Row = {
+        config: Json = {
             "model": self.engine.root,
             "dtype": str(self.engine.dtype),
             "logprobs_mode": "processed_logprobs",
@@ -223,7 +223,7 @@ class App:
         return JSONResponse({"is_sleeping": False})
 
 
-class Guard:
+class KeyCheck:
     """ASGI middleware that asks for the key on all routes but /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -242,7 +242,7 @@ class Guard:
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
-async def read_body(request: Request) -> Row:
+async def read_body(request: Request) -> Json:
     """The JSON object in a body. Raises: Refusal when it is too large, or is none."""
     content = bytearray()
     async for piece in request.stream():
@@ -274,17 +274,17 @@ def object_of(asked: Completion, streamed: bool) -> str:
     return "text_completion"
 
 
-def usage(asked: Completion, choices: Iterable[Choice]) -> Row:
+def usage(asked: Completion, choices: Iterable[Choice]) -> Json:
     """Numbers of tokens."""
     prompt, sampled = sum(map(len, asked.prompts)), sum(len(choice.ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def whole(token_text: Texts, asked: Completion, head: Row, found: Answer) -> Row:
+def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Json:
     """The answer with all choices."""
     rows = []
     for index, (choice, prompt) in enumerate(zip(found.choices, asked.rows)):
-        row: Row = {"index": index, "finish_reason": choice.finish_reason}
+        row: Json = {"index": index, "finish_reason": choice.finish_reason}
         if asked.chat:
             row["message"] = {"role": "assistant", "content": choice.text}
         else:
@@ -304,14 +304,14 @@ def whole(token_text: Texts, asked: Completion, head: Row, found: Answer) -> Row
 
 
 def chunk(
-    token_text: Texts, asked: Completion, head: Row, index: int, choice: Choice, before: Choice | None, version: str
-) -> Row | None:
+    token_text: Texts, asked: Completion, head: Json, index: int, choice: Choice, before: Choice | None, version: str
+) -> Json | None:
     """What a choice has more than before; None if nothing shows yet."""
     text, count = (before.text, len(before.ids)) if before else ("", 0)
     more = choice.text[len(text) :]
     if not more and count == len(choice.ids) and choice.finish_reason is None:
         return None
-    row: Row = {"index": index, "finish_reason": choice.finish_reason}
+    row: Json = {"index": index, "finish_reason": choice.finish_reason}
     if asked.chat:
         row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
     else:
@@ -327,7 +327,7 @@ def chunk(
     return answer
 
 
-def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Row:
+def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Json:
     """Log-probabilities of a choice's tokens from `start` on, in OpenAI's form."""
     values = [max(value, LEAST) for value in choice.logprobs[start:]]
     tokens = [token_text(index) for index in choice.ids[start:]]
@@ -342,7 +342,7 @@ def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) ->
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Row | None]:
+def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Json | None]:
     """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
     return [None] + [
         {str(index): {"logprob": max(value, LEAST), "decoded_token": token_text(index)}}
@@ -350,12 +350,12 @@ def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> l
     ]
 
 
-def event(row: Row) -> str:
+def event(row: Json) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(row)}\n\n"
 
 
-def error(line: str, status: int) -> Row:
+def error(line: str, status: int) -> Json:
     """The body of a refusal, in OpenAI's form."""
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "BadRequestError"}
     return {"error": {"message": line, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}}

@@ -25,7 +25,7 @@ from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 SEAL = ("sha256", "bytes")  # beside the settings
-Row = dict[str, Any]
+Row = dict[str, Any]  # of a file of data or results: values by column
 Item = TypeVar("Item")
 
 

@@ -17,9 +17,9 @@ from lightrlhf.demo.dialogue import (
     edited,
     prompt_of,
     prompt_values,
-    settled,
     user_turn,
     with_system,
+    without_pending,
     without_system,
 )
 from lightrlhf.demo.session import STARTERS, DemoBackend, check_system
@@ -36,7 +36,7 @@ def test_an_answer_grows_and_has_reward_kl_and_length(backend):
     assert again[-1]["pending"] == "Answering …"
     texts = [state[-1]["answer"].text for state in grown]
     assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
-    scored = backend.score_last(settled(grown[-1]), 1.0)
+    scored = backend.score_last(without_pending(grown[-1]), 1.0)
     assert [name for name, _ in scored[-1]["scores"]] == ["reward", "KL", ""]
     assert scored[-1]["content"] == grown[-1][-1]["answer"].text.strip()  # what is copied has no scores in it
     shown = backend.with_tokens(scored, 1, "as trained")

@@ -41,7 +41,7 @@ def test_the_requests_of_the_page_are_answered(folder, tmp_path, capsys):
 def test_the_table_has_every_route(monkeypatch):
     routes = []
     monkeypatch.setattr("lightrlhf.serving.app.Starlette", lambda routes, **_: routes)
-    monkeypatch.setattr("lightrlhf.serving.app.Guard", lambda app, _: routes.extend(app))
+    monkeypatch.setattr("lightrlhf.serving.app.KeyCheck", lambda app, _: routes.extend(app))
     App(engine=None, key="")
     table = PAGE.split("## Routes of our own engine")[1].split("\n- ")[0]
     assert {route.path for route in routes} == set(re.findall(r"[ `](/[\w/]+)", table))
