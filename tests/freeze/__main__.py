@@ -121,11 +121,23 @@ def key(case: cases.Case, base: Path, inputs: Path) -> str:
 def described(case: cases.Case, tree: Path, record: Path, keep: bool) -> dict[str, Any]:
     """A case as a worker reads it."""
     steps = [dataclasses.asdict(cases.in_tree(step, tree, tree != ROOT)) for step in case.steps]
-    return {"name": case.name, "steps": steps, "servers": case.servers, "record": str(record), "keep": keep}
+    return {
+        "name": case.name,
+        "steps": steps,
+        "servers": case.servers,
+        "served": case.served,
+        "record": str(record),
+        "keep": keep,
+    }
 
 
 def environment(tree: Path) -> dict[str, str]:
-    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OPENAI_API_KEY": "freeze",
+    }
     return {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join([str(tree), str(HERE)])}
 
 

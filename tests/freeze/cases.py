@@ -30,6 +30,7 @@ class Case:
     name: str
     steps: tuple[Step, ...]
     servers: int = 0
+    served: str = "llama"  # the model that the servers begin with
     slow: bool = False
 
 
@@ -229,7 +230,9 @@ def served() -> Iterator[Case]:
         more = "" if program in ITERATED else quiet(program)
         for staleness in (0, 1) if program in ("ppo", "grpo") else (0,):
             stale = f"--max_staleness {staleness} --eval_interval 3" if program in ("ppo", "grpo") else more
-            yield Case(f"{program}/served-{staleness}", (step(program, one, stale),), servers=1, slow=True)
+            model = "corridor" if program == "reflect_rl" else "llama"
+            name = f"{program}/served-{staleness}"
+            yield Case(name, (step(program, one, stale),), servers=1, served=model, slow=True)
     for program, staleness in (("grpo", 0), ("grpo", 1), ("ppo", 0), ("ppo", 1)):
         more = f"--max_staleness {staleness} --eval_interval 0 --health_timeout 0.5 --save_interval 100"
         killer = "--reward_function freeze_functions:kills_a_server"

@@ -25,12 +25,14 @@ def differences(base: Record, tree: Record) -> list[str]:
     for name in dict.fromkeys([*base, *tree]):
         if name in moved or (name in base and name in tree and same(base[name], tree[name])):
             continue
-        gap = "only in the base" if name not in tree else "only in the tree" if name not in base else ""
-        text = (
-            gap or f"{shown(base[name])} in the base, {shown(tree[name])} in the tree{distance(base[name], tree[name])}"
-        )
-        parts.setdefault(part_of(name), []).append(f"{name}: {text}")
-    return [f"{lines[0]}" + f" (and {len(lines) - 1} more)" * (len(lines) > 1) for lines in parts.values()]
+        parts.setdefault(part_of(name), []).append(f"{name}: {gap_of(name, base, tree)}")
+    return [f"{lines[0]}{others(lines[1:])}" for lines in parts.values()]
+
+
+def others(lines: list[str]) -> str:
+    """How many more differ, and of rows their columns."""
+    columns = dict.fromkeys(found[1] for line in lines if (found := re.search(r" row \d+ ([^:]*):", line)))
+    return f" (and {len(lines)} more{': ' * bool(columns)}{', '.join(columns)})" if lines else ""
 
 
 def gap_of(name: str, base: Record, tree: Record) -> str:
@@ -72,7 +74,9 @@ def fingerprint(value: Any) -> str:
 
 def part_of(name: str) -> str:
     """The file of a run that a name is of, so that one line tells of all its rows."""
-    return re.split(r" row \d+| (?=optimizers|schedulers|rng|python_rng|learned|extra)| line \d+", name)[0]
+    return re.split(
+        r"(?<=\.safetensors) | row \d+| (?=optimizers|schedulers|rng|python_rng|learned|extra)| line \d+", name
+    )[0]
 
 
 def same(one: Any, other: Any) -> bool:

@@ -160,7 +160,7 @@ class Runs:
                     pass
             output = self.work / f"server-{number}"
             output.write_bytes(b"")
-            flags = [str(self.places["in"] / "llama"), "--engine", "lightrlhf", "--accelerator", "cpu"]
+            flags = [str(self.places["in"] / self.case["served"]), "--engine", "lightrlhf", "--accelerator", "cpu"]
             flags += ["--port", str(port), "--rollout_mini_batch_size", "32"]
             pid = fork(lambda flags=flags: importlib.import_module("lightrlhf.serve").main(flags), output)
             end = time.monotonic() + PATIENCE
