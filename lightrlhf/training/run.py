@@ -11,13 +11,12 @@ steps.
 from __future__ import annotations
 
 import json
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,8 @@ from lightrlhf.cli.errors import NotFinite, RunFailure, UsageError
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import row_length
 from lightrlhf.data.splits import Row
-from lightrlhf.maths.finite import not_finite
-from lightrlhf.models.roles import Policy, ScalarModel, count_parameters
+from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
-from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, materialize, meta_copy, shard_like
-from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.storage.checkpoint import (
     BEST,
     CHECKPOINT,
@@ -65,12 +61,11 @@ from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
-from lightrlhf.training.faults import first_not_finite, quiet_event_writer
-from lightrlhf.training.loss_scale import LossScale
+from lightrlhf.training.faults import quiet_event_writer
+from lightrlhf.training.learners import Learners
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.metric_log import MetricLog, Metrics, OnStep
 from lightrlhf.training.model_card import model_card
-from lightrlhf.training.optimizers import make_optimizer
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 from lightrlhf.training.provenance import git_commit, versions
@@ -79,12 +74,10 @@ from lightrlhf.training.restarts import as_restarted, note_run
 from lightrlhf.training.resume import (
     StepStart,
     forget_rows_after,
-    load_trained,
     read_state,
     restore_rng,
     rng_states,
     step_start,
-    trained_weights,
     without_stored,
 )
 from lightrlhf.training.signals import StopSignals, Terminated
@@ -102,14 +95,6 @@ __all__ = ["Metrics", "OnStep", "Run"]
 HELD = ("update", "evaluation", "saving", "writing of rollouts")  # phases that a signal does not interrupt
 NOTHING_TO_SAVE = " before the first step was finished: there is nothing to save"
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
-
-
-class Learner(NamedTuple):
-    """A trained model with its optimiser and learning-rate schedule."""
-
-    module: Any  # as Fabric wrapped it
-    optimizer: Any
-    scheduler: Any
 
 
 class Run(Generic[AnyArgs]):
@@ -138,7 +123,6 @@ class Run(Generic[AnyArgs]):
         self.program, self.given = program, given or {}
         folders = data or getattr(args, "data_dir", program)
         self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
-        self._parameters: dict[str, tuple[int, int]] = {}  # of each learner: all, and the trained ones
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.args = args = as_restarted(self.fabric, args)
@@ -161,16 +145,11 @@ class Run(Generic[AnyArgs]):
         resumed = self.resumed or {}
         self.best = Best(args, resumed.get("best"))
         self.progress = Progress(resumed.get("step", 0), is_dry=args.dry_run, is_last=self.best.out_of_patience)
-        scaler = getattr(self.fabric.strategy.precision, "scaler", None)
-        self.loss_scale = LossScale(scaler) if scaler is not None else None  # with --precision 16-mixed
-        if self.loss_scale and self.resumed and "loss_scale" in self.resumed:
-            self.loss_scale.load(self.resumed["loss_scale"])
+        self.learners = Learners(args, self.ranks, self.order, self.progress, self._last_good, self.resumed, self.dry)
+        self.loss_scale = self.learners.loss_scale
         self.metric_log = MetricLog(
             args, self.ranks, self.progress, self.best, resumed.get("means"), self.loss_scale, on_step, self.dry
         )
-        self.learners: dict[str, Learner] = {}
-        self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
-        self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
         self._endings = ExitStack()  # of what the loop opened
         self._started = self._saved_at = time.perf_counter()
         self._saved_step = self.step if self.resumed else 0  # the last step that is saved, or 0
@@ -267,7 +246,9 @@ class Run(Generic[AnyArgs]):
             raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
-                advice = memory_advice(self.args, name, problem, self._trainable(), self.world_size, self.device)
+                advice = memory_advice(
+                    self.args, name, problem, self.learners.num_trainable(), self.world_size, self.device
+                )
                 raise RunFailure(f"out of memory in {where}: {advice}{self._last_good()}") from None
             if self.ranks.watchdog:
                 self.ranks.watchdog.explain(problem)
@@ -275,151 +256,31 @@ class Run(Generic[AnyArgs]):
         finally:
             self.seconds[name] = time.perf_counter() - started
 
-    def _trainable(self) -> int:
-        """Number of parameters that are trained."""
-        modules = [learner.module for learner in self.learners.values()]
-        return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-
     # ------------------------------------------------------------------------------------------------- learning
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
-        """Wrap a trainable module with its optimiser and schedule, which `optimize(name)` steps."""
-        from transformers import get_scheduler
-
-        args = self.args
-        self._parameters[name] = count_parameters(module)
-        if self.order.planned_steps:
-            words = f"the number of optimiser steps of {name} in each step is"
-            self.began.fix(f"updates_of_{name}", num_updates / self.order.planned_steps, words)
-        if self.resumed:
-            load_trained(self.resumed["learned"][name], module, str(args.resume_from))
         with self.phase("setup"):
-            if self.ranks.tensor_parallel > 1:
-                check_splittable(cast(Any, module).model, self.ranks.tensor_parallel)
-            if args.strategy == "fsdp":
-                self._meta_copies[name] = meta_copy(module)
-            if args.strategy == "deepspeed":
-                if self.learners:
-                    raise UsageError("--strategy deepspeed trains one model at a time; use --strategy fsdp")
-                wrapped, optimizer = self.fabric.setup(module, make_optimizer(args, module, learning_rate))
-            else:
-                wrapped = self.fabric.setup_module(module)  # first, for sharding replaces the parameters
-                optimizer = self.fabric.setup_optimizers(make_optimizer(args, module, learning_rate))
-        wrapped.train()
-        warmup = self._warmup(num_updates)
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer.optimizer, warmup, num_updates)
-        if self.resumed:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            optimizer.load_state_dict(shard_like(self.resumed["optimizers"][name], parameters))
-            scheduler.load_state_dict(self.resumed["schedulers"][name])
-            for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-                group["lr"] = rate * factor(scheduler.last_epoch)  # of a run that now has more steps
-        self.learners[name] = Learner(wrapped, optimizer, scheduler)
-        if self.dry:
-            self.dry.watch(name, wrapped)
-        whole = getattr(wrapped.module, "model", wrapped.module)
-        self._never_finite |= set(not_finite(whole.named_buffers()))
-        return wrapped
-
-    def _warmup(self, num_updates: int) -> int:
-        """Steps of the warm-up; notes one that takes more than a third of the run."""
-        args, flag = self.args, "lr_warmup_steps" if self.args.lr_warmup_steps is not None else "lr_warmup_ratio"
-        steps, ratio = args.lr_warmup_steps, args.lr_warmup_ratio or 0.0
-        is_long = 3 * steps > num_updates if steps is not None else 3 * ratio > 1  # a ratio is rounded up
-        if is_long and args.lr_scheduler_type != "constant" and not self.learners:
-            self.print0(
-                f"warning: --{flag} {getattr(args, flag)} warms up for more than a third of the {num_updates:,} "
-                "optimiser steps of this run; give a smaller one, such as --lr_warmup_ratio 0.03"
-            )
-        return math.ceil(ratio * num_updates) if steps is None else steps
+            return self.learners.setup(name, module, learning_rate, num_updates)
 
     def freeze(self, module: nn.Module) -> nn.Module:
-        """Freeze a module: no gradients, eval mode, unsharded on this rank's device."""
-        return module.requires_grad_(False).eval().to(self.device)
+        return self.learners.freeze(module)
 
-    def autocast(self) -> AbstractContextManager:
-        """Autocast to the run's precision, for passes that do not go through a wrapped module."""
-        return self.fabric.autocast()
+    def autocast(self) -> AbstractContextManager[None]:
+        return self.learners.autocast()
 
-    @contextmanager
-    def accumulate(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Accumulate gradients: around the passes of a micro-batch; while `enabled`, ranks do not sum gradients yet."""
-        with self.ranks.waiting(counted=False):
-            if enabled and self.world_size > 1:
-                with self.fabric.no_backward_sync(module):
-                    yield
-            else:
-                yield
+    def accumulate(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self.learners.accumulate(module, enabled)
 
     def backward(self, loss: Tensor, places: Sequence[int] | Tensor | None = None) -> None:
-        """Backward pass of a sum divided by its global count; undoes the averaging of gradients over ranks.
-
-        places: of the micro-batch's rows in this rank's part of the batch, by which an error names them.
-        Raises: RunFailure, naming the step and the rows, when the loss is not finite.
-        """
-        if not torch.isfinite(loss):
-            where = f"at step {self.step + 1}{self.order.of_rows(places)}"
-            remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
-            raise RunFailure(f"loss is {float(loss.detach())} {where}{remedy}{self._last_good()}")
-        self.fabric.backward(loss * self.world_size)
+        self.learners.backward(loss, places)
 
     def optimize(self, name: str) -> float:
-        """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
-
-        With `--precision 16-mixed` a step whose gradients are not finite is skipped, and its norm is NaN.
-        Raises: RunFailure, naming the step and its rows, when a gradient is not finite, or those of many steps in a row
-        with 16-mixed; the weights are unchanged then.
-        """
-        module, optimizer, scheduler = self.learners[name]
-        parameters = [p for p in module.parameters() if p.grad is not None]
-        is_scaled = self.loss_scale is not None and bool(parameters)
-        with self.ranks.waiting():
-            if self.loss_scale and is_scaled:
-                self.loss_scale.unscale(optimizer.optimizer)
-            norm = clip_gradients(parameters, self.args.gradient_clip_val or math.inf)
-        is_finite, step = bool(torch.isfinite(norm)), f"step {self.step + 1}"
-        if is_finite:
-            optimizer.step()
-        elif not is_scaled:
-            raise RunFailure(
-                f"{name} gradient norm is {float(norm)} at {step}{self.order.of_rows()}{self._last_good()}"
-            )
-        optimizer.zero_grad(set_to_none=True)
-        if self.loss_scale and is_scaled:
-            if not self._has_gradients():  # others, such as a critic's, were computed with this scale
-                self.loss_scale.update()
-            if problem := self.loss_scale.count(name, is_finite):
-                raise RunFailure(f"{step}: {problem}{self._last_good()}")
-        scheduler.step()
-        return float(norm) if is_finite else math.nan
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for learner in self.learners.values() for p in learner.module.parameters())
+        return self.learners.optimize(name)
 
     def skip_updates(self, number: int) -> None:
-        """Advance all schedules by optimiser steps that were planned and not made."""
-        for learner in self.learners.values():
-            for _ in range(number):
-                learner.scheduler.step()
+        self.learners.skip_updates(number)
 
     def learning_rate(self, name: str) -> float:
-        return self.learners[name].scheduler.get_last_lr()[0]
-
-    def _check_finite(self, module: nn.Module, extra: dict[str, Any]) -> None:
-        """Raises: RunFailure on every rank when the model, its optimisers or the loop's state are not finite on any."""
-        optimizers = {name: learner.optimizer for name, learner in self.learners.items()}
-        found = first_not_finite({**self._roles(), "model": module}, optimizers, extra, self._never_finite)
-        problems = self.ranks.gather_processes(found)
-        for rank, problem in enumerate(problems):
-            if problem:
-                on = f" on rank {rank}" if len(problems) > 1 else ""
-                raise RunFailure(
-                    f"{problem} is not finite{on} after step {self.step}{self.order.of_rows()}, so no checkpoint is "
-                    f"written{self._last_good()}"
-                )
-
-    def _roles(self) -> dict[str, Any]:
-        """The trained models as loaded, without what Fabric wraps them in."""
-        return {name: learner.module.module for name, learner in self.learners.items()}
+        return self.learners.learning_rate(name)
 
     def writing(self, name: str = "") -> AbstractContextManager:
         """Context manager around writes to the experiment dir. Raises: RunFailure naming the last good checkpoint."""
@@ -494,7 +355,7 @@ class Run(Generic[AnyArgs]):
         resumed_at = self.step if self.resumed else None
         samples = getattr(args, "num_generations", 1)
         fields = {
-            "model": describe_model(args, self.given, self._parameters),
+            "model": describe_model(args, self.given, self.learners.parameters),
             "data": order.data if order.ends else f"{order.data}, {order.num_rows:,} rows",  # several sets have theirs
             "device": describe_device(self.device, args, self.ranks.num_processes),
             "steps": describe_steps(num_steps, order.batch_size, self.world_size, samples, resumed_at),
@@ -569,10 +430,10 @@ class Run(Generic[AnyArgs]):
         start = began or step_start(self.step, self.device, self._state())
         files = {} if self.dry else self._files()
         with self.phase("saving"), self.ranks.waiting():
-            self._check_finite(module, start.extra)
+            self.learners.check_finite(module, start.extra)
             if self.dry:
                 self.dry.tokenizer = tokenizer
-                self.dry.checkpoint = checkpoint_bytes(module, self.learners, self.args)
+                self.dry.checkpoint = checkpoint_bytes(module, self.learners.by_name, self.args)
                 return
             self._save(module, tokenizer, start, files)
 
@@ -613,24 +474,18 @@ class Run(Generic[AnyArgs]):
     def _save(self, module: Policy | ScalarModel, tokenizer: Any, start: StepStart, files: dict[str, str]) -> None:
         started = time.perf_counter()
         full = self.full(module)
-        learned = {name: trained_weights(one.module.module, self.is_first) for name, one in self.learners.items()}
+        learned = self.learners.trained()
         state = {
             "step": self.step,
             **rng_states(start.rng, self.ranks.num_processes),
             "python_rng": start.python_rng,
             "threads": torch.get_num_threads(),
             "world_size": self.ranks.num_processes,
-            "optimizers": {
-                name: full_tensors(learner.optimizer.state_dict(), self.is_first)
-                for name, learner in self.learners.items()
-            },
-            "schedulers": {name: learner.scheduler.state_dict() for name, learner in self.learners.items()},
             "extra": start.extra,
             "best": self.best.state(),
             "means": self.metric_log.means.state(),
+            **self.learners.state(),
         }
-        if self.loss_scale:
-            state["loss_scale"] = self.loss_scale.state()
 
         def write(folder: Path) -> None:
             merge, dtype = getattr(self.args, "merge", False), getattr(torch, self.args.save_dtype)
@@ -650,11 +505,7 @@ class Run(Generic[AnyArgs]):
         self.fabric.barrier()
 
     def full(self, module: Any) -> Any:
-        """The module itself, or a full copy of a sharded one, which all ranks gather."""
-        for name, meta in self._meta_copies.items():
-            if self.learners[name].module.module is module and is_sharded(module):
-                return materialize(meta, module, keep=self.is_first)
-        return module
+        return self.learners.full(module)
 
     def finish(self, results: Metrics | None = None) -> Path:
         """Close the logs, print the run's table and its experiment dir; `results` go into its model card.
@@ -697,7 +548,7 @@ class Run(Generic[AnyArgs]):
         from lightrlhf.training.roofline import write_profile
 
         rows = self.metric_log.rows_for_profile
-        write_profile(self.directory, rows, self._roles(), self.args, self.device, self.world_size)
+        write_profile(self.directory, rows, self.learners.roles(), self.args, self.device, self.world_size)
 
     def _card(self, results: Metrics | None = None) -> str:
         data = " + ".join(map(shown, self.order.data.split(" + ")))

@@ -419,7 +419,7 @@ def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
     one.optimize("policy")
     one.step = 1
     module.mask = torch.tensor([0.0, -math.inf, -math.inf])  # as a mask that grows
-    one._check_finite(module, {"kl": 1.0})  # its own -inf is no fault
+    one.learners.check_finite(module, {"kl": 1.0})  # its own -inf is no fault
     if hasattr(module, place):
         getattr(module, place).data.view(-1)[0] = bad
     elif place != "loop":
