@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -256,7 +255,7 @@ def train(
     for note in notes:
         run.print0(note)
     run.mix([len(one) for one, _ in loaded])
-    num_steps, results, baseline = run.num_steps(pairs, args.mini_batch_size), {}, RunningMean()
+    num_steps, baseline = run.num_steps(pairs, args.mini_batch_size), RunningMean()
     mismatches = Mismatches(run, pairs, validation, num_steps) if args.loss_type == "kto" else None
     with run.phase("reference"):
         parts = parts_to_score(run, len(pairs), len(validation), num_steps)
@@ -273,9 +272,14 @@ def train(
         baseline = RunningMean(**run.resumed["extra"]["baseline"])
     elif args.ref_model is None and args.loss_type not in REFERENCE_FREE:
         check_start(run, model, pairs, tokenizer.pad_token_id)
-    run.saves(policy, tokenizer, lambda: {"reference": reference, "baseline": dict(vars(baseline))})
+    run.keep(policy, tokenizer, lambda: {"reference": reference, "baseline": dict(vars(baseline))})
+
+    def measure() -> Metrics:
+        results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
+        held_out.log(run, model)
+        return results
+
     for step in run.steps(num_steps):
-        started = time.perf_counter()
         batch = run.global_batch(pairs, step, args.mini_batch_size)
         if mismatches:
             batch = mismatches.add(batch, step)
@@ -283,16 +287,8 @@ def train(
         with run.phase("update"):
             metrics = train_step(run, model, shard, tokenizer.pad_token_id, baseline.value)
         baseline.update(*total_reward(metrics, batch))
-        run.step += 1
-        run.log_step({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(shard, started)}, num_steps)
-        if validation and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, validation, tokenizer.pad_token_id, baseline.value)
-                held_out.log(run, model)
-            run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+        run.end_step(metrics, shard, measure if validation else None)
+    return run.finish()
 
 
 @dataclass

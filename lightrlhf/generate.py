@@ -46,11 +46,11 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_responses
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
-from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.generation.samplers import Alone, Sampler, ServedSampler, local_sampler
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
+from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.encoding import Sample

@@ -59,7 +59,6 @@ from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row, check_vocabulary
-from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
@@ -72,7 +71,7 @@ from lightrlhf.generation.rollout import (
     score_logprobs,
     store_sampling,
 )
-from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
+from lightrlhf.generation.served import ServedPolicy, serve
 from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.groups import (
     ADVANTAGES,
@@ -94,7 +93,7 @@ from lightrlhf.maths.policy_losses import (
 )
 from lightrlhf.models.given import load_start
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.probes import check_room, enable_packing
 from lightrlhf.models.roles import policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -301,14 +300,14 @@ def train(
     model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
     served = serve(run, actor, tokenizer)
     store_sampling(actor, args, tokenizer)
-    run.saves(actor, tokenizer, rewards.state)
+    run.keep(actor, tokenizer, rewards.state)
     for step in run.steps(num_steps):
         following = None
         if args.max_staleness and step + 1 < num_steps:
             coming = run.global_batch(range(len(examples)), step + 1, args.rollout_size)
             following = group_rows(run, examples, coming, step + 1)  # before this step's, whose rows errors are to name
         index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
-        with run.phase("rollout"), kept_without_servers(run):
+        with run.phase("rollout"):
             rows, noise = group_rows(run, examples, index, step)
             rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
             rollout = numbered(run, rollout, range(len(index)))
@@ -320,7 +319,7 @@ def train(
         with run.phase("score"):
             scores = rewards(rollout)  # (B, R), with their weights and the audit
         metrics = group_metrics(run, rollout, scores, len(index), rewards.audit)  # of what was sampled first
-        with run.phase("resample"), kept_without_servers(run):
+        with run.phase("resample"):
             for number in range(1, args.resample_rounds + 1):
                 missing = find_equal_groups(run, rollout, scores, len(index))
                 if not missing:
@@ -348,7 +347,7 @@ def train(
         speed = {"time/tokens_per_second": tokens / sum(times.values())}
         run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run):
+            with run.phase("evaluation"):
                 results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from lightrlhf.generation.dialogues import (
     sharing_columns,
 )
 from lightrlhf.generation.samplers import ServedSampler
-from lightrlhf.generation.served import kept_without_servers
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import whiten
@@ -136,16 +134,19 @@ def train(
     scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
     user = user or recorded_user
     num_steps = run.num_steps(rows, args.rollout_size)
-    results: Metrics = {}
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
     sample = ServedSampler(run, policy, tokenizer) if args.rollout_server else None
-    run.saves(policy, tokenizer)
+    run.keep(policy, tokenizer)
+
+    def measure() -> Metrics:
+        log_replies(run, policy, pairs.rows[:2], tokenizer, "train")
+        return evaluate(run, model, scorer, user, held_out, tokenizer, sample)
+
     for step in run.steps(num_steps):
-        started = time.perf_counter()
         batch = run.global_batch(rows, step, args.rollout_size)
         run.name_batch([row.index for row in batch], "dialogues")
-        with run.phase("rollout"), kept_without_servers(run):
+        with run.phase("rollout"):
             mine = run.shard(batch)
             pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, mine, tokenizer, sample)
         with run.phase("update"):
@@ -155,18 +156,8 @@ def train(
                 for part in range(parts):
                     index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
                     metrics = train_step(run, model, pairs.select(index), tokenizer.pad_token_id)
-        run.step += 1
-        times = {f"time/{name}": run.seconds[name] for name in ("rollout", "update")}
-        metrics |= {"train/lr": run.learning_rate("policy"), **run.speed(pairs.rows, started), **times}
-        run.log_step(rollout_metrics | metrics, num_steps)
-        if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run):
-                results = evaluate(run, model, scorer, user, held_out, tokenizer, sample)
-            run.log(results)
-            log_replies(run, policy, pairs.rows[:2], tokenizer, "train")
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+        run.end_step(rollout_metrics | metrics, pairs.rows, measure if held_out else None)
+    return run.finish()
 
 
 def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:

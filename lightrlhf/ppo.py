@@ -55,7 +55,6 @@ from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row, check_vocabulary
-from lightrlhf.generation.engine import check_room
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
@@ -64,14 +63,14 @@ from lightrlhf.generation.rollout import (
     sample_rollout,
     store_sampling,
 )
-from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
+from lightrlhf.generation.served import ServedPolicy, serve
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.probes import check_room, enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -265,14 +264,14 @@ def train(
         return run.shard(rows), run.noise(len(rows), args.max_new_tokens, step)
 
     store_sampling(actor, args, tokenizer)
-    run.saves(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
+    run.keep(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
 
     for step in run.steps(num_steps):
         # first the next rollout, then this one, whose rows errors are to name
         following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
         rows, noise = asked(step)
         num_rows = int(run.total(len(rows)))  # of all ranks
-        with run.phase("rollout"), kept_without_servers(run):
+        with run.phase("rollout"):
             rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
         if step == 0:
             check_start(rollout)
@@ -299,7 +298,7 @@ def train(
         speed = {"time/tokens_per_second": tokens / sum(times.values())}
         run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run):
+            with run.phase("evaluation"):
                 results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
             run.log(results)
         if run.save_due(num_steps):

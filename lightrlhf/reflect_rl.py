@@ -49,7 +49,7 @@ from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_ch
 from lightrlhf.envs.curriculum import Stage, curriculum, split_stages, starts_of
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
 from lightrlhf.generation.rollout import gap_metrics, refuse_gap
-from lightrlhf.generation.served import ServedPolicy, kept_without_servers, serve
+from lightrlhf.generation.served import ServedPolicy, serve
 from lightrlhf.maths.groups import group_advantages, group_moments, standardised
 from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, policy_loss, whiten
 from lightrlhf.maths.sampling_gap import importance_weights
@@ -249,14 +249,14 @@ def train(
     if run.resumed:
         replay.load(run.resumed["extra"])
     agent.served = serve(run, agent.policy, agent.tokenizer)
-    run.saves(agent.policy, agent.tokenizer, replay.state)
+    run.keep(agent.policy, agent.tokenizer, replay.state)
     results: Metrics = {}
     for step in run.steps(num_steps):
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
         starts = starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
         run.name_batch(starts, "starts")
-        with run.phase("rollout"), kept_without_servers(run), run.autocast():
+        with run.phase("rollout"), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
             agent.wait_for_others()
@@ -280,7 +280,7 @@ def train(
         speed = {"time/steps_per_second": run.total(len(batch)) / sum(times.values())}
         run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
         if run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"), kept_without_servers(run):
+            with run.phase("evaluation"):
                 results = evaluate(run, made, agent, stages)
             run.log(results)
         if run.save_due(num_steps):

@@ -17,7 +17,6 @@ Left out: training all turns of a dialogue at once, which would bias the differe
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,27 +191,21 @@ def train(
     old = cast(Tensor, by_place(scored, len(every))).float().to(run.device)
     pairs = Pairs(train_rows, rewards_of(run, train_rows), old[:, : len(train_rows)])
     validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
-    results: Metrics = {}
     model = run.setup("policy", policy, args.learning_rate, num_steps)
-    run.saves(policy, tokenizer, lambda: {"reference": scored})
+    run.keep(policy, tokenizer, lambda: {"reference": scored})
+
+    def measure() -> Metrics:
+        split = "validation" if validation.rows else "train"
+        log_replies(run, policy, (validation.rows or train_rows)[:2], tokenizer, split)
+        return validate(run, model, validation, pad_id) if validation.rows else {}
+
     for step in run.steps(num_steps):
-        started = time.perf_counter()
         batch = run.global_batch(range(len(train_rows)), step, args.mini_batch_size)
         mine = pairs.select(run.shard(batch))._replace(places=None)
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
-        run.step += 1
-        run.log_step({**metrics, "train/lr": run.learning_rate("policy"), **run.speed(mine.rows, started)}, num_steps)
-        if run.due(args.eval_interval, num_steps):
-            split = "validation" if validation.rows else "train"
-            log_replies(run, policy, (validation.rows or train_rows)[:2], tokenizer, split)
-            if validation.rows:
-                with run.phase("evaluation"):
-                    results = validate(run, model, validation, pad_id)
-                run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+        run.end_step(metrics, mine.rows, measure)
+    return run.finish()
 
 
 def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:

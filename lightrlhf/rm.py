@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -189,31 +188,21 @@ def train(
     separate_pad_token(reward_model, tokenizer)
 
     run.mix([len(one) for one in sets])
-    results: Metrics = {}
     num_steps = run.num_steps(pairs, args.mini_batch_size)
     model = run.setup("reward", reward_model, args.learning_rate, num_steps)
 
     @functools.lru_cache(1)
     def measured(step: int) -> tuple[Metrics, Metrics]:
         """Metrics and statistics of validation after a step; every checkpoint has the statistics."""
-        with run.phase("evaluation"):
-            return evaluate(run, model, validation, tokenizer.pad_token_id)
+        return evaluate(run, model, validation, tokenizer.pad_token_id)
 
-    run.saves(reward_model, tokenizer, files=lambda: {STATISTICS: json.dumps(measured(run.step)[1])})
+    run.keep(reward_model, tokenizer, files=lambda: {STATISTICS: json.dumps(measured(run.step)[1])})
     for step in run.steps(num_steps):
-        started = time.perf_counter()
         batch = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, batch, tokenizer.pad_token_id)
-        run.step += 1
-        run.log_step({**metrics, "train/lr": run.learning_rate("reward"), **run.speed(batch, started)}, num_steps)
-        save_now = run.save_due(num_steps)
-        if save_now or run.due(args.eval_interval, num_steps):
-            results, _ = measured(run.step)
-            run.log(results)
-        if save_now or run.save_due(num_steps):  # on_step or the evaluation may have changed it
-            run.save()
-    return run.finish(results)
+        run.end_step(metrics, batch, lambda: measured(run.step)[0], at_saves=True)
+    return run.finish()
 
 
 def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ Left out: curricula and multi-epoch shuffling buffers.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,19 @@ from lightrlhf.cli.args import (
     RolloutLogArgs,
     TensorParallelArgs,
     TrainArgs,
-    check_args,
-    check_data_dir,
     check_positive,
 )
-from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
-from lightrlhf.data.mixtures import interleaved
-from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.rows import Given, load_splits
+from lightrlhf.data.splits import Row
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
-from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import TokenStats, policy_inputs, vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.run import OnStep, Run
+from lightrlhf.models.roles import TokenStats, policy_inputs
+from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin, check_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,48 +90,29 @@ def train(
     on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, SFTArgs)
-    if rows is None:
-        check_data_dir(args)
-    if policy is None and args.model_name is None:
-        raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
-    given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, args.model_name, tokenizer, args.verify)
-    sets = load_sets("finetune", "train", args, rows, tokenizer)
-    examples = [row for one in sets for row in one]
-    validation = interleaved(load_sets("finetune", "validation", args, rows, tokenizer)) if args.eval_interval else []
-    run = Run(args, "sft", on_step, given, data=None if rows is None else "given/rows")
-    policy = load_start(policy, args, tokenizer)
-    check_vocabulary(examples, vocabulary_size(policy), args.data_name)
-    check_positions(examples + validation, policy, args.data_name)
-    enable_packing(policy)
+    given, load = {"policy": policy, "tokenizer": tokenizer, "rows": rows}, partial(load_splits, "finetune")
+    run, start = begin(args, SFTArgs, "sft", load, load_start, check_texts, given, on_step)
+    pad_id = start.tokenizer.pad_token_id
+    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    model = run.setup("policy", start.policy, args.learning_rate, num_steps)
+    answers = HeldOut(run, start.policy, start.held_out, start.tokenizer)
+    run.keep(start.policy, start.tokenizer)
 
-    run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(examples, args.mini_batch_size), {}
-    model = run.setup("policy", policy, args.learning_rate, num_steps)
-    held_out = HeldOut(run, policy, validation, tokenizer)
-    run.saves(policy, tokenizer)
+    def measure() -> Metrics:
+        loss = evaluate(run, model, start.held_out, pad_id)
+        answers.log(run, model)
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
+
     for step in run.steps(num_steps):
-        started = time.perf_counter()
-        batch = run.shard(run.global_batch(examples, step, args.mini_batch_size))
+        batch = run.shard(run.global_batch(start.rows, step, args.mini_batch_size))
         with run.phase("update"):
-            loss, norm = train_step(run, model, batch, tokenizer.pad_token_id)
-        run.step += 1
-        metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": run.learning_rate("policy")}
-        run.log_step(metrics | run.speed(batch, started), num_steps)
-        if validation and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                loss = evaluate(run, model, validation, tokenizer.pad_token_id)
-                held_out.log(run, model)
-            results = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
-            run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+            metrics = train_step(run, model, batch, pad_id)
+        run.end_step(metrics, batch, measure if start.held_out else None)
+    return run.finish()
 
 
-def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[float, float]:
-    """One optimiser step on this rank's rows; returns the global mean loss and the gradient norm."""
+def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
+    """One optimiser step on this rank's rows; returns the metrics of the global batch."""
     args = run.args
     micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
     batches = [finetune_batch([rows[i] for i in one], pad_id, args.use_targets).to(run.device) for one in micros]
@@ -148,7 +124,7 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
             loss = sft_loss(stats, batch.action_mask, args.label_smoothing)
             run.backward(loss / count, micros[i])
         total += float(loss.detach())
-    return run.total(total) / count, run.optimize("policy")
+    return {"train/loss": run.total(total) / count, "train/grad_norm": run.optimize("policy")}
 
 
 def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:

@@ -54,6 +54,11 @@ class DataArgs(SealArgs):
     data_dir: str = field(default="data", metadata=INPUT)
     """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
 
+    @property
+    def data_name(self) -> str:
+        """The folder, as errors name it."""
+        return self.data_dir
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSetsArgs(SealArgs):
@@ -348,6 +353,11 @@ class ModelArgs:
     """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
     merge: bool = field(default=False, metadata=RARE)
     """Save merged weights instead of a peft folder that names its base."""
+
+    def check_start(self, policy: object = None) -> None:
+        """Raises: UsageError unless `--model_name` names the model to start from or `policy` is one."""
+        if policy is None and self.model_name is None:
+            raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
 
     def lora_target_names(self) -> list[str]:
         """The items of `--lora_targets`, in brackets or not."""

@@ -62,6 +62,10 @@ class NotFinite(RunFailure):
         self.rows = rows
 
 
+class ServersGone(RunFailure):
+    """No server can go on; `run.phase` saves a checkpoint then."""
+
+
 class StopTraining(Exception):
     """Raised by `on_step` to end training after the current step, with a last evaluation and checkpoint."""
 

@@ -9,24 +9,59 @@ dict of splits has validation rows too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from lightrlhf.cli.args import DataSetsArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls, has_generation_tags
+from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows, share_columns
 from lightrlhf.data.splits import SPLITS, differing, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
+Item = TypeVar("Item")
 TEXTS = {
     "finetune": ("prompt", "completion"),
     "preference": ("prompt", "chosen", "rejected"),
     "unpaired": ("prompt", "completion"),
     "prompts": ("prompt",),
 }
+
+
+@dataclass
+class Splits(Generic[Item]):
+    """What a program trains and evaluates on."""
+
+    sets: list[list[Item]]  # training rows of each folder of `--data_dir`
+    held_out: list[Item]  # validation rows of all of them
+    notes: list[str] = field(default_factory=list)  # to print once
+
+
+class SplitArgs(Protocol):
+    """The flags that `load_splits` reads."""
+
+    @property
+    def data_dirs(self) -> list[str]: ...
+
+    @property
+    def verify(self) -> bool: ...
+
+    @property
+    def eval_interval(self) -> int: ...
+
+
+def load_splits(stage: str, args: SplitArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+    """Training rows, and validation rows unless `--eval_interval 0`, with the same columns. Raises: as `load_rows`."""
+    sets = load_sets(stage, "train", args, given, tokenizer)
+    held_out = interleaved(load_sets(stage, "validation", args, given, tokenizer)) if args.eval_interval else []
+    share_columns([*(row for one in sets for row in one), *held_out])
+    return Splits(sets, held_out)
 
 
 def load_rows(
@@ -65,12 +100,12 @@ def load_rows(
     return differing(rows) if rows and stage == "preference" else rows
 
 
-def load_sets(stage: str, split: str, args: DataSetsArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:
+def load_sets(stage: str, split: str, args: SplitArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:
     """Rows of a split of each set of `--data_dir`, or those given as one set. Raises: as `load_rows`."""
     return [load_rows(stage, split, folder, given, tokenizer, args.verify) for folder in sources(args, given)]
 
 
-def sources(args: DataSetsArgs, given: Given | None) -> list[str]:
+def sources(args: SplitArgs, given: Given | None) -> list[str]:
     """The sets' folders; given rows are one set."""
     return args.data_dirs if given is None else args.data_dirs[:1]
 

@@ -26,7 +26,8 @@ from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsuppor
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import LATE_STEPS, Slots
 from lightrlhf.models.architecture import is_close, trial_ids
-from lightrlhf.models.forward import embedding_rows, inference
+from lightrlhf.models.forward import inference
+from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import Policy
 
 if TYPE_CHECKING:
@@ -234,26 +235,3 @@ def check_decoding(model: PreTrainedModel, steps: int) -> None:
         raise unsupported(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
     if not is_close(found, expected, model):
         raise unsupported(model, f"log-probabilities differ by {float((found - expected).abs().max()):.2g}")
-
-
-def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
-    """Check that prompts have tokens and fit with their responses into the model's positions, and that its vocabulary
-    has the end tokens.
-
-    Raises: UsageError.
-    """
-    for number, prompt in enumerate(prompts, 1):
-        if not len(prompt):
-            count = len(prompts)
-            raise UsageError(f"prompt {number} of {count} has no tokens; give it one, such as the tokenizer's BOS")
-    size = embedding_rows(model)
-    for index in args.eos_ids:
-        if index >= size:
-            raise UsageError(f"--eos_ids {index}: the model has {size} tokens; give ids below {size}")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max(map(len, prompts))
-    if limit and longest + args.max_new_tokens > limit:
-        raise UsageError(
-            f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens does not fit into the "
-            f"model's {limit} positions; use at most {max(limit - longest, 0)}"
-        )

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import SamplingArgs
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, ServersGone
 from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.engine import Completions, generate
-from lightrlhf.generation.rollout_servers import ServersGone
 from lightrlhf.generation.served import Asked, ServedPolicy
 from lightrlhf.maths.ops import masked_mean
 from lightrlhf.maths.sampling_gap import gap_size, importance_weights

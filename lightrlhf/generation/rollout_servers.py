@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.args import SamplingArgs, ServerArgs
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, ServersGone
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.http_thread import (
     Busy,
@@ -60,10 +60,6 @@ MOST_ROWS = 1024  # of a request; vLLM takes no more prompts by default
 MOST_NOISE = 2**23  # uniform numbers of a request: our own server takes bodies of up to 64 MiB
 VERSION, PREFIX = re.compile(r"[0-9a-f]{8}-\d+"), "lightrlhf-"  # names of versions, and of exchange folders
 RESETS = 60  # attempts to reset a prefix cache
-
-
-class ServersGone(RunFailure):
-    """No server can go on; what was learned before is kept."""
 
 
 class Wrong(Busy):

@@ -10,25 +10,24 @@ Left out: an age of more than one step, and rollouts that are cut and continued 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.errors import RunFailure, ServersGone, UsageError
 from lightrlhf.data.batch import SampledBatch
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
-from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
+from lightrlhf.generation.rollout_servers import RolloutServers
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tied import would_untie
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.training.run import Run
 
 Prompts = Sequence[list[int]]
@@ -238,24 +237,6 @@ class ServedPolicy:
 def serve(run: Run[Any], policy: Policy, tokenizer: Any) -> ServedPolicy | None:
     """The policy on the servers of `--rollout_server`; None when this process samples itself."""
     return ServedPolicy(run, policy, tokenizer) if run.args.rollout_server else None
-
-
-@contextmanager
-def kept_without_servers(run: Run[Any]) -> Iterator[None]:
-    """Save a checkpoint where no server is left, so that the run goes on from this step when it is resumed.
-
-    An evaluation that was under way is not made up for then.
-    Raises: RunFailure, in one line, then.
-    """
-    try:
-        yield
-    except ServersGone as problem:
-        if not run.step:
-            raise RunFailure(f"{problem}; no step was finished, start again") from None
-        saved = [int(folder.name.rpartition("-")[2]) for folder in checkpoints(run.directory)] if run.is_first else []
-        if run.step not in run.broadcast(saved):
-            run.save()
-        raise RunFailure(f"{problem}; mend that, then resume with --resume_from {run.directory}") from None
 
 
 def of_all_ranks(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:

@@ -10,17 +10,22 @@ Left out: a list of supported architectures.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import Row, longest_text
 from lightrlhf.models.architecture import is_close, trial_ids
-from lightrlhf.models.forward import inference
+from lightrlhf.models.forward import embedding_rows, inference
 from lightrlhf.models.roles import Policy, ScalarModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Outputs = dict[str, list[Tensor]]  # of modules, by name
 
@@ -75,6 +80,29 @@ def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -
         raise UsageError(
             f"{where} holds a row of {longest} tokens, but the model has {limit} positions; "
             f"prepare the data again with --max_length {limit}"
+        )
+
+
+def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
+    """Check that prompts have tokens and fit with their responses into the model's positions, and that its vocabulary
+    has the end tokens.
+
+    Raises: UsageError.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if not len(prompt):
+            count = len(prompts)
+            raise UsageError(f"prompt {number} of {count} has no tokens; give it one, such as the tokenizer's BOS")
+    size = embedding_rows(model)
+    for index in args.eos_ids:
+        if index >= size:
+            raise UsageError(f"--eos_ids {index}: the model has {size} tokens; give ids below {size}")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max(map(len, prompts))
+    if limit and longest + args.max_new_tokens > limit:
+        raise UsageError(
+            f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens does not fit into the "
+            f"model's {limit} positions; use at most {max(limit - longest, 0)}"
         )
 
 

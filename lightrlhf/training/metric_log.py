@@ -14,6 +14,7 @@ from typing import Any
 
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import StopTraining
+from lightrlhf.data.batch import Batch, row_length
 from lightrlhf.data.splits import Row
 from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
 from lightrlhf.storage.results import USUAL_METRICS
@@ -26,6 +27,7 @@ from lightrlhf.training.progress import Progress
 from lightrlhf.training.ranks import Ranks
 
 IN_PROGRESS_BAR = USUAL_METRICS[:4]
+TIMED = ("rollout", "score", "resample", "update")  # phases of a step whose times are metrics
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
 Writing = Callable[[str], AbstractContextManager[None]]
@@ -73,6 +75,21 @@ class MetricLog:
         self.means.add(metrics)
         if self.progress.due(self.args.log_interval):
             self.log(self.means.end())
+
+    def speed(self, work: Batch | Sequence[Row] | int) -> Metrics:
+        """Seconds of the step's phases, and tokens without padding (or decisions) per second, over all ranks."""
+        seconds = self.progress.seconds
+        times = {f"time/{name}": seconds[name] for name in TIMED if name in seconds}
+        unit = "tokens"
+        if isinstance(work, Batch):
+            number = int(work.attention_mask.sum())
+        elif isinstance(work, int):
+            unit, number = "steps", work
+        else:
+            number = sum(map(row_length, work))
+            if self.args.profile:
+                self.rows_for_profile.append({**times, "rows": list(work)})
+        return {**times, f"time/{unit}_per_second": self.ranks.total(number) / sum(times.values())}
 
     def log(self, metrics: Metrics) -> None:
         """Log metrics after the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""

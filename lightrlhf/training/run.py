@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
-from lightrlhf.cli.errors import NotFinite, RunFailure, UsageError
+from lightrlhf.cli.errors import NotFinite, RunFailure, ServersGone, UsageError
 from lightrlhf.cli.parser import to_dict
-from lightrlhf.data.batch import row_length
+from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
@@ -157,6 +157,7 @@ class Run(Generic[AnyArgs]):
         self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
         self._state: Callable[[], dict[str, Any]] = dict
         self._files: Callable[[], dict[str, str]] = dict
+        self._results: Metrics = {}  # of the last evaluation
         self._signals = StopSignals(self._nothing_to_save(), interrupts=self.ranks.num_processes == 1)
         weakref.finalize(self, self._signals.close)  # for a run that is refused before its loop
 
@@ -227,8 +228,8 @@ class Run(Generic[AnyArgs]):
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of a step and name it in errors.
 
-        Raises: RunFailure when memory runs out or sampling meets logits that are not finite; Terminated after a signal,
-            once the run is saved.
+        Raises: RunFailure when memory runs out, sampling meets logits that are not finite, or all servers are gone;
+            Terminated after a signal. After the last two the run is saved first.
         """
         started = time.perf_counter()
         where = f"{name} of step {self.step + 1}"
@@ -241,6 +242,8 @@ class Run(Generic[AnyArgs]):
                 raise Terminated
         except Terminated:
             self._stop_by_signal()
+        except ServersGone as problem:
+            self._stop_without_servers(problem)
         except NotFinite as problem:
             rows = "" if name == "evaluation" else self.order.of_rows(problem.rows or None)
             raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
@@ -336,6 +339,7 @@ class Run(Generic[AnyArgs]):
             while self.step < num_steps and not self.progress.is_last:
                 if self.dry:
                     self.progress.is_last = self.dry.begin(self.seconds, num_steps)
+                self.seconds.clear()
                 self._save_or_stop()
                 self._begun = step_start(self.step, self.device, self._state())
                 yield self.step
@@ -371,7 +375,7 @@ class Run(Generic[AnyArgs]):
     def due(self, interval: int, num_steps: int) -> bool:
         return self.progress.due(interval)
 
-    def save_due(self, num_steps: int) -> bool:
+    def save_due(self, num_steps: int = 0) -> bool:
         """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
         return self.best.unsaved or self.progress.due(self.args.save_interval)
 
@@ -383,19 +387,37 @@ class Run(Generic[AnyArgs]):
         return self.order.eval_rows(rows, batch_size)
 
     # --------------------------------------------------------------------------------------------------- metrics
+    def end_step(
+        self,
+        metrics: Metrics,
+        work: Batch | Sequence[Row] | int,
+        evaluate: Callable[[], Metrics] | None = None,
+        at_saves: bool = False,
+    ) -> None:
+        """Count a finished step and log its metrics; evaluate and save when due. Changes no weight and no gradient.
+
+        work: this rank's samples or rows, whose tokens give `time/tokens_per_second`; a number of decisions gives
+        `time/steps_per_second`. evaluate: returns metrics, none when nothing was measured; called every
+        `--eval_interval` steps, with `at_saves` also before each checkpoint that is due.
+        """
+        self.step += 1
+        rate = {"train/lr": self.learners.learning_rate()}
+        self.metric_log.add_step({**metrics, **self.metric_log.speed(work), **rate})
+        is_due = self.progress.due(getattr(self.args, "eval_interval", 0)) or (at_saves and self.save_due())
+        if evaluate and is_due:
+            with self.phase("evaluation"):
+                results = evaluate()
+            if results:
+                self._results = results
+                self.metric_log.log(results)
+        if self.save_due():
+            self.save()
+
     def log_step(self, metrics: Metrics, num_steps: int) -> None:
         self.metric_log.add_step(metrics)
 
     def log(self, metrics: Metrics) -> None:
         self.metric_log.log(metrics)
-
-    def speed(self, rows: Sequence[Row], started: float) -> dict[str, float]:
-        """Seconds of a step that began at `started`, and tokens per second over all ranks, padding not counted."""
-        seconds = time.perf_counter() - started
-        tokens = self.total(sum(map(row_length, rows)))
-        if self.args.profile:
-            self.metric_log.rows_for_profile.append({"time/update": seconds, "rows": list(rows)})
-        return {"time/update": seconds, "time/tokens_per_second": tokens / seconds}
 
     def log_texts(self, name: str, rows: Sequence[Row], step: int) -> None:
         self.metric_log.log_texts(name, rows, step)
@@ -404,7 +426,7 @@ class Run(Generic[AnyArgs]):
         return self.metric_log.timed()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-    def saves(
+    def keep(
         self,
         module: Policy | ScalarModel,
         tokenizer: Any,
@@ -428,7 +450,10 @@ class Run(Generic[AnyArgs]):
         module, tokenizer = self._saved
         began = self._begun if self._begun and self._begun.step == self.step else None
         start = began or step_start(self.step, self.device, self._state())
-        files = {} if self.dry else self._files()
+        files: dict[str, str] = {}
+        if not self.dry:
+            with self.phase("evaluation"):  # a file may hold what an evaluation measures
+                files = self._files()
         with self.phase("saving"), self.ranks.waiting():
             self.learners.check_finite(module, start.extra)
             if self.dry:
@@ -457,6 +482,14 @@ class Run(Generic[AnyArgs]):
             self.print0(f"stopped by {self._signals.received or 'a signal'}{where}")
             self._close()
         raise Terminated
+
+    def _stop_without_servers(self, problem: ServersGone) -> NoReturn:
+        """Save steps that are not saved yet; an interrupted evaluation is not repeated. Raises: RunFailure."""
+        if not self.step:
+            raise RunFailure(f"{problem}; no step was finished, start again") from None
+        if self.step != self._saved_step:
+            self.save()
+        raise RunFailure(f"{problem}; mend that, then resume with --resume_from {self.directory}") from None
 
     def _nothing_to_save(self) -> str:
         """What is said after a signal before the first step: the training of an iteration is begun again."""
@@ -508,10 +541,11 @@ class Run(Generic[AnyArgs]):
         return self.learners.full(module)
 
     def finish(self, results: Metrics | None = None) -> Path:
-        """Close the logs, print the run's table and its experiment dir; `results` go into its model card.
+        """Close the logs, print the run's table and its experiment dir; its model card gets the last evaluation.
 
         A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
         """
+        results = results or self._results
         memory = max(self.gather(peak_memory(self.device)))
         is_stopped = bool(self.ranks.max(bool(self._signals.received)))
         self.ranks.close()

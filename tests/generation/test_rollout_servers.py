@@ -11,9 +11,9 @@ from helpers.rollout_clients import END, PROMPTS, SAMPLES, Client, args_of, righ
 from helpers.servers import FakeVLLM, reply
 from helpers.wrong_replies import json_reply, wrong_replies
 
-from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.errors import RunFailure, ServersGone
 from lightrlhf.generation import rollout_servers
-from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, ServersGone, chunks_of
+from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, chunks_of
 
 SICK = [  # one of each class; all of them are among the nightly attacks
     "token_ids [False]",

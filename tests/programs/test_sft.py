@@ -60,7 +60,7 @@ def test_the_loss_and_its_gradient_equal_a_float64_reference(use_targets, label_
     policy = tiny_policy("llama")
     flags = {"use_targets": use_targets, "label_smoothing": label_smoothing, "micro_batch_size": 1}
     run = RunOfOneStep(SFTArgs(data_dir="x", model_name="tiny", mini_batch_size=2, **flags), policy=policy)
-    loss, _ = train_step(run, policy, rows, 0)
+    loss = train_step(run, policy, rows, 0)["train/loss"]
 
     exact = copy.deepcopy(policy).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -85,7 +85,7 @@ def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(
     for micro_batch_size in (8, 1, 2):
         args = SFTArgs(data_dir=str(cafe_data), model_name="tiny", micro_batch_size=micro_batch_size, **flags)
         run = RunOfOneStep(args, policy=policy)
-        losses.append(train_step(run, policy, rows, tokenizer.pad_token_id)[0])
+        losses.append(train_step(run, policy, rows, tokenizer.pad_token_id)["train/loss"])
         found.append(run.gradients["policy"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     for other in found[1:]:

@@ -427,7 +427,7 @@ def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
     with pytest.raises(
         RunFailure, match=r"is not finite after step 1 \(training rows \d, \d, .*no checkpoint is written"
     ):
-        one.saves(module, None, lambda: {"kl": bad if place == "loop" else 1.0})
+        one.keep(module, None, lambda: {"kl": bad if place == "loop" else 1.0})
         one.save()
     assert not list(one.directory.glob("checkpoint-*"))
 

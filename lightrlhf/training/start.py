@@ -1,0 +1,104 @@
+"""The start of a training program: arguments checked, data and model loaded and compared, the run begun.
+
+Left out: everything that later steps read. A program sets up its learners itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lightrlhf.cli.args import (
+    AuditArgs,
+    DataArgs,
+    DataSetsArgs,
+    ModelArgs,
+    RewardArgs,
+    SamplingArgs,
+    TrainArgs,
+    check_args,
+    check_data_dir,
+)
+from lightrlhf.data.rows import Splits
+from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.models.names import starting_model
+from lightrlhf.models.probes import check_positions, check_room, enable_packing
+from lightrlhf.models.roles import Policy, ScalarModel, vocabulary_size
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.run import OnStep, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DATA = ("rows", "prompts", "dialogues")  # names of given data
+AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
+Role = TypeVar("Role", Policy, ScalarModel)
+Item = TypeVar("Item")
+
+
+@dataclass
+class Start(Generic[Role, Item]):
+    """What a run starts from."""
+
+    tokenizer: PreTrainedTokenizerBase
+    policy: Role  # the model that is trained; a reward model where one is
+    rows: list[Item]  # of training
+    held_out: list[Item]  # of validation; empty where none are read
+    resumed: dict[str, Any]  # the loop's own state in the checkpoint that the run goes on from; else empty
+
+
+def begin(
+    args: AnyArgs,
+    args_class: type[AnyArgs],
+    program: str,
+    load_data: Callable[[AnyArgs, Any, PreTrainedTokenizerBase], Splits[Item]],
+    load_model: Callable[[PreTrainedModel | Policy | None, AnyArgs, PreTrainedTokenizerBase], Role],
+    check: Callable[[AnyArgs, Role, list[Item]], None],
+    given: Mapping[str, Any],
+    on_step: OnStep | None,
+) -> tuple[Run[AnyArgs], Start[Role, Item]]:
+    """Begin a run of `program`: check its arguments, load its data and its model.
+
+    check: raises when the model cannot read the rows. given: objects that replace what flags would load, by name:
+    `policy`, `tokenizer`, `reward`, and `rows`, `prompts` or `dialogues`; None where not given.
+    Raises: UsageError for invalid input.
+    """
+    check_args(args, args_class)
+    assert isinstance(args, ModelArgs) and isinstance(args, DataArgs | DataSetsArgs)
+    name = next((name for name in DATA if given.get(name) is not None), None)
+    if name is None:
+        check_data_dir(args)
+    args.check_start(given["policy"])
+    if isinstance(args, RewardArgs):
+        args.check_reward(given["reward"])
+    if isinstance(args, AuditArgs):
+        args.check_audit()
+    described = given_objects(**given)
+    data_dir = args.data_dir if name is None else None
+    tokenizer = load_tokenizer(data_dir, starting_model(args)[0], given["tokenizer"], args.verify)
+    splits = load_data(args, given[name] if name else None, tokenizer)
+    run = Run(args, program, on_step, described, data=f"given/{name}" if name else None)
+    model = load_model(given["policy"], args, tokenizer)
+    every = [row for one in splits.sets for row in one]
+    check(args, model, every + splits.held_out)
+    enable_packing(model)
+    for note in splits.notes:
+        run.print0(note)
+    run.mix([len(one) for one in splits.sets])
+    resumed = run.resumed["extra"] if run.resumed else {}
+    return run, Start(tokenizer, model, every, splits.held_out, resumed)
+
+
+def check_texts(args: DataArgs | DataSetsArgs, model: Policy | ScalarModel, rows: list[Row]) -> None:
+    """Raises: UsageError when the model has no embedding for a token of the rows, or too few positions."""
+    check_vocabulary(rows, vocabulary_size(model), args.data_name)
+    check_positions(rows, model, args.data_name)
+
+
+def check_prompts(args: DataSetsArgs, policy: Policy, rows: list[Row]) -> None:
+    """Raises: UsageError when prompts do not fit into the model with their responses."""
+    check_vocabulary(rows, vocabulary_size(policy), args.data_name)
+    assert isinstance(args, SamplingArgs)
+    check_room(policy.model, [row["input_ids"] for row in rows], args)
