@@ -43,6 +43,7 @@ from lightrlhf.cli.args import (
 )
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_responses
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
@@ -405,8 +406,7 @@ def respond(sample: Sampler, tokenizer: Any, args: GenerateArgs, rows: Sequence[
 
 def noise_of(args: GenerateArgs, index: int) -> Tensor:
     """(K, max_new_tokens) uniform numbers that depend on the seed and the row's number alone."""
-    generator = torch.Generator().manual_seed((args.seed * 1_000_003 + index) % 2**63)
-    return torch.rand(args.num_generations, args.max_new_tokens, generator=generator)
+    return seeded_noise((args.seed * 1_000_003 + index) % 2**63, args.num_generations, args.max_new_tokens)
 
 
 def with_text(row: Row, tokenizer: Any) -> Row:

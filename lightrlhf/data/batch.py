@@ -273,6 +273,11 @@ def mix_seed(*key: int, start: int = 0) -> int:
     return value
 
 
+def seeded_noise(seed: int, *shape: int) -> Tensor:
+    """Uniform numbers to sample tokens with, which depend on the seed alone."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def row_length(row: Row) -> int:
     """Tokens of a row; of both sides for a pair."""
     return sum(len(value) for key, value in row.items() if key.endswith("input_ids"))

@@ -23,7 +23,7 @@ import torch
 
 from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import Rollout, response_batch
+from lightrlhf.data.batch import Rollout, response_batch, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.macro_parsers import make_parser, parsed_segments, token_ends
 from lightrlhf.data.splits import check_vocabulary
@@ -210,7 +210,7 @@ def stream_answer(model: LoadedModel, prompt: str | Messages, args: GenerationAr
     if not ids:
         raise UsageError("the prompt is empty; type a message")
     check_vocabulary([{"input_ids": ids}], vocabulary_size(model.policy), "the prompt")
-    uniforms = torch.rand(1, args.max_new_tokens, generator=torch.Generator().manual_seed(seed % 2**63))
+    uniforms = seeded_noise(seed % 2**63, 1, args.max_new_tokens)
     steps = generate_steps(model.policy, ids, args, end_ids(tokenizer, model.policy.model), uniforms, tokenizer)
     while True:
         with model.lock:

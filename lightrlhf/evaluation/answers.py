@@ -9,7 +9,7 @@ import torch
 
 from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.functions import load_function
-from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches
+from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, seeded_noise
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.rollout import generate_rollout
@@ -28,7 +28,7 @@ def respond(
 ) -> Rollout:
     """One response per row; the noise depends on the seed alone, so that all models are compared on the same draw."""
     check_vocabulary(rows, vocabulary_size(policy), "the prompts")
-    noise = torch.rand(len(rows), args.max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    noise = seeded_noise(seed, len(rows), args.max_new_tokens)
     return generate_rollout(policy, reference, rows, args, tokenizer, noise, batch_size)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from lightrlhf.cli.args import RewardArgs, SamplingArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.batch import mix_seed, seeded_noise
 from lightrlhf.data.chat import render
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.data.tokens import decode, encode_text
@@ -175,8 +175,7 @@ class User(Protocol):
 # --------------------------------------------------------------------------------------------------------- roll-outs
 def noise_of(seed: int, dialogue: Dialogue, max_new_tokens: int) -> torch.Tensor:
     """(max_new_tokens,) uniform numbers for a dialogue's next reply."""
-    generator = torch.Generator().manual_seed(mix_seed(seed, dialogue.index, dialogue.num_turns))
-    return torch.rand(max_new_tokens, generator=generator)
+    return seeded_noise(mix_seed(seed, dialogue.index, dialogue.num_turns), max_new_tokens)
 
 
 def max_positions(policy: Policy) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.chat import Messages
 from lightrlhf.data.tokens import encode_prompt
 
@@ -338,7 +339,7 @@ def noise_of(values: dict[str, Any], rows: int, width: int) -> Tensor:
     """(rows, width) uniform numbers: those given as `noise`, else drawn from `seed`, else random. Raises: Refusal."""
     if values["noise"] is None:
         seed = secrets.randbits(63) if values["seed"] is None else values["seed"]
-        return torch.rand(rows, width, generator=torch.Generator().manual_seed(seed))
+        return seeded_noise(seed, rows, width)
     try:
         content = base64.b64decode(values["noise"], validate=True)
     except (binascii.Error, ValueError):
