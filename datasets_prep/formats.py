@@ -20,8 +20,7 @@ rendering; such columns are kept as plain ones, and noted. A response is text, o
 
 Changed, and noted: messages after the last answer of a dialogue are cut. Refused, because any remedy of ours would
 change what is trained: two assistant messages in a row, sides of a pair that are several messages, steps with a label
-each (TRL's `prompt, completions, labels`: no program here learns from them, and joining steps needs a separator that
-the data does not name).
+each (TRL's `prompt, completions, labels`: joining steps needs a separator that the data does not name).
 
 Left out: images and sounds (refused), templates' own arguments (`chat_template_kwargs`, noted).
 """

@@ -43,7 +43,7 @@ from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 MAX_ADDED_TOKENS = 256
 ALIGNMENT = 64  # bytes
@@ -223,8 +223,6 @@ def load_model(
 
     Returns it, the name of its base, and the adapter it came with.
     """
-    from transformers import GenerationConfig
-
     keep_freed_memory()
     use_onednn()
     use_batched_attention()
@@ -270,13 +268,19 @@ def load_model(
     if config is None:
         return model, base, {}
     if model.can_generate() and (Path(source) / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(source)  # not its base's
-        except Exception as problem:
-            raise UsageError(f"{flag} {source}: generation_config.json: {first_line(problem)}") from None
+        model.generation_config = _generation_config(source, flag)  # not its base's
     if head is not None and hasattr(model, "score"):
         model.get_parameter("score.weight").data.copy_(head)
     return model, base, {source: ("start_0", head)}
+
+
+def _generation_config(source: str, flag: str) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except Exception as problem:
+        raise UsageError(f"{flag} {source}: generation_config.json: {first_line(problem)}") from None
 
 
 @cache

@@ -85,16 +85,8 @@ def pack_texts(
     if layout is None or layout.cost(hidden_size) > MOST_COST * separate:
         return None
 
-    places = [(0, 0, 0, 0, 0)] * count  # of each row: its packed row, part and number there, starts of prefix and rest
-    for packed_row, parts in enumerate(layout.bins):
-        end = number = 0
-        for part_number, rows in enumerate(parts):
-            start, end = end, end + shared[rows[0]]
-            for row in rows:
-                number += 1
-                places[row] = packed_row, part_number, number, start, end
-                end += rests[row]
-    place, part_of, number_of, start_of, rest_of = torch.tensor(places, device=device).T[..., None]  # (B, 1) each
+    places = torch.tensor(_places(layout, shared, rests), device=device)  # (B, 5)
+    place, part_of, number_of, start_of, rest_of = places.T[..., None]  # (B, 1) each
     prefix = torch.tensor(shared, device=device)[:, None]  # (B, 1)
     position = torch.arange(input_ids.shape[1], device=device)[None].expand_as(input_ids)  # (B, T)
     is_shared = position < prefix
@@ -114,6 +106,20 @@ def pack_texts(
     visible = (visible | (text[:, :, None] < 0)).tril()  # padding sees all before it, as in separate rows
     columns = torch.where(mask, column, 0)
     return PackedTexts(packed(input_ids, 0), packed(position, 0), visible, place[:, 0], columns)
+
+
+def _places(layout: Layout, shared: Sequence[int], rests: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
+    """Of each row: its packed row, its part and number there, and the columns where its prefix and its rest begin."""
+    places = [(0, 0, 0, 0, 0)] * len(rests)
+    for packed_row, parts in enumerate(layout.bins):
+        end = number = 0
+        for part_number, rows in enumerate(parts):
+            start, end = end, end + shared[rows[0]]
+            for row in rows:
+                number += 1
+                places[row] = packed_row, part_number, number, start, end
+                end += rests[row]
+    return places
 
 
 def _layouts(members: list[list[int]], shared: Sequence[int], rests: Sequence[int]) -> Iterator[Layout]:
