@@ -76,13 +76,17 @@ CHUNK = 256  # dialogues between two writes
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterativeRefuelArgs(IteratedArgs, refuel.RefuelArgs, PairArgs):
+class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, IteratedArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
 
     experiment_name: str = "rlhf-iterative-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    output_dir: str | None = None
+    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     iterations: int = 1

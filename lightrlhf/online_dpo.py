@@ -76,11 +76,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(IteratedArgs, dpo.DPOLossArgs, RewardArgs, SamplingArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     experiment_name: str = "rlhf-online-dpo"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    output_dir: str | None = None
+    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     prompts_per_iteration: int | None = None
     """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
     num_generations: int = 8

@@ -45,14 +45,13 @@ FREE = ("resume_from", "iterations", "stage", "dry_run", *NO_EFFECT, *SERVERS)  
 
 @dataclass(frozen=True, kw_only=True)
 class IteratedArgs(TrainArgs, DataArgs, StartArgs, ServerArgs, RolloutLogArgs):
-    """Iterations."""
+    """Iterations.
+
+    The last base of a program's flags, for it declares the flags of all training programs, too.
+    """
 
     iterations: int = 3
     """Number of iterations, each from the policy of the previous one."""
-    output_dir: str | None = None
-    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
-    log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the previous row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
