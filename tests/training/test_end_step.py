@@ -26,7 +26,7 @@ def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
 def state_of(run: Run) -> dict:
     """All that the next step's loss and update are made of."""
     state: dict = {"random": random.getstate(), "torch": torch.get_rng_state()}
-    for name, (module, optimizer, scheduler) in run.learners.items():
+    for name, (module, optimizer, scheduler) in run.learners.by_name.items():
         parameters = dict(module.named_parameters())
         state[f"{name} weights"] = {key: (one.detach().clone(), one._version) for key, one in parameters.items()}
         state[f"{name} gradients"] = {key: one.grad for key, one in parameters.items()}
