@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.freeze import cases
-from tests.freeze.records import Record
+from tests.freeze.records import FLAG, Record
 
 CLOCK = re.compile(  # what no two printed reports have the same
     r"[\d.,]+ ?(s|ms|min|h|GB|MB|GiB|MiB|KiB|B|tokens/s|tokens a second|%)(?!\w)|lightrlhf-dry-run-\w+|^steps .*"
@@ -24,6 +24,8 @@ def differences(base: Record, tree: Record) -> list[str]:
     parts: dict[str, list[str]] = {}
     for name in dict.fromkeys([*base, *tree]):
         if name in moved or (name in base and name in tree and same(base[name], tree[name])):
+            continue
+        if f" {FLAG} " in name and (name.endswith((" git_commit", " versions")) or not (name in base and name in tree)):
             continue
         parts.setdefault(part_of(name), []).append(f"{name}: {gap_of(name, base, tree)}")
     return [f"{lines[0]}{others(lines[1:])}" for lines in parts.values()]

@@ -13,6 +13,7 @@ import torch
 TIMES = re.compile(r"^time/|^speed/|per_second|_s$|seconds|^memory")  # names of what no two runs have the same
 STATE = ("optimizers", "schedulers", "rng", "python_rng", "learned", "stored", "loss_scale", "step", "extra")
 TREES = (Mapping, list, tuple, torch.Tensor)
+FLAG = "args.json"  # a flag that only one of two trees has is no difference
 
 Record = dict[str, Any]
 
@@ -49,6 +50,9 @@ def of_run(run: Path) -> Record:
     for path in sorted(run.glob("*.json*")):
         if path.suffix == ".jsonl" or path.name in ("evaluation.json", "results.json"):
             found |= {f"{path.name} {name}": value for name, value in of_file(path, run)}
+    for name, value in json.loads((run / "args.json").read_text(encoding="utf-8")).items():
+        if name != "program" and "/" not in (text := json.dumps(value)):  # no paths, no addresses
+            found[f"{FLAG} {name}"] = text
     for folder in sorted(run.glob("checkpoint-*")):
         found |= {f"{folder.name} {name}": value for name, value in of_checkpoint(folder)}
     best = run / "best"
