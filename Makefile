@@ -27,7 +27,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
-	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lint site clean
+	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -178,6 +178,10 @@ claims-smoke: $(VENV)/.installed
 BASE ?= HEAD~1
 freeze: $(VENV)/.tested
 	$(BIN)/python -m tests.freeze --base $(BASE) $(if $(CASES),--only $(CASES))
+
+# The lists of programs in README, pages and lightrlhf/__init__.py, from lightrlhf/programs.py.
+lists:
+	$(PYTHON) howto/lists.py
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import lightrlhf  # noqa: E402, the package alone, which imports nothing
+from lightrlhf.programs import TRAINING  # noqa: E402
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 MODULES = [
@@ -30,7 +31,9 @@ def page_of(module: Path) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Add the API pages to the menu, a group for each room."""
+    """Fill the menu: the pages of algorithms, and the API pages, a group for each room."""
+    pages = dict.fromkeys(f"algorithms/{one.page or one.name}.md" for one in TRAINING.values())
+    next(group for group in config.nav if "Algorithms" in group)["Algorithms"] = [*pages]
     rooms: dict[str, list[str]] = {}
     for module in MODULES:
         parts = module.relative_to(ROOT / "lightrlhf").parts
@@ -53,12 +56,12 @@ def public_names() -> str:
     """A page of what `import lightrlhf` offers: the programs with their `train` or `run`, and the other names."""
     lines = ["# API", "", "How to use it: [from Python](../python.md). What `import lightrlhf` offers, by name:", ""]
     lines += ["| name | |", "|---|---|"]
-    modules = {name: f"lightrlhf.{name}" for name in lightrlhf.TRAINING} | lightrlhf.NAMES
+    modules = {name: f"lightrlhf.{name}" for name in TRAINING} | lightrlhf.NAMES
     for name, module in modules.items():
         path = ROOT / Path(*module.split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if name in lightrlhf.TRAINING:
+        if name in TRAINING:
             said, anchor = ast.get_docstring(tree), f"{module}.train"
         else:
             found = (node for node in ast.walk(tree) if getattr(node, "name", "") == name)

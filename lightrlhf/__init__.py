@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightrlhf.programs import PROGRAMS, TRAINING
 
 __version__ = "0.1.0"
 
-TRAINING: tuple[str, ...] = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "refuel", "iterative_refuel")
-TRAINING += ("online_refuel", "reflect_rl")
-TOOLS: tuple[str, ...] = ("generate", "annotate", "evaluate", "evaluate_env", "evaluate_dialogues", "judge")
-TOOLS += ("check_reward", "estimate", "sweep", "plot", "serve", "export", "demo", "doctor", "quickstart")
-PROGRAMS = TRAINING + TOOLS
-NAMES = {
-    "SFTArgs": "lightrlhf.sft",
-    "RMArgs": "lightrlhf.rm",
-    "PPOArgs": "lightrlhf.ppo",
-    "GRPOArgs": "lightrlhf.grpo",
-    "DPOArgs": "lightrlhf.dpo",
-    "OnlineDPOArgs": "lightrlhf.online_dpo",
-    "RefuelArgs": "lightrlhf.refuel",
-    "IterativeRefuelArgs": "lightrlhf.iterative_refuel",
-    "OnlineRefuelArgs": "lightrlhf.online_refuel",
-    "ReflectRLArgs": "lightrlhf.reflect_rl",
+NAMES = {one.args: one.module for one in TRAINING.values()} | {
     "UsageError": "lightrlhf.cli.errors",
     "RunFailure": "lightrlhf.cli.errors",
     "StopTraining": "lightrlhf.cli.errors",
@@ -44,6 +31,33 @@ NAMES = {
     "Run": "lightrlhf.training.run",
 }
 __all__ = [*PROGRAMS, *NAMES, "__version__"]
+# what `NAMES` says, for editors, written by make lists
+if TYPE_CHECKING:
+    from lightrlhf.cli.errors import RunFailure as RunFailure
+    from lightrlhf.cli.errors import StopTraining as StopTraining
+    from lightrlhf.cli.errors import UsageError as UsageError
+    from lightrlhf.data.batch import Batch as Batch
+    from lightrlhf.data.batch import Rollout as Rollout
+    from lightrlhf.dpo import DPOArgs as DPOArgs
+    from lightrlhf.envs import make_env as make_env
+    from lightrlhf.generation.rollout import generate_rollout as generate_rollout
+    from lightrlhf.grpo import GRPOArgs as GRPOArgs
+    from lightrlhf.iterative_refuel import IterativeRefuelArgs as IterativeRefuelArgs
+    from lightrlhf.models.loading import load_policy as load_policy
+    from lightrlhf.models.loading import load_scalar as load_scalar
+    from lightrlhf.models.roles import Policy as Policy
+    from lightrlhf.models.roles import ScalarModel as ScalarModel
+    from lightrlhf.models.tokenizer import load_tokenizer as load_tokenizer
+    from lightrlhf.online_dpo import OnlineDPOArgs as OnlineDPOArgs
+    from lightrlhf.online_refuel import OnlineRefuelArgs as OnlineRefuelArgs
+    from lightrlhf.ppo import PPOArgs as PPOArgs
+    from lightrlhf.reflect_rl import ReflectRLArgs as ReflectRLArgs
+    from lightrlhf.refuel import RefuelArgs as RefuelArgs
+    from lightrlhf.rewards.loading import load_scorer as load_scorer
+    from lightrlhf.rm import RMArgs as RMArgs
+    from lightrlhf.sft import SFTArgs as SFTArgs
+    from lightrlhf.training.run import Run as Run
+# end of the list
 
 if sys.argv[:1] == ["-m"]:  # python -m lightrlhf.NAME: its imports come before the `main` that prints errors in a line
     from lightrlhf.cli.packages import print_missing

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightrlhf
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.programs import PROGRAMS, TOOLS, TRAINING, Program
 
 SHELLS = ("bash", "zsh", "tcsh")
 USAGE = "usage: lightrlhf PROGRAM [flags]     flags of a program: lightrlhf PROGRAM --help"
@@ -41,29 +42,24 @@ def main(argv: list[str] | None = None) -> Any:
 def program(word: str) -> Any:
     """`main` of a program; `online-dpo` names it as `online_dpo` does. Raises: UsageError naming the nearest one."""
     name = word.replace("-", "_")
-    if name not in lightrlhf.PROGRAMS:
-        nearest = difflib.get_close_matches(name, lightrlhf.PROGRAMS, n=1)
+    if name not in PROGRAMS:
+        nearest = difflib.get_close_matches(name, PROGRAMS, n=1)
         raise UsageError(f"no program {word}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists all"))
-    return import_module(module_of(name)).main
-
-
-def module_of(name: str) -> str:
-    """The module that holds the `main` of a program."""
-    return "lightrlhf.demo.page" if name == "demo" else f"lightrlhf.{name}"
+    return import_module(PROGRAMS[name].module).main
 
 
 def overview() -> str:
     """All programs with their titles, which are read without importing them."""
     lines = [USAGE]
-    for title, names in (("Train", lightrlhf.TRAINING), ("Sample, evaluate, serve, look", lightrlhf.TOOLS)):
-        lines += ["", f"{title}:", *(f"  {name:<20} {title_of(name)}" for name in names)]
+    for title, group in (("Train", TRAINING), ("Sample, evaluate, serve, look", TOOLS)):
+        lines += ["", f"{title}:", *(f"  {one.name:<20} {title_of(one)}" for one in group.values())]
     lines += ["", "Data is prepared by python -m datasets_prep.NAME.prepare_data; see howto/datasets.md."]
     return "\n".join(lines) + "\n"
 
 
-def title_of(name: str) -> str:
+def title_of(one: Program) -> str:
     """First line of a program's header up to its first colon, comma or bracket."""
-    spec = util.find_spec(module_of(name))
+    spec = util.find_spec(one.module)
     text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
     line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return re.split(r" ?[(:,]", line)[0].rstrip(".")
@@ -82,18 +78,11 @@ def completion(shell: str) -> str:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--completion", choices=SHELLS)
     subparsers = parser.add_subparsers()
-    for name in lightrlhf.PROGRAMS:
-        child = subparsers.add_parser(name, help=title_of(name))
-        for field in dataclasses.fields(args_class(name)):
+    for one in PROGRAMS.values():
+        child = subparsers.add_parser(one.name, help=title_of(one))
+        for field in dataclasses.fields(one.args_class()):
             child.add_argument(f"--{field.name}")
     return shtab.complete(parser, shell=shell)
-
-
-def args_class(name: str) -> Any:
-    """The args dataclass of a program: the last one that its module defines, after those it is built from."""
-    module = import_module("lightrlhf.demo.args" if name == "demo" else module_of(name))
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return [value for value in own if value.__name__.endswith("Args")][-1]
 
 
 def script() -> None:

@@ -29,6 +29,7 @@ from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.programs import TRAINING
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
@@ -197,8 +198,9 @@ def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
     """How an experiment acts: as in its run, else as its data was made; overrides win."""
     values = {}
     data_dir = located(name, "data_dir")
+    trained = TRAINING.get(stored(name, "program") or "")
     for one in dataclasses.fields(ActingArgs):
-        if stored(name, "program") == "reflect_rl":
+        if trained and trained.data == "environment":
             values[one.name] = stored(name, one.name)
         elif data_dir and one.name in ("with_history", "shuffle_action"):
             values[one.name] = stored(data_dir, one.name)

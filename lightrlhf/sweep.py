@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from lightrlhf.__main__ import args_class
 from lightrlhf.cli.args import INPUT, check_args, check_types
 from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.parser import parse, to_dict
@@ -80,7 +79,7 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
         failed, but a signal has stopped some or the sweep.
     """
     check_args(args, SweepArgs)
-    sweep = read_sweep(args.sweep_file, args_class)
+    sweep = read_sweep(args.sweep_file)
     folder = Path(args.output_dir or Path("logs", "sweeps", Path(args.sweep_file).stem))
     planned = [
         Planned(f"{one.name}/seed-{seed}", one.name, folder / one.name / f"seed-{seed}", replace(one.args, seed=seed))

@@ -12,6 +12,7 @@ import pytest
 from helpers import ROOT, environment
 
 import lightrlhf
+from lightrlhf.programs import PROGRAMS
 
 FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"cli", "maths"},
@@ -25,15 +26,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"demo", "evaluation", "serving"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-OF_QUICKSTART = ("prepare_data", "pretrain_base", "judge")
-EDGES = {  # of programs to programs; all else goes through the rooms
-    "online_dpo": {"dpo", "sft", "generate", "annotate"},
-    "iterative_refuel": {"refuel"},
-    "online_refuel": {"refuel"},
-    "evaluate": {"evaluate_env", "evaluate_dialogues"},
-    "quickstart": {"sft", "rm", "ppo", "evaluate", "plot"} | {f"datasets_prep.cafe.{name}" for name in OF_QUICKSTART},
-    "sweep": {"__main__"},  # which finds a program by its name
-}
+TABLE = {"lightrlhf", "lightrlhf.programs"}  # the version, and the table of programs
 FOR_DATA = {"cli", "data", "envs", "storage"}  # rooms that data preparation may use, and these files
 FOR_DATA_FILES = {"lightrlhf.demo.votes", "lightrlhf.demo.summaries"}
 FILES = sorted(path for folder in ("lightrlhf", "datasets_prep") for path in (ROOT / folder).rglob("*.py"))
@@ -74,15 +67,17 @@ def test_each_folder_is_a_room_with_a_floor():
 @pytest.mark.parametrize("path", IN_ROOMS, ids=module_name)
 def test_a_room_imports_only_rooms_below_it(path):
     own = room(module_name(path))
-    others = {room(name) for name in imported(path) - {"lightrlhf"}} - {own}  # the package alone: its version
+    others = {room(name) for name in imported(path) - TABLE} - {own}
     assert None not in others, "a room imports no program"
     assert all(FLOOR[other] < FLOOR[own] for other in others), others
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "lightrlhf").glob("[a-z]*.py")), ids=lambda p: p.stem)
-def test_a_program_imports_rooms_and_its_named_edges(path):
-    others = {name.removeprefix("lightrlhf.") for name in imported(path) if room(name) is None}
-    assert others - {"lightrlhf"} <= EDGES.get(path.stem, set())  # which has the version
+@pytest.mark.parametrize("program", [one for one in PROGRAMS.values() if one.name != "demo"], ids=lambda one: one.name)
+def test_a_program_imports_rooms_and_the_programs_that_it_uses(program):
+    """Data preparation is only imported by the quickstart, see below."""
+    names = imported(ROOT / "lightrlhf" / f"{program.name}.py") - TABLE
+    others = {name.removeprefix("lightrlhf.") for name in names if room(name) is None}
+    assert {name for name in others if not name.startswith("datasets_prep.")} == {*program.uses}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "datasets_prep" in p.parts], ids=module_name)
@@ -138,7 +133,7 @@ def test_no_test_file_is_imported_or_named_by_another(path):
     assert not {name for name in names if others & {*name.split(".")}}
 
 
-PROGRAMS = sorted(path.stem for path in (ROOT / "lightrlhf").glob("[a-z]*.py"))
+FILES_OF_PROGRAMS = [name for name in PROGRAMS if name != "demo"]
 
 
 OPTIONAL = {"gymnasium", "gradio", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
@@ -193,7 +188,7 @@ def test_importing_the_programs_loads_no_heavy_library_and_prints_nothing():
     heavy += ["gymnasium"]
     code = f"""
 import importlib, sys
-for name in {[*PROGRAMS, "envs", "envs.prompts"]}:
+for name in {[*FILES_OF_PROGRAMS, "envs", "envs.prompts"]}:
     importlib.import_module("lightrlhf." + name)
     found = [heavy for heavy in {heavy} if heavy in sys.modules]
     assert not found, (name, found)
@@ -231,7 +226,7 @@ import torch
 torch.manual_seed(5); torch.set_num_threads(1)
 before = torch.get_rng_state()
 import importlib
-for name in {PROGRAMS}:
+for name in {FILES_OF_PROGRAMS}:
     importlib.import_module("lightrlhf." + name)
 assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() == 1
 """

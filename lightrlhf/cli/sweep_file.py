@@ -36,12 +36,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-import lightrlhf
 from lightrlhf.cli.args import best_metric
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.names import ALIASES
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.stored_flags import FLOAT, nearest, read_config
+from lightrlhf.programs import TRAINING
 
 REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "metric: val/loss"}
 KEYS = {*REQUIRED, "flags", "grid", "sample", "num_samples", "sample_seed"}
@@ -77,7 +77,7 @@ class Sweep(NamedTuple):
     seeds: list[int]
 
 
-def read_sweep(path: str, args_class_of: Callable[[str], Any]) -> Sweep:
+def read_sweep(path: str) -> Sweep:
     """Read a sweep file. args_class_of: returns the args dataclass of a program.
 
     Raises: UsageError, one line with the file and the key, for what the program would refuse, values given twice, and
@@ -85,7 +85,7 @@ def read_sweep(path: str, args_class_of: Callable[[str], Any]) -> Sweep:
     """
     stored = read_config(path, "--sweep_file")
     try:
-        return _read(stored, args_class_of)
+        return _read(stored)
     except (UsageError, ValueError) as problem:
         raise UsageError(f"--sweep_file {path}: {problem}") from None
 
@@ -111,7 +111,7 @@ def non_default_words(args: Any) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
-def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Sweep:
+def _read(stored: Mapping[str, Any]) -> Sweep:
     for name in stored:
         if name not in KEYS:
             meant = nearest(name, KEYS)
@@ -120,15 +120,15 @@ def _read(stored: Mapping[str, Any], args_class_of: Callable[[str], Any]) -> Swe
         if stored.get(name) in (None, "", []):
             raise ValueError(f"{name} is missing; give it as in `{example}`")
     program, metric = str(stored["program"]).replace("-", "_"), str(stored["metric"])
-    if program not in lightrlhf.TRAINING:
-        close = difflib.get_close_matches(program, lightrlhf.TRAINING, n=1)
-        known = f"did you mean {close[0]}?" if close else f"these are: {', '.join(lightrlhf.TRAINING)}"
+    if program not in TRAINING:
+        close = difflib.get_close_matches(program, TRAINING, n=1)
+        known = f"did you mean {close[0]}?" if close else f"these are: {', '.join(TRAINING)}"
         raise ValueError(f"program {program} is no training program; {known}")
     try:
         metric, lower_is_better = best_metric(metric)
     except ValueError:
         raise ValueError(f"metric {metric}: say which value is better, min:{metric} or max:{metric}") from None
-    args_class, seeds = args_class_of(program), _seeds(stored["seeds"])
+    args_class, seeds = TRAINING[program].args_class(), _seeds(stored["seeds"])
     fixed, swept = _flags(stored)
     first, *others = seeds
     found: dict[tuple[str, ...], Combination] = {}  # by all flags

@@ -28,6 +28,7 @@ from lightrlhf.demo.rollouts import (
     neighbours,
     select,
 )
+from lightrlhf.programs import TRAINING, Program
 
 SAMPLES_A_PAGE, FEWEST_SAMPLES = 80, 4  # of each group at least
 TOKENS_A_PAGE, FEWEST_TOKENS = 4000, 40  # of all samples; of each sample at least
@@ -37,12 +38,7 @@ LONGEST_SHOWN = 400  # the same of a user's message or an observation
 DEEPEST_LOG_RATIO = 3.0  # nats
 STRONGEST = 0.6  # opacity of the deepest colour: text on it stays readable
 LINE_SIZE = (180, 36)  # width and height of a curve
-TURNS = {
-    "reflect_rl": ("action", "observation"),
-    "online_refuel": ("turn", "user"),
-    "iterative_refuel": ("turn", "user"),
-}
-TRAINS_ONE_TURN = ("online_refuel", "iterative_refuel")
+OTHER = Program("", "")  # whose runs are shown as a program's that is not known
 NAMES = {"kl": "KL", "truncated": "share truncated"}  # names of columns where others than their own are shown
 Pieces = Callable[[Sequence[int]], list[str]]
 
@@ -240,13 +236,13 @@ class Drawing:
         texts = self.run.pieces(ids[: self.limit])
         columns = {name: by_token(row.get(column), mask) for name, column in COLOURS.items()}
         values = columns[self.colour] or [None] * len(ids)
-        turn, told, blocks = TURNS.get(self.run.program, ("turn", "shown")), 0, []
+        program, told, blocks = TRAINING.get(self.run.program, OTHER), 0, []
         has_turns = 0 in mask
         for one, places in groupby(range(len(texts)), key=lambda i: mask[i]):
             told += bool(one)
             spans = "".join(self._token(texts[i], values[i], columns, i) if one else plain(texts[i]) for i in places)
-            name = f"{turn[0]} {told}" if one else turn[1]
-            if one and self.run.program in TRAINS_ONE_TURN:
+            name = f"{program.turns[0]} {told}" if one else program.turns[1]
+            if one and program.trains_one_turn:
                 name += ", trained" if told == 1 else ", sampled after it"
             caption = f"<b>{name}</b> " if has_turns else ""
             if not one and len(spans) > LONGEST_SHOWN:

@@ -15,14 +15,13 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 from helpers import CPU
 
-import lightrlhf
-from lightrlhf.__main__ import module_of
+from lightrlhf import programs
 from lightrlhf.cli.errors import UsageError
 
 ROW = "bad calls"
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
 SETS += ("reasoning_gym", "text_envs", "ultrainteract", "webgpt")
-PROGRAMS = [module_of(name) for name in lightrlhf.PROGRAMS]
+PROGRAMS = [one.module for one in programs.PROGRAMS.values()]
 MODULES = [*PROGRAMS, "datasets_prep.train_tokenizer", *(f"datasets_prep.{name}.prepare_data" for name in SETS)]
 NUMBERS = ("many", "nan", "inf", "1e400", "1_000", "", " ", "٣", "1:30", "0x10", "9" * 30, "True", "[1]")
 SPELLED = {

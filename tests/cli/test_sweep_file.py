@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from lightrlhf.__main__ import args_class
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.sweep_file import LONGEST, Sweep, non_default_words, read_sweep
+from lightrlhf.programs import TRAINING
 
 HEAD = "program: sft\nflags: {model_name: tiny}\nseeds: [1, 2]\nmetric: val/loss\n"
 SAMPLE = "program: sft\nseeds: [1]\nmetric: val/loss\nsample: {learning_rate: {log_uniform: [1e-5, 1e-3]}, "
@@ -21,7 +21,7 @@ SAMPLE += "mini_batch_size: {uniform: [8, 64]}, micro_batch_size: {choice: [1]}}
 def read(folder: Path, text: str) -> Sweep:
     path = folder / "sweep.yaml"
     path.write_text(text)
-    return read_sweep(str(path), args_class)
+    return read_sweep(str(path))
 
 
 def values(sweep: Sweep) -> list[tuple]:
@@ -83,11 +83,11 @@ def test_the_words_of_arguments_are_these_arguments_again(tmp_path):
         "3",
         "--eval_iters=null",
     ]
-    args = parse(args_class("sft"), typed)
-    assert parse(args_class("sft"), non_default_words(args)) == args
+    args = parse(TRAINING["sft"].args_class(), typed)
+    assert parse(TRAINING["sft"].args_class(), non_default_words(args)) == args
     grpo = ["--model_name=tiny", "--reward_function", "a.b:c", "--stop_strings", "x, y", "\n", "--rollout_size=32"]
-    args = parse(args_class("grpo"), grpo)
-    assert parse(args_class("grpo"), non_default_words(args)) == args
+    args = parse(TRAINING["grpo"].args_class(), grpo)
+    assert parse(TRAINING["grpo"].args_class(), non_default_words(args)) == args
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_words_of_arguments_are_these_arguments_again(tmp_path):
 )
 def test_the_examples_are_valid(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    sweep = read_sweep(str(path), args_class)
+    sweep = read_sweep(str(path))
     assert len(sweep.combinations) > 1 and len(sweep.seeds) > 1
     assert dataclasses.is_dataclass(sweep.combinations[0].args)
 
@@ -168,4 +168,4 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(text, pins, tmp_path)
 
 def test_a_file_that_is_missing_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"--sweep_file .*none.yaml cannot be read: No such file"):
-        read_sweep(str(tmp_path / "none.yaml"), args_class)
+        read_sweep(str(tmp_path / "none.yaml"))

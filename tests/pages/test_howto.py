@@ -22,7 +22,6 @@ from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
 from helpers.votes import STARTS, cast
 
-from lightrlhf import __main__ as command_main
 from lightrlhf.cli.args import (
     DataArgs,
     DataSetsArgs,
@@ -35,6 +34,7 @@ from lightrlhf.cli.args import (
     TrainArgs,
 )
 from lightrlhf.plot import read_metrics
+from lightrlhf.programs import PROGRAMS, TRAINING
 from lightrlhf.storage.run_dir import link_latest
 
 ALGORITHMS = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "reflect_rl")
@@ -204,7 +204,7 @@ def follow(command, variables: dict[str, str], folder: Path, tiny: dict[str, lis
         words = ["python", "-m", *words]
     if words[:3] == ["python", "-m", "lightrlhf"]:  # the command: a program's name, or flags of its own
         is_flag = words[3].startswith("-")
-        module = "lightrlhf.__main__" if is_flag else command_main.module_of(words[3].replace("-", "_"))
+        module = "lightrlhf.__main__" if is_flag else PROGRAMS[words[3].replace("-", "_")].module
         words = ["python", "-m", module, *words[3 if is_flag else 4 :]]
     if words[0] == "torchrun":
         words = ["python", *words[words.index("-m") :]]
@@ -362,7 +362,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_the_menu_of_the_site_has_every_page():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    named = re.findall(r"[\w/]+\.md", menu)
+    named = [*re.findall(r"[\w/]+\.md", menu), *{f"algorithms/{one.page or one.name}.md" for one in TRAINING.values()}]
     pages = [str(page.relative_to(ROOT / "howto")) for page in PAGES if page.name != "README.md"]
     assert sorted(named) == sorted([*pages, "index.md"])
 
