@@ -23,7 +23,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,14 @@ from lightrlhf.cli.args import (
     StartArgs,
     TensorParallelArgs,
     TrainArgs,
-    check_args,
-    check_data_dir,
     check_positive,
 )
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleaved
-from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.rows import Given, Splits, load_sets
+from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
@@ -52,13 +50,15 @@ from lightrlhf.models.forward import inference
 from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_positions, enable_packing
+from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.roles import last_token as end_scores
-from lightrlhf.models.roles import vocabulary_size
-from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
+from lightrlhf.models.tokenizer import check_stored_ids
 from lightrlhf.rewards.loading import STATISTICS
-from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin, check_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, where no validation pairs are given
 
@@ -158,53 +158,61 @@ def train(
     with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, RMArgs)
-    if rows is None:
-        check_data_dir(args)
-    args.check_start(policy)
-    source, flag = starting_model(args)
-    given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, source, tokenizer, args.verify)
+    given = {"policy": policy, "tokenizer": tokenizer, "rows": rows}
+    run, start = begin(args, RMArgs, "rm", load_comparisons, load_reward_model, check_texts, given, on_step)
+    separate_pad_token(start.policy, start.tokenizer)
+    pad_id = start.tokenizer.pad_token_id
+    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    model = run.setup("reward", start.policy, args.learning_rate, num_steps)
+
+    @functools.lru_cache(1)
+    def measure(step: int) -> tuple[Metrics, Metrics]:
+        """Metrics and statistics of validation after a step; every checkpoint has the statistics."""
+        return evaluate(run, model, start.held_out, pad_id)
+
+    run.keep(start.policy, start.tokenizer, files=lambda: {STATISTICS: json.dumps(measure(run.step)[1])})
+    for step in run.steps(num_steps):
+        batch = run.shard(run.global_batch(start.rows, step, args.mini_batch_size))
+        with run.phase("update"):
+            metrics = train_step(run, model, batch, pad_id)
+        run.end_step(metrics, batch, lambda: measure(run.step)[0], at_saves=True)
+    return run.finish()
+
+
+# ----------------------------------------------------------------------------------------------- data and the model
+def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+    """Preference pairs of both splits; for `--loss_type pair` as texts that hold both responses.
+
+    A reward model is saved with statistics of its scores, so there are validation pairs in any case.
+    """
+    sets = load_sets("preference", "train", args, given, tokenizer)
+    validation, notes = interleaved(load_sets("preference", "validation", args, given, tokenizer)), []
+    if not validation:
+        validation = [row for one in sets for row in one][:MOST_FOR_STATISTICS]
+        notes = [f"no validation pairs were given: the first {len(validation)} training pairs take their place"]
+    if args.loss_type == "pair":
+        sets, validation = [pair_rows(tokenizer, one) for one in sets], pair_rows(tokenizer, validation)
+    return Splits(sets, validation, notes)
+
+
+def load_reward_model(
+    policy: PreTrainedModel | Policy | None, args: RMArgs, tokenizer: PreTrainedTokenizerBase
+) -> ScalarModel:
+    """A model with a new scalar head, on the given policy or the one that flags name."""
     if args.resume_from:
         check_stored_ids(tokenizer, args.data_dir, args.resume_from)
-    sets = load_sets("preference", "train", args, rows, tokenizer)
-    pairs = [row for one in sets for row in one]
-    validation = interleaved(load_sets("preference", "validation", args, rows, tokenizer))
-    run = Run(args, "rm", on_step, given, data=None if rows is None else "given/rows")
-    if not validation:
-        validation = pairs[:MOST_FOR_STATISTICS]
-        run.print0(f"no validation pairs were given: the first {len(validation)} training pairs take their place")
     if policy is None:
+        source, flag = starting_model(args)
         reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
     else:
         reward_model = critic_from(as_policy(policy, ModelArgs(), tokenizer), args, args.seed)
     if args.loss_type == "pair":
-        pairs, validation = pair_rows(tokenizer, pairs), pair_rows(tokenizer, validation)
         config: Any = reward_model.model.config
         config.compares_pairs = True
-    check_vocabulary(pairs, vocabulary_size(reward_model), args.data_name)
-    check_positions(pairs + validation, reward_model, args.data_name)
-    enable_packing(reward_model)
-    separate_pad_token(reward_model, tokenizer)
-
-    run.mix([len(one) for one in sets])
-    num_steps = run.num_steps(pairs, args.mini_batch_size)
-    model = run.setup("reward", reward_model, args.learning_rate, num_steps)
-
-    @functools.lru_cache(1)
-    def measured(step: int) -> tuple[Metrics, Metrics]:
-        """Metrics and statistics of validation after a step; every checkpoint has the statistics."""
-        return evaluate(run, model, validation, tokenizer.pad_token_id)
-
-    run.keep(reward_model, tokenizer, files=lambda: {STATISTICS: json.dumps(measured(run.step)[1])})
-    for step in run.steps(num_steps):
-        batch = run.shard(run.global_batch(pairs, step, args.mini_batch_size))
-        with run.phase("update"):
-            metrics = train_step(run, model, batch, tokenizer.pad_token_id)
-        run.end_step(metrics, batch, lambda: measured(run.step)[0], at_saves=True)
-    return run.finish()
+    return reward_model
 
 
+# --------------------------------------------------------------------------------------------------------- learning
 def pair_sums(scores: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over pairs of the chosen score, the rejected score and being right (a tie is half right)."""
     chosen, rejected = end_scores(scores, attention_mask).chunk(2)  # (B,) each
