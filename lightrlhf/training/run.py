@@ -10,7 +10,6 @@ steps.
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,63 +22,32 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import NotFinite, RunFailure, ServersGone, UsageError
-from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel
-from lightrlhf.models.saving import export, upload
 from lightrlhf.storage.checkpoint import (
     BEST,
-    CHECKPOINT,
-    checkpoints,
-    drop_lost_best,
-    last_good,
-    link_best,
-    save_checkpoint,
-    save_pickled,
-    set_aside,
-    write_text,
 )
-from lightrlhf.storage.hub import shown
-from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.run_dir import (
-    check_parent,
-    check_vacant,
     is_stage,
-    link_latest,
-    make_parent,
-    new_run_dir,
     read_logged,
-    resumed_dir,
-    stored_args,
     whole_run,
 )
-from lightrlhf.storage.seals import seal
-from lightrlhf.storage.temporary import remove_left
-from lightrlhf.storage.writing import writing
-from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
-from lightrlhf.training.dry_run import DryRun, checkpoint_bytes, planned_results
+from lightrlhf.training.dry_run import DryRun, planned_results
 from lightrlhf.training.faults import quiet_event_writer
 from lightrlhf.training.learners import Learners
 from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
 from lightrlhf.training.metric_log import MetricLog, Metrics, OnStep
-from lightrlhf.training.model_card import model_card
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
-from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.ranks import Item, Ranks
-from lightrlhf.training.restarts import as_restarted, note_run
+from lightrlhf.training.restarts import as_restarted
 from lightrlhf.training.resume import (
-    StepStart,
-    forget_rows_after,
-    read_state,
     restore_rng,
-    rng_states,
-    step_start,
-    without_stored,
 )
+from lightrlhf.training.run_files import Checkpoints, RunFiles
 from lightrlhf.training.signals import StopSignals, Terminated
 from lightrlhf.training.summary import (
     describe_device,
@@ -121,42 +89,32 @@ class Run(Generic[AnyArgs]):
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
         self.program, self.given = program, given or {}
-        folders = data or getattr(args, "data_dir", program)
-        self.data_dirs: list[str] = folders if isinstance(folders, list) else [str(folders)]
         self.fabric = make_fabric(args)
         launch(self.fabric, args)
         self.args = args = as_restarted(self.fabric, args)
         self.ranks = Ranks(self.fabric, args)
         self.dry = DryRun() if args.dry_run else None  # then nothing is written
-        self.directory = self._choose_directory()  # created by `steps`, so that a refused run leaves none
+        self.files = RunFiles(args, self.ranks, program, self.given, data)
         if self.ranks.num_processes > 1:
-            self.ranks.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self._last_good)
+            self.ranks.watchdog = RankWatchdog(self.fabric, args.ddp_timeout, self.files.last_good)
             check_same(self.fabric, args)
         seed_everything(args.seed, verbose=False)
-        self._damaged: list[Path] = []  # checkpoints newer than the one that the run is resumed from
-        self._lock = self._locked() if args.resume_from and self.directory.is_dir() else None
-        try:
-            self.resumed = self._read_resume_state()
-        except BaseException:
-            if self._lock:
-                self._lock.release()
-            raise
-        self.order = Order(args, self.ranks, self.began, self.data_dirs)
+        began, self.resumed = self.files.resume()
+        self.order = Order(args, self.ranks, began, self.files.data_dirs)
         resumed = self.resumed or {}
         self.best = Best(args, resumed.get("best"))
         self.progress = Progress(resumed.get("step", 0), is_dry=args.dry_run, is_last=self.best.out_of_patience)
-        self.learners = Learners(args, self.ranks, self.order, self.progress, self._last_good, self.resumed, self.dry)
+        self.learners = Learners(
+            args, self.ranks, self.order, self.progress, self.files.last_good, self.resumed, self.dry
+        )
         self.loss_scale = self.learners.loss_scale
         self.metric_log = MetricLog(
             args, self.ranks, self.progress, self.best, resumed.get("means"), self.loss_scale, on_step, self.dry
         )
+        parts = (self.order, self.progress, self.learners, self.metric_log)
+        self.checkpoints = Checkpoints(args, self.files, *parts, self.dry)
         self._endings = ExitStack()  # of what the loop opened
-        self._started = self._saved_at = time.perf_counter()
-        self._saved_step = self.step if self.resumed else 0  # the last step that is saved, or 0
-        self._begun: StepStart | None = None
-        self._saved: tuple[Any, Any] = (None, None)  # the model and its tokenizer
-        self._state: Callable[[], dict[str, Any]] = dict
-        self._files: Callable[[], dict[str, str]] = dict
+        self._started = time.perf_counter()
         self._results: Metrics = {}  # of the last evaluation
         self._signals = StopSignals(self._nothing_to_save(), interrupts=self.ranks.num_processes == 1)
         weakref.finalize(self, self._signals.close)  # for a run that is refused before its loop
@@ -165,6 +123,14 @@ class Run(Generic[AnyArgs]):
     @property
     def device(self) -> torch.device:
         return self.ranks.device
+
+    @property
+    def directory(self) -> Path:
+        return self.files.directory
+
+    @property
+    def data_dirs(self) -> list[str]:
+        return self.files.data_dirs
 
     @property
     def step(self) -> int:
@@ -246,13 +212,13 @@ class Run(Generic[AnyArgs]):
             self._stop_without_servers(problem)
         except NotFinite as problem:
             rows = "" if name == "evaluation" else self.order.of_rows(problem.rows or None)
-            raise RunFailure(f"{problem}, in {where}{rows}{self._last_good()}") from None
+            raise RunFailure(f"{problem}, in {where}{rows}{self.files.last_good()}") from None
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
                 advice = memory_advice(
                     self.args, name, problem, self.learners.num_trainable(), self.world_size, self.device
                 )
-                raise RunFailure(f"out of memory in {where}: {advice}{self._last_good()}") from None
+                raise RunFailure(f"out of memory in {where}: {advice}{self.files.last_good()}") from None
             if self.ranks.watchdog:
                 self.ranks.watchdog.explain(problem)
             raise
@@ -286,16 +252,7 @@ class Run(Generic[AnyArgs]):
         return self.learners.learning_rate(name)
 
     def writing(self, name: str = "") -> AbstractContextManager:
-        """Context manager around writes to the experiment dir. Raises: RunFailure naming the last good checkpoint."""
-        return writing(self.directory / name, kept=lambda: last_good(self.directory))
-
-    def _locked(self) -> Lock | None:
-        """The lock of the experiment dir, held by the first rank for all. Raises: UsageError naming its holder."""
-        return lock_folder(self.directory) if self.is_first else None
-
-    def _last_good(self) -> str:
-        saved = checkpoints(self.directory)
-        return f"; the last good checkpoint is {saved[-1]}" if saved else "; no checkpoint had been written yet"
+        return self.files.writing(name)
 
     # ----------------------------------------------------------------------------------------------------- data
     def num_steps(self, rows: Sequence[Any], batch_size: int) -> int:
@@ -324,7 +281,11 @@ class Run(Generic[AnyArgs]):
 
         self._signals.is_between = False
         self.progress.num_steps = num_steps
-        self._open_directory()
+        if not self.dry:
+            self.files.open(self.order.began, self.best, self.step)
+            if self.is_first:
+                quiet_event_writer()
+                self.metric_log.open(self.directory, self.files.described(), self.files.writing)
         self.print0(self._banner(num_steps))
         if self.resumed:
             restore_rng(self.resumed, self.device, self.fabric.global_rank)  # after loading, which may draw numbers
@@ -341,7 +302,7 @@ class Run(Generic[AnyArgs]):
                     self.progress.is_last = self.dry.begin(self.seconds, num_steps)
                 self.seconds.clear()
                 self._save_or_stop()
-                self._begun = step_start(self.step, self.device, self._state())
+                self.checkpoints.begin_step()
                 yield self.step
                 bar.update(self.step - bar.n)
                 round_of_metrics = max(self.args.log_interval, getattr(self.args, "eval_interval", 0))
@@ -438,7 +399,7 @@ class Run(Generic[AnyArgs]):
         state: returns the loop's own state as plain values that later steps do not change; files: further text files by
         name.
         """
-        self._saved, self._state, self._files = (module, tokenizer), state, files
+        self.checkpoints.keep(module, tokenizer, state, files)
 
     def save(self) -> None:
         """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
@@ -447,26 +408,17 @@ class Run(Generic[AnyArgs]):
         Raises: RunFailure, naming the last good checkpoint, when it cannot be written, or a weight, an optimiser's
         state or the loop's own is not finite.
         """
-        module, tokenizer = self._saved
-        began = self._begun if self._begun and self._begun.step == self.step else None
-        start = began or step_start(self.step, self.device, self._state())
+        start = self.checkpoints.start()
         files: dict[str, str] = {}
         if not self.dry:
             with self.phase("evaluation"):  # a file may hold what an evaluation measures
-                files = self._files()
+                files = self.checkpoints.texts()
         with self.phase("saving"), self.ranks.waiting():
-            self.learners.check_finite(module, start.extra)
-            if self.dry:
-                self.dry.tokenizer = tokenizer
-                self.dry.checkpoint = checkpoint_bytes(module, self.learners.by_name, self.args)
-                return
-            self._save(module, tokenizer, start, files)
+            self.checkpoints.save(start, files)
 
     def _save_or_stop(self) -> None:
         """Before a step, save if `--save_minutes` have passed, and end the run after a signal, alike on all ranks."""
-        minutes = (time.perf_counter() - self._saved_at) / 60
-        is_late = 0 < self.args.save_minutes <= minutes and self.step != self._saved_step
-        wish = self.ranks.max(2 if self._signals.received else int(is_late))
+        wish = self.ranks.max(2 if self._signals.received else int(self.checkpoints.is_late))
         if wish == 2:
             self._stop_by_signal()
         elif wish and not self.dry:
@@ -475,7 +427,7 @@ class Run(Generic[AnyArgs]):
     def _stop_by_signal(self) -> NoReturn:
         """Save steps that are not saved yet, and end the run after a signal. Raises: Terminated."""
         if not self._signals.is_closed:
-            if self.step != self._saved_step and not self.dry:
+            if self.step != self.checkpoints.saved_step and not self.dry:
                 self.save()
             done = f" after step {self.step}; go on by --resume_from {whole_run(self.directory)}"
             where = done if self.step and not self.dry else self._nothing_to_save()
@@ -487,7 +439,7 @@ class Run(Generic[AnyArgs]):
         """Save steps that are not saved yet; an interrupted evaluation is not repeated. Raises: RunFailure."""
         if not self.step:
             raise RunFailure(f"{problem}; no step was finished, start again") from None
-        if self.step != self._saved_step:
+        if self.step != self.checkpoints.saved_step:
             self.save()
         raise RunFailure(f"{problem}; mend that, then resume with --resume_from {self.directory}") from None
 
@@ -500,42 +452,8 @@ class Run(Generic[AnyArgs]):
         """Close the logs, the lock, the signal handlers and the watchdog of a run, on all ranks."""
         self.ranks.close()
         self.metric_log.close()
-        if self._lock:
-            self._lock.release()
+        self.files.release()
         self._signals.close()
-
-    def _save(self, module: Policy | ScalarModel, tokenizer: Any, start: StepStart, files: dict[str, str]) -> None:
-        started = time.perf_counter()
-        full = self.full(module)
-        learned = self.learners.trained()
-        state = {
-            "step": self.step,
-            **rng_states(start.rng, self.ranks.num_processes),
-            "python_rng": start.python_rng,
-            "threads": torch.get_num_threads(),
-            "world_size": self.ranks.num_processes,
-            "extra": start.extra,
-            "best": self.best.state(),
-            "means": self.metric_log.means.state(),
-            **self.learners.state(),
-        }
-
-        def write(folder: Path) -> None:
-            merge, dtype = getattr(self.args, "merge", False), getattr(torch, self.args.save_dtype)
-            export(full, folder, self.directory / "base", merge, dtype)
-            tokenizer.save_pretrained(folder)
-            rest, stored = without_stored(learned, folder)
-            save_pickled(folder / "resume.pt", {**state, "learned": rest, "stored": stored})
-            for name, text in {"README.md": self._card(), **files}.items():
-                (folder / name).write_text(text, encoding="utf-8")
-
-        if self.is_first:
-            saved = save_checkpoint(self.directory, self.step, write, self.args.keep_last, self.best.step)
-            with self.writing():
-                write_text(self.directory / "README.md", self._card())
-            self.print0(f"saved {saved} in {time.perf_counter() - started:.1f} s")
-        self.best.unsaved, self._saved_step, self._saved_at = False, self.step, time.perf_counter()
-        self.fabric.barrier()
 
     def full(self, module: Any) -> Any:
         return self.learners.full(module)
@@ -556,11 +474,10 @@ class Run(Generic[AnyArgs]):
             return self.directory
         if self.is_first:
             self.metric_log.close()
-            with self.writing("logs"):
-                if self.metric_log.rows_for_profile:
-                    self._write_profile()
-                if results:  # none when a finished run is resumed: its card keeps those it has
-                    write_text(self.directory / "README.md", self._card(results))
+            if self.metric_log.rows_for_profile:
+                self._write_profile()
+            if results:  # none when a finished run is resumed: its card keeps those it has
+                self.files.write_card(self.step, self.order.data, results)
             if not is_stage(self.directory):
                 rows = read_logged(self.directory / "metrics.jsonl") or []
                 print_summary(f"lightrlhf.{self.program}", self.directory, rows, memory)
@@ -571,91 +488,13 @@ class Run(Generic[AnyArgs]):
         if is_stopped or (self._signals.interrupts and self._signals.received):
             self._stop_by_signal()
         self._signals.close()
-        if self.is_first and self.args.push_to_hub:
-            last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
-            upload(last, self.args.push_to_hub, dtype)
-            self.print0(f"uploaded {last} to {self.args.push_to_hub}")
+        self.files.upload_last()
         self._close()
         return self.directory
 
     def _write_profile(self) -> None:
         from lightrlhf.training.roofline import write_profile
 
-        rows = self.metric_log.rows_for_profile
-        write_profile(self.directory, rows, self.learners.roles(), self.args, self.device, self.world_size)
-
-    def _card(self, results: Metrics | None = None) -> str:
-        data = " + ".join(map(shown, self.order.data.split(" + ")))
-        summary = f"Trained by `lightrlhf.{self.program}` for {self.step} steps on `{data}`."
-        title = self.args.experiment_name
-        return model_card(title, self.program, summary, to_dict(self.args), results or {}, self.given)
-
-    def _read_resume_state(self) -> dict[str, Any] | None:
-        if not self.args.resume_from:
-            self.began = Beginning(self.args, self.world_size, self.given)
-            return None
-        state, damaged = read_state(Path(self.args.resume_from), self.program, self.given)
-        before = stored_args(self.args.resume_from)
-        self.began = Beginning(self.args, self.world_size, self.given, before)
-        self._damaged = [folder for folder, _ in damaged]
-        for folder, problem in damaged:
-            self.fabric.print(f"note: {folder} is damaged ({problem}); going on from step {state['step']} before it")
-        data_dir = before.get("data_dir")
-        if data_dir is not None and data_dir != getattr(self.args, "data_dir", data_dir):
-            self.fabric.print(f"note: this run began on {data_dir} and goes on with {' + '.join(self.data_dirs)}")
-        for what, now in (("threads", torch.get_num_threads()), ("world_size", self.ranks.num_processes)):
-            if state[what] != now:
-                self.fabric.print(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
-        return state
-
-    def _choose_directory(self) -> Path:
-        args, make = self.args, check_parent if self.dry else make_parent
-        if args.resume_from:
-            return resumed_dir(args.resume_from, args.output_dir)
-        if args.output_dir:
-            if Path(args.output_dir).is_dir():
-                check_vacant(Path(args.output_dir))
-            return make(Path(args.output_dir), f"--output_dir {args.output_dir}")
-        folders = [Path(folder).resolve() for folder in self.data_dirs]
-        name = "+".join(folder.name for folder in folders)[:200]
-        parent = Path(args.log_dir) / args.experiment_name / folders[0].parent.name / name
-        return make(parent, f"--log_dir {args.log_dir}")
-
-    def _open_directory(self) -> None:
-        if self.dry:
-            return
-        if self.is_first and self.resumed:
-            with self.writing():
-                for folder in self._damaged:
-                    self.print0(f"note: the damaged checkpoint is kept as {set_aside(folder)}")
-                remove_left(self.directory)
-                if self._lock and self._lock.handle is not None:  # no other machine saves here now
-                    remove_left(self.directory, CHECKPOINT, of_any_host=True)
-                for name in ("metrics", "samples", "rollouts"):
-                    forget_rows_after(self.directory / f"{name}.jsonl", self.step)
-                link_best(self.directory, self.best.step)  # a kill may have come before it
-                if lost := drop_lost_best(self.directory):
-                    self.print0(
-                        f"note: the best checkpoint, {lost}, was deleted; there is none until a better one is saved"
-                    )
-        elif self.is_first:
-            if not self.args.output_dir:
-                self.directory = new_run_dir(self.directory, f"--log_dir {self.args.log_dir}")
-            self._lock = self._locked()
-            if self.args.output_dir:
-                check_vacant(self.directory)  # another run may have come first
-            note_run(self.directory)
-            stored = {**self._described(), "began": self.began.noted()}
-            write_text(self.directory / "args.json", json.dumps(stored, indent=1))
-            seal(self.directory, ["args.json"])
-        if self.is_first and not is_stage(self.directory):
-            link_latest(self.directory, resumed=self.resumed is not None)
-        self.directory = Path(self.fabric.broadcast(str(self.directory)))
-        if self.is_first:
-            quiet_event_writer()
-            self.metric_log.open(self.directory, self._described(), self.writing)
-
-    def _described(self) -> dict[str, Any]:
-        """The arguments with the program, the versions of its packages and the given objects."""
-        described = {**to_dict(self.args), "program": self.program, "versions": versions()}
-        return described | {"git_commit": git_commit()} | ({"given": self.given} if self.given else {})
+        rows, roles = self.metric_log.rows_for_profile, self.learners.roles()
+        with self.files.writing("logs"):
+            write_profile(self.directory, rows, roles, self.args, self.device, self.world_size)

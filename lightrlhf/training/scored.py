@@ -169,7 +169,7 @@ def _file_digest(run: Run[Any], digest: str) -> str:
     """A digest of the rows, the model with its config, and everything that changes the last bits of a score."""
     args, device = run.args, run.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.began.sources.items())
+    sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.order.began.sources.items())
     ranks = run.world_size, run.ranks.tensor_parallel, torch.get_num_threads()
     settings = (digest, sources, versions(), args.precision, name, args.micro_batch_size, ranks)
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -310,7 +310,7 @@ def test_each_second_of_logging_is_counted_once(tmp_path, monkeypatch):
     run = Run(TrainArgs(log_dir=str(tmp_path), accelerator="cpu", logger="csv"), "test")
     loop = run.steps(9)
     next(loop)
-    monkeypatch.setattr("lightrlhf.training.run.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for _ in range(2):
         with run.logging():
             pass
