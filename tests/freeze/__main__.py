@@ -25,7 +25,6 @@ from tests.freeze import cases, compare, records
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OWN = ("freeze_functions.py", "inputs.py", "records.py")  # what results depend on besides the case
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,7 +113,8 @@ def publish(part: Path, folder: Path) -> None:
 
 def key(case: cases.Case, base: Path, inputs: Path) -> str:
     """A name for the case's results in the base, which changes with all that they depend on."""
-    text = json.dumps([described(case, base, Path(), False), inputs.name, *((HERE / n).read_text() for n in OWN)])
+    functions = (HERE / "freeze_functions.py").read_text(encoding="utf-8")
+    text = json.dumps([described(case, base, Path(), False), inputs.name, functions, records.VERSION])
     return f"{case.name.replace('/', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

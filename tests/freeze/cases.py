@@ -251,4 +251,54 @@ def ranks() -> Iterator[Case]:
             yield Case(f"{program}/{strategy}", (step(program, more, ranks=2),), slow=True)
 
 
-CASES = [*evaluated(), *dry(), *adapters(), *mixtures(), *variants(), *served(), *ranks()]
+def tools() -> Iterator[Case]:
+    """Programs that sample and evaluate."""
+    generate = f"{START} {CAFE} --split train --num_prompts 7 --num_generations 2 --max_new_tokens 4"
+    evaluate = (
+        f"--experiment_dir {{run}} {{run-dpo}} {CAFE} --num_samples 6 --max_new_tokens 4 --rollout_mini_batch_size 4"
+    )
+    scorer = step("rm", "--eval_interval 0 --max_steps 2", log="{log}-rm")
+    policy = step("sft", "--eval_interval 0 --max_steps 2")
+    other = step("dpo", "--eval_interval 0 --max_steps 2", log="{log}-dpo")
+    again = f"{START} --prompts_file {{work}}/out/one.jsonl --max_new_tokens 3 --do_sample False"
+    best = "--rm_experiment_dir {run-rm} --prompts_from preference --ref_scores True --rollout_mini_batch_size 4"
+    at = "--model_name {in}/llama --rollout_engine openai --base_url {server0}/v1"
+    yield Case("generate/local", (tool("generate", generate, ONE), tool("generate", again, TWO)))
+    yield Case("generate/scored", (scorer, tool("generate", f"{generate} {best}", ONE)))
+    yield Case("generate/temperatures", (tool("generate", f"{generate} --num_generations 1 --temperatures 0 0.7"),))
+    yield Case("generate/dry", (tool("generate", f"{generate} --dry_run True", ONE, printed=True),))
+    ranks = f"{generate} --devices 2"
+    yield Case("generate/ranks", (tool("generate", ranks, ONE, ranks=2),), slow=True)
+    served = f"{generate} --rollout_server {{server0}} --exchange_dir {{work}}/exchange"
+    yield Case("generate/served", (tool("generate", served, ONE),), servers=1, slow=True)
+    yield Case("generate/openai", (tool("generate", f"{generate} {at}", ONE),), servers=1, slow=True)
+    rewards = f"{VOWELS} --num_generations 2 --pass_k 1 2 --pass_threshold 2 --rouge True"
+    yield Case("evaluate/models", (policy, other, tool("evaluate", f"{evaluate} {rewards} --use_pretrained True")))
+    models = "--experiment_dir {run-rm} --data_dir {in}/cafe/tiny --num_samples 6"
+    yield Case("evaluate/reward_model", (scorer, tool("evaluate", models)))
+    files = f"--responses_file {{work}}/out/one.jsonl {VOWELS}"
+    yield Case("evaluate/responses", (tool("generate", generate, ONE), tool("evaluate", files)))
+    yield Case("evaluate/dry", (policy, other, tool("evaluate", f"{evaluate} --dry_run True", printed=True)))
+    dialogues = (
+        "--experiment_dir {run} {run-other} --data_dir {in}/talk --num_samples 4 --num_turns 2 --max_new_tokens 4"
+    )
+    talk = [step("sft", f"--data_dir {{in}}/talk --max_steps {n} --eval_interval 0", log=log) for n, log in TALKS]
+    by_turn = tool("evaluate_dialogues", f"{dialogues} {ECHO}")
+    yield Case("evaluate_dialogues/two", (*talk, by_turn))
+    agent = step("reflect_rl", "--eval_interval 0 --max_steps 2")
+    played = "--env freeze_functions:Corridor --experiment_dir {run} --eval_reps 2 --num_envs 4"
+    yield Case("evaluate_env/agent", (agent, tool("evaluate_env", played)))
+
+
+ONE, TWO = "--output_file {work}/out/one.jsonl", "--output_file {work}/out/two.jsonl"
+TALKS = ((1, "{log}"), (3, "{log}-other"))
+
+
+def tool(program: str, *flags: str, **how: object) -> Step:
+    words = " ".join([*flags, "--accelerator cpu"]).split()
+    if program == "generate" and "--output_file" not in words:
+        words += ["--output_dir", "{work}/out"]
+    return Step(program, once(words), **how)  # type: ignore[arg-type]
+
+
+CASES = [*evaluated(), *dry(), *adapters(), *mixtures(), *variants(), *served(), *ranks(), *tools()]

@@ -25,7 +25,7 @@ def differences(base: Record, tree: Record) -> list[str]:
     for name in dict.fromkeys([*base, *tree]):
         if name in moved or (name in base and name in tree and same(base[name], tree[name])):
             continue
-        if f" {FLAG} " in name and (name.endswith((" git_commit", " versions")) or not (name in base and name in tree)):
+        if f"{FLAG} " in name and (name.endswith((" git_commit", " versions")) or not (name in base and name in tree)):
             continue
         parts.setdefault(part_of(name), []).append(f"{name}: {gap_of(name, base, tree)}")
     return [f"{lines[0]}{others(lines[1:])}" for lines in parts.values()]

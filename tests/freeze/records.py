@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+VERSION = 2  # to raise where records of the same runs change
 TIMES = re.compile(r"^time/|^speed/|per_second|_s$|seconds|^memory")  # names of what no two runs have the same
+CLOCK = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # in the names of experiment dirs
 STATE = ("optimizers", "schedulers", "rng", "python_rng", "learned", "stored", "loss_scale", "step", "extra")
+OUTPUTS = ("out/**/*", "logs*/**/eval/**/*")  # of programs that do not train
 TREES = (Mapping, list, tuple, torch.Tensor)
 FLAG = "args.json"  # a flag that only one of two trees has is no difference
 
@@ -39,8 +42,9 @@ def of(work: Path) -> Record:
     for folder in sorted(path for path in work.glob("logs*") if path.is_dir()):
         for number, run in enumerate(experiments(folder)):
             found |= {f"{folder.name} run {number} {name}": value for name, value in of_run(run).items()}
-    for path in sorted(path for path in work.glob("out/**/*") if path.suffix in (".jsonl", ".json")):
-        found |= {f"{path.relative_to(work)} {name}": value for name, value in of_file(path, work)}
+    for path in sorted(path for place in OUTPUTS for path in work.glob(place) if path.suffix in (".jsonl", ".json")):
+        place = CLOCK.sub("…", str(path.relative_to(work)))
+        found |= {f"{place} {name}": value for name, value in of_file(path, work)}
     return found
 
 
@@ -76,6 +80,7 @@ def of_checkpoint(folder: Path) -> Iterator[tuple[str, Any]]:
 def of_file(path: Path, base: Path) -> Iterator[tuple[str, Any]]:
     """Values of a JSON or JSONL file by line and name, without times; paths are those below `base`."""
     text = path.read_text(encoding="utf-8").replace(str(base), "…")
+    text = CLOCK.sub("…", text)
     rows = [json.loads(line) for line in text.split("\n") if line] if path.suffix == ".jsonl" else [json.loads(text)]
     yield "rows", len(rows)
     for number, row in enumerate(rows):
