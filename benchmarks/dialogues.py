@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.inputs import SIZES, write_models
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.generation.dialogues import Dialogue, roll_out, user_turn_ids
 from lightrlhf.models.loading import load_policy
@@ -60,7 +60,7 @@ def main() -> None:
         tokenizer = load_tokenizer(None, name)
         tokenizer.chat_template = TEMPLATE
         policy = load_policy(name, ModelArgs(), tokenizer).eval()
-    sampling = GenerationArgs(max_new_tokens=args.max_new_tokens)
+    sampling = DecodingArgs(max_new_tokens=args.max_new_tokens)
     openings = []
     for index in range(args.num_dialogues):
         messages = [{"role": "user", "content": question(index, 0)}]

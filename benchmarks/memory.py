@@ -19,11 +19,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
 
 SHAPES = {  # width, width of the MLP, layers, heads, heads of keys and values
@@ -37,34 +38,29 @@ NEW_TOKENS = 8  # of a rollout: a step of decoding is slow here
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryArgs:
+class MemoryArgs(Args):
     """Peak memory of LoRA on a base held in bfloat16, measured and estimated."""
 
-    sizes: list[str] = field(default_factory=lambda: ["135M", "1B"])
+    sizes: list[str] = flag(["135M", "1B"], choices=SHAPES)
     """Shapes of the models."""
-    lengths: list[int] = field(default_factory=lambda: [512, 2048])
+    lengths: list[int] = at_least(1, [512, 2048])
     """Tokens of an example, prompt and response."""
-    programs: list[str] = field(default_factory=lambda: list(PROGRAMS))
+    programs: list[str] = flag(list(PROGRAMS), choices=PROGRAMS)
     """Programs to measure."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = at_least(1, 1)
     """Examples per forward and backward pass; a pair counts as one."""
-    updates: int = 1
+    updates: int = at_least(1, 1)
     """Updates of a run; the optimiser has its state from the second on."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     precision: str = "32-true"
     """Precision of the runs."""
-    extra: list[str] = field(default_factory=list)
+    extra: list[str] = flag([])
     """More flags of program and estimate, as NAME=VALUE."""
     results_file: str = "benchmarks/results/memory.jsonl"
     """Finished cases, one a line."""
     output_file: str | None = None
     """Markdown table of all finished cases."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("sizes", SHAPES), ("programs", PROGRAMS)):
-            if wrong := [one for one in getattr(self, name) if one not in known]:
-                raise ValueError(f"--{name} {wrong[0]} is none of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ def make(case: Case, folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.cli.groups import ModelArgs
     from lightrlhf.models.loading import load_scalar
     from lightrlhf.models.saving import export
     from lightrlhf.models.tokenizer import load_tokenizer

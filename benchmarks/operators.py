@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inputs import SIZES
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation.slots import Slots
 from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory

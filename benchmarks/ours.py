@@ -40,7 +40,7 @@ def train(work: dict[str, Any], gate: Gate) -> None:
 
 def generate(work: dict[str, Any], gate: Gate) -> None:
     """Run the generation engine on all prompts, `samples` times each."""
-    from lightrlhf.cli.args import GenerationArgs, ModelArgs
+    from lightrlhf.cli.groups import DecodingArgs, ModelArgs
     from lightrlhf.data.splits import load_prompts
     from lightrlhf.generation.engine import generate
     from lightrlhf.models.loading import load_policy
@@ -50,7 +50,7 @@ def generate(work: dict[str, Any], gate: Gate) -> None:
     policy = load_policy(work["model"], ModelArgs(), tokenizer).to(work["device"])
     prompts = [row["input_ids"].tolist() for row in load_prompts(work["data"], "train")]
     prompts = [prompt for prompt in prompts for _ in range(work["samples"])]
-    args = GenerationArgs(max_new_tokens=work["max_new_tokens"])
+    args = DecodingArgs(max_new_tokens=work["max_new_tokens"])
     precision = torch.autocast(work["device"], torch.bfloat16, enabled=work["bf16"])
     generator = torch.Generator().manual_seed(0)
     sampled = 0

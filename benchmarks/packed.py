@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from benchmarks.operators import model_of
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation import packed_decoder
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.batched_attention import use_batched_attention

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inputs import SIZES
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation.engine import generate
 from lightrlhf.models import products
 from lightrlhf.models.roles import Policy

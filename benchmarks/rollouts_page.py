@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.results import print_table
 
@@ -41,19 +41,15 @@ WAIT = 60_000  # milliseconds until the browser gives up
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageArgs:
+class PageArgs(Args):
     """Measure the demo's tab Rollouts."""
 
-    num_samples: int = 100_000
+    num_samples: int = at_least(1, 100_000)
     """Samples of the run."""
-    length: int = 48
+    length: int = at_least(1, 48)
     """Tokens of a response; a prompt has two thirds of that."""
-    repetitions: int = 7
+    repetitions: int = at_least(1, 7)
     """Measurements of each action."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_samples", "length", "repetitions"):
-            check_at_least(self, name, 1)
 
 
 @one_line_errors

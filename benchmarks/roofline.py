@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.training.roofline import (
     Ceilings,
@@ -108,7 +109,7 @@ def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int], list[int
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineArgs:
+class RooflineArgs(Args):
     """Compare the phases of a PPO iteration with the machine's limits."""
 
     size: Literal["tiny", "4M", "30M", "150M", "1B"] = "4M"
@@ -117,13 +118,13 @@ class RooflineArgs:
     """Device to measure."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Precision of the passes."""
-    rollout_size: int = 64
+    rollout_size: int = at_least(1, 64)
     """Responses of an iteration."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = at_least(1, 64)
     """Longest response; the mean is a fifth of it."""
-    steps: int = 4
+    steps: int = at_least(1, 4)
     """Iterations."""
-    threads: int | None = None
+    threads: int | None = at_least(1, None)
     """Threads; one per core by default."""
 
 

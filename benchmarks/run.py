@@ -25,14 +25,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.tables import insert, row, table, verdict
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import write_text
 
@@ -44,28 +44,23 @@ TURNS_SECONDS, LEAST_TURNS = 40, 3  # no further turn starts after this time, bu
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkArgs:
+class BenchmarkArgs(Args):
     """Measure speed and memory of this library and its peers on the same work."""
 
     suite: Literal["cpu", "gpu"]
     """Models of 4M to 135M parameters, most in float32, or of 1B in bf16."""
-    only: list[str] = field(default_factory=list)
+    only: list[str] = flag([])
     """Names of the cases to measure, other results of this machine are kept; all by default."""
     quick: bool = False
     """Tiny models and one turn: tests the benchmark and measures nothing."""
-    repetitions: int | None = None
+    repetitions: int | None = at_least(1, None)
     """Turns of each side; 5, or 1 with `quick`."""
-    threads: int | None = None
+    threads: int | None = at_least(1, None)
     """Threads of each side; one per core by default."""
     output_dir: str | None = None
     """Folder of the results; by default `benchmarks/results`, or `benchmarks/.quick` with `quick`."""
     insert: bool = False
     """Measure nothing; write the last table into howto/speed.md and four of its rows into README.md."""
-
-    def __post_init__(self) -> None:
-        for name in ("repetitions", "threads"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, 1)
 
 
 class WorkerFailed(Exception):

@@ -19,17 +19,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import ModelArgs, check_at_least
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import PAIRS, TEXTS
+from lightrlhf.cli.fields import Args, at_least, flag
+from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.lists import pairs, texts
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.tokens import decode, encode_prompt
-from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs import check_option, make_env, prompts, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, num_choices
 from lightrlhf.envs.episodes import Decision, Seat, play
 from lightrlhf.models.loading import load_policy
@@ -45,7 +46,7 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsArgs:
+class StepsArgs(Args):
     """Compare steps per second in a text environment with a plain loop on `generate`."""
 
     policy: str
@@ -54,21 +55,14 @@ class StepsArgs:
     """Experiment dir or checkpoint of the reflector."""
     env: str = "dangerous_taxi"
     """Environment."""
-    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment, as name=value."""
-    num_envs: int = 64
+    num_envs: int = at_least(1, 64)
     """Environments at once."""
-    ways: list[str] = field(default_factory=lambda: list(WAYS), metadata=TEXTS)
+    ways: list[str] = flag(list(WAYS), split=texts, choices=WAYS)
     """Modes of reflection to measure, each as one word."""
-    turns: int = 5
+    turns: int = at_least(1, 5)
     """Turns of each side."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_envs", "turns"):
-            check_at_least(self, name, 1)
-        if unknown := [way for way in self.ways if way not in WAYS]:
-            raise ValueError(f"--ways {unknown[0]!r} must be one of: {', '.join(map(repr, WAYS))}")
-        read_options(self.env_options)
 
 
 class PlainAgent:

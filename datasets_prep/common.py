@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +46,10 @@ from datasets_prep.hub import push
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement, shares_of
 from datasets_prep.turns import BadRow
-from lightrlhf.cli.args import RARE, DryRunArgs, check_at_least, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
-from lightrlhf.cli.hub import check_repository
+from lightrlhf.cli.fields import at_least, flag, random_seed
+from lightrlhf.cli.groups import DryRunArgs
+from lightrlhf.cli.hub import check_repository, is_gguf
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
 from lightrlhf.data.splits import SPLITS
@@ -77,6 +78,12 @@ PLAIN_TEMPLATE = (
 MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "columns")
 
 
+def check_lengths(text: str, flag: str) -> None:
+    """Raises: ValueError unless a text is a number or several, with commas between them."""
+    if not all(word.strip().isdigit() for word in text.split(",")):
+        raise ValueError(f"{flag} {text} must be a number or a list such as 1024,768,512")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrepareArgs(DryRunArgs):
     """Flags of every dataset."""
@@ -89,75 +96,62 @@ class PrepareArgs(DryRunArgs):
     """Hub id, or a local folder or file: JSON, JSON lines, CSV (each also gzipped), parquet or arrow."""
     dataset_config: str | None = None
     """Configuration of a hub dataset that has several."""
-    dataset_revision: str | None = field(default=None, metadata=RARE)
+    dataset_revision: str | None = flag(None, show="rarely")
     """Branch, tag or commit of a hub dataset."""
     stage: Literal["all", "finetune", "preference", "unpaired", "prompts", "dialogue"] = "all"
     """Files to write; `all` writes every kind that the columns allow."""
     split: str | None = None
     """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
-    max_length: int = 1024
+    max_length: int = at_least(1, 1024)
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = at_least(1, None)
     """Maximum tokens of a prompt; rows with a longer one are dropped. By default 128 tokens are left for a response."""
-    minimum_response_length: int = field(default=2, metadata=RARE)
+    minimum_response_length: int = at_least(0, 2, show="rarely")
     """Minimum characters of a response; rows with a shorter one are dropped."""
-    max_turns: int = field(default=5, metadata=RARE)
+    max_turns: int = at_least(1, 5, show="rarely")
     """Maximum turns of a dialogue."""
-    turn_prompt_length: str = field(default="128", metadata=RARE)
+    turn_prompt_length: str = flag("128", check=check_lengths, show="rarely")
     """Maximum tokens of a user turn; a list such as 1024,768,512 sets it by the dialogue's number of turns."""
-    turn_response_length: str = field(default="512", metadata=RARE)
+    turn_response_length: str = flag("512", check=check_lengths, show="rarely")
     """Maximum tokens of an assistant turn; a list sets it by the dialogue's number of turns."""
-    max_dialogue_length: int = field(default=3200, metadata=RARE)
+    max_dialogue_length: int = at_least(1, 3200, show="rarely")
     """Maximum tokens of a dialogue."""
     remove_same_inputs: bool = True
     """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
-    remove_same_responses: bool = field(default=True, metadata=RARE)
+    remove_same_responses: bool = flag(True, show="rarely")
     """Drop pairs whose chosen and rejected responses are equal."""
-    mask_prompt: bool = field(default=True, metadata=RARE)
+    mask_prompt: bool = flag(True, show="rarely")
     """Mask prompt tokens in `targets`, so that they carry no loss."""
     chat_template: str | None = None
     """Jinja chat template or a file with one; plain prompts then become a user message."""
-    wrap_prompts: bool | None = field(default=None, metadata=RARE)
+    wrap_prompts: bool | None = flag(None, show="rarely")
     """Make a plain prompt a user message of the chat template; by default with `chat_template`."""
-    num_samples: int | None = None
+    num_samples: int | None = at_least(1, None)
     """Maximum number of raw rows to read."""
-    skip_bad_lines: bool = field(default=False, metadata=RARE)
+    skip_bad_lines: bool = flag(False, show="rarely")
     """Leave out and count lines of JSON and rows of CSV that cannot be read, instead of stopping at the first."""
-    validation_percentage: float = 0.1
+    validation_percentage: float = at_least(0, 0.1)
     """Share of prompts in the validation split, unless the source has one."""
-    test_percentage: float = 0.1
+    test_percentage: float = at_least(0, 0.1)
     """Share of prompts in the test split, unless the source has one."""
     shuffle: bool = True
     """Shuffle the rows of each split."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of splits and shuffling."""
     save_skipped_examples: bool = False
     """Write dropped rows with their reason to skipped_{stage}.jsonl."""
-    num_proc: int | None = field(default=None, metadata=RARE)
+    num_proc: int | None = at_least(1, None, show="rarely")
     """Tokenising processes; one per core by default."""
-    push_to_hub: str | None = None
+    push_to_hub: str | None = flag(None, check=check_repository)
     """Hub dataset repository OWNER/NAME for what is written; private if it is new."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.push_to_hub is not None:
-            check_repository(self.push_to_hub)
-        for name in ("max_length", "max_turns", "max_dialogue_length"):
-            check_at_least(self, name, 1)
-        for name in ("max_prompt_length", "num_samples", "num_proc"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, 1)
-        for name in ("minimum_response_length", "validation_percentage", "test_percentage", "seed"):
-            check_at_least(self, name, 0)
+    def _check(self) -> None:
         if self.validation_percentage + self.test_percentage >= 1:
             raise ValueError(
                 f"--validation_percentage {self.validation_percentage} and --test_percentage {self.test_percentage} "
                 "leave no training split; use shares such as 0.1"
             )
         shares_of(self.split)
-        for name in ("turn_prompt_length", "turn_response_length"):
-            if not all(word.strip().isdigit() for word in getattr(self, name).split(",")):
-                raise ValueError(f"--{name} {getattr(self, name)} must be a number or a list such as 1024,768,512")
 
     def longest_prompt(self) -> int:
         """Maximum tokens of a prompt."""

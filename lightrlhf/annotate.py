@@ -19,23 +19,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.cli.args import (
-    RARE,
-    DryRunArgs,
-    RewardArgs,
-    SealArgs,
-    check_args,
-    check_at_least,
-    check_reward_model,
-    check_types,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
+from lightrlhf.cli.groups import DryRunArgs, RewardArgs, SealArgs
+from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.data.tokens import marked_text
@@ -71,65 +65,55 @@ def is_own(folder: Path) -> bool:
     return isinstance(values, dict) and "choose_type" in values
 
 
+def check_folder_of_pairs(folder: str, flag: str) -> None:
+    """Raises: ValueError for a folder that cannot be written, or has the data of another program."""
+    check_output(Path(folder) / "report.json", flag)
+    if not is_own(Path(folder)):
+        raise ValueError(f"{flag} {folder} holds data of another program; name another folder")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     """Score sampled responses, and choose preference pairs among them."""
 
-    responses_file: str
+    responses_file: str = flag(check=check_file)
     """JSONL file with a prompt and its responses per line, as `lightrlhf.generate` writes it."""
     output_file: str | None = None
     """JSONL file with `rewards` added; `{responses_file}.rewards.jsonl` when not given."""
-    rm_experiment_dir: str | None = None  # not required, as in training: rows may have their rewards
+    rm_experiment_dir: str | None = flag(None, check=check_reward_model, required=None)
     """Reward model or pair-preference model: experiment dir, checkpoint, or folder of a classifier."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    reward_function: list[str] = field(default_factory=list)
+    reward_function: list[str] = flag([], required=None)
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
-    trust_remote_code: bool = field(default=False, metadata=RARE)
+    trust_remote_code: bool = flag(False, show="rarely")
     """Let a reward model run the code of its own folder."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Largest number of rows per pass of the reward model."""
-    choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] | None = None
+    choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] | None = flag(
+        None, needs="output_dir"
+    )
     """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
-    length_penalty: float = 0.0
+    length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"})
     """Reward subtracted per token of length, for `max_min_p`."""
-    output_dir: str | None = None
+    output_dir: str | None = flag(None, check=check_folder_of_pairs, needs="choose_type")
     """Folder that gets `preference_train.pt`, the tokenizer and a report."""
     data_dir: str | None = None
     """Folder of prepared data whose tokenizer the pairs are written with."""
     tokenizer_name: str | None = None
     """Tokenizer of the pairs, instead of that of `data_dir`: experiment dir, folder or hub name."""
-    validation_percentage: float = 0.0
+    validation_percentage: float = at_least(0, 0.0, below=1, remedy="try 0.1")
     """Share of prompts whose pairs go into `preference_validation.pt`."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of random choices and of the validation split."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "rollout_mini_batch_size", 1)
-        check_at_least(self, "length_penalty", 0)
-        find_device(self.accelerator)
-        if not Path(self.responses_file).is_file():
-            raise ValueError(f"--responses_file {self.responses_file} does not exist; write it by lightrlhf.generate")
-        check_reward_model(self.rm_experiment_dir)
-        if not 0 <= self.validation_percentage < 1:
-            raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 1), such as 0.1")
-        if self.length_penalty and self.choose_type != "max_min_p":
-            raise ValueError(f"--length_penalty {self.length_penalty} requires --choose_type max_min_p")
-        if self.choose_type and not self.output_dir:
-            raise ValueError(f"--choose_type {self.choose_type} needs --output_dir, the folder of the pairs")
+    def _check(self) -> None:
         if self.choose_type and not (self.data_dir or self.tokenizer_name):
             raise ValueError(f"--choose_type {self.choose_type} needs --data_dir or --tokenizer_name for its tokenizer")
-        if self.output_dir and not self.choose_type:
-            raise ValueError(f"--output_dir {self.output_dir} is for pairs and requires --choose_type, such as max_min")
         if self.output_file or self.rm_experiment_dir or self.reward_function:  # else it is only read
             check_output(self.rewards_file, "--output_file")
-        if self.output_dir:
-            check_output(Path(self.output_dir) / "report.json", "--output_dir")
-            if not is_own(Path(self.output_dir)):
-                raise ValueError(f"--output_dir {self.output_dir} holds data of another program; name another folder")
 
     @property
     def rewards_file(self) -> Path:

@@ -22,24 +22,16 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lightrlhf.cli.args import (
-    INPUT,
-    RARE,
-    DataArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-    check_positive,
-    check_types,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag, positive, random_seed
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import DataArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.splits import Row, load_prompts
+from lightrlhf.data.splits import Row, check_data_dir, load_prompts
 from lightrlhf.data.tokens import decode
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import Failure, Response
@@ -82,37 +74,36 @@ CASES = {
 }
 
 
+def check_format(text: str, flag: str) -> None:
+    """Raises: ValueError unless a text says once where the answer goes."""
+    if text.count("{}") != 1:
+        raise ValueError(f"{flag} {text} must have one {{}}, where the answer goes")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckRewardArgs(DataArgs):
     """Score right, wrong and empty answers to the prompts of the data, and report what is paid that should not be."""
 
-    reward_function: list[str] = field(metadata=INPUT)
+    reward_function: list[str] = flag(show="first")
     """Python functions `package.module:name`, each checked by itself."""
     split: Literal["train", "validation", "test"] = "train"
     """Split of the prompts."""
-    num_prompts: int = 32
+    num_prompts: int = at_least(1, 32)
     """Prompts to try, of each task where the data has a column `task`."""
     answer_column: str | None = None
     """Column with the right answers; the first of answer, ground_truth, solution and completion when not given."""
-    answer_format: str = "{}"
+    answer_format: str = flag("{}", check=check_format)
     """Text of a response, with {} for the answer, such as `<answer>{}</answer>`."""
-    reward_timeout: float = 10.0
+    reward_timeout: float = positive(10.0)
     """Seconds a function has for one response."""
-    output_file: str | None = None
+    output_file: str | None = flag(None, check=check_output)
     """JSON file for the results."""
-    seed: int = field(default=42, metadata=RARE)
+    seed: int = random_seed(42, show="rarely")
     """Seed of the choice of prompts and of random words."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "num_prompts", 1)
-        check_positive(self, "reward_timeout")
+    def _check(self) -> None:
         if not self.reward_function:
             raise ValueError("--reward_function needs at least one function package.module:name")
-        if self.answer_format.count("{}") != 1:
-            raise ValueError(f"--answer_format {self.answer_format} must have one {{}}, where the answer goes")
-        if self.output_file is not None:
-            check_output(Path(self.output_file), "--output_file")
 
 
 def run(args: CheckRewardArgs) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import lightrlhf
-from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.fields import Args, at_least, check_args
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.results import print_table
 
@@ -42,15 +42,11 @@ RESERVE = 0.3  # share of the memory kept for activations, rollouts and librarie
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorArgs:
+class DoctorArgs(Args):
     """Report the machine, the installation, the models that fit, and a speed."""
 
-    seconds: float = 20.0
+    seconds: float = at_least(0, 20.0)
     """Longest time of the speed figures; 0 leaves them out."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "seconds", 0)
 
 
 def run(args: DoctorArgs) -> dict[str, Any]:
@@ -219,7 +215,7 @@ def tiny_work(device: Any) -> dict[str, Callable[[], int]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lightrlhf.cli.args import SamplingArgs
+    from lightrlhf.cli.groups import SamplingArgs
     from lightrlhf.generation.engine import generate
     from lightrlhf.models.roles import Policy
     from lightrlhf.models.tiny import MAX_POSITIONS, SIZES

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,25 +30,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
-    DataSetsArgs,
-    EvalArgs,
-    RolloutLogArgs,
-    StartArgs,
-    TensorParallelArgs,
-    TrainArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-    check_positive,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import above, at_least, check_args, flag, positive
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_rows, sources
-from lightrlhf.data.splits import Row, check_vocabulary, token_keys
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, token_keys
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.maths.ops import wins
 from lightrlhf.maths.preference import (
@@ -87,18 +76,6 @@ from lightrlhf.training.reference import (
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.scored import by_place, parts_to_score
 
-FITTING = {  # losses that a flag applies to
-    "label_smoothing": SMOOTHED,
-    "rapo": GAP_LOSSES,
-    "length_alpha": LENGTH_LOSSES,
-    "f_divergence": LENGTH_LOSSES,
-    "rpo_alpha": set(LOSSES),
-    "simpo_gamma": {"simpo"},
-    "desirable_weight": set(UNPAIRED_LOSSES),
-    "undesirable_weight": set(UNPAIRED_LOSSES),
-    "ref_model": {*LOSSES, *UNPAIRED_LOSSES} - set(REFERENCE_FREE),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossArgs(TrainArgs, StartArgs):
@@ -106,13 +83,13 @@ class DPOLossArgs(TrainArgs, StartArgs):
 
     experiment_name: str = "rlhf-dpo"
     """Folder below `log_dir` for the runs of one algorithm."""
-    ref_model: str | None = field(default=None, metadata=RARE)
+    ref_model: str | None = flag(None, excludes={"loss_type": REFERENCE_FREE}, show="rarely")
     """Experiment dir, checkpoint or folder of another reference; the starting policy when not given."""
-    learning_rate: float = 1e-6
+    learning_rate: float = positive(1e-6)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
     """Share of all steps for a linear warm-up from 0."""
-    disable_dropout: bool = field(default=True, metadata=RARE)
+    disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
     loss_type: Literal[
         "sigmoid",
@@ -140,64 +117,40 @@ class DPOLossArgs(TrainArgs, StartArgs):
         "bco",
     ] = "sigmoid"
     """Loss of a pair, or (kto, bco) of a labelled response; howto/algorithms/dpo.md has the formulas."""
-    beta: float = 0.1
+    beta: float = positive(0.1)
     """Strength of the KL constraint to the reference: the temperature of the implicit reward."""
-    f_divergence: Literal["reverse_kl", "alpha", "js", "forward_kl"] = field(default="reverse_kl", metadata=RARE)
+    f_divergence: Literal["reverse_kl", "alpha", "js", "forward_kl"] = flag(
+        "reverse_kl", needs={"loss_type": LENGTH_LOSSES}, show="rarely"
+    )
     """Divergence of that constraint."""
-    f_alpha: float = field(default=0.5, metadata=RARE)
+    f_alpha: float = above(0, 0.5, below=1, needs={"f_divergence": "alpha"}, show="rarely")
     """Alpha of `--f_divergence alpha`: near 0 the reverse KL, near 1 the forward KL."""
-    simpo_gamma: float | None = field(default=None, metadata=RARE)
+    simpo_gamma: float | None = at_least(0, None, needs={"loss_type": "simpo"}, show="rarely")
     """Target margin of simpo; half of beta when not given."""
-    desirable_weight: float = field(default=1.0, metadata=RARE)
+    desirable_weight: float = positive(1.0, needs={"loss_type": UNPAIRED_LOSSES}, show="rarely")
     """Weight of good responses in kto and bco; times their number 1 to 4/3 of the same for bad ones is advised."""
-    undesirable_weight: float = field(default=1.0, metadata=RARE)
+    undesirable_weight: float = positive(1.0, needs={"loss_type": UNPAIRED_LOSSES}, show="rarely")
     """Weight of bad responses in kto and bco."""
-    label_smoothing: float = field(default=0.0, metadata=RARE)
+    label_smoothing: float = at_least(0, 0.0, below=0.5, needs={"loss_type": SMOOTHED}, show="rarely")
     """Assumed share of pairs with flipped labels."""
-    rapo: str | None = field(default=None, metadata=RARE)
+    rapo: str | None = flag(
+        None, check=constant_weight, needs={"loss_type": GAP_LOSSES}, excludes={"f_divergence": ...}, show="rarely"
+    )
     """Weight lambda of the rejected side in u = a - lambda b: const:0.5 (any number), ra, app_1 or app_2; else 1."""
-    length_alpha: float = field(default=0.0, metadata=RARE)
+    length_alpha: float = at_least(0, 0.0, needs={"loss_type": LENGTH_LOSSES}, show="rarely")
     """Length correction: reward per token that is attributed to length alone (R-DPO)."""
-    rpo_alpha: float = field(default=0.0, metadata=RARE)
+    rpo_alpha: float = at_least(0, 0.0, needs={"loss_type": LOSSES}, show="rarely")
     """Weight of the chosen response's negative log-likelihood per token, added to the loss (RPO)."""
-    max_length: int | None = None
+    max_length: int | None = at_least(1, None)
     """Longest prompt with response, in tokens; the rest is truncated."""
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = at_least(1, None)
     """Longest prompt, in tokens."""
-    truncation_mode: Literal["keep_end", "keep_start"] = field(default="keep_end", metadata=RARE)
+    truncation_mode: Literal["keep_end", "keep_start"] = flag("keep_end", show="rarely")
     """End of a prompt that truncation to `max_prompt_length` keeps."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        check_positive(self, "learning_rate", "beta")
-        check_positive(self, "desirable_weight", "undesirable_weight")
-        for name in ("length_alpha", "rpo_alpha"):
-            check_at_least(self, name, 0)
-        if self.simpo_gamma is not None:
-            check_at_least(self, "simpo_gamma", 0)
-        if not 0 < self.f_alpha < 1:
-            raise ValueError(f"--f_alpha {self.f_alpha} must lie between 0 and 1")
-        if self.rapo:
-            constant_weight(self.rapo)
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 0.5)")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for flag, fitting in FITTING.items():
-            if getattr(self, flag) != defaults[flag] and self.loss_type not in fitting:
-                raise ValueError(
-                    f"--loss_type {self.loss_type} does not support --{flag} {getattr(self, flag)}; "
-                    f"leave it out, or use one of {', '.join(sorted(fitting))}"
-                )
-        if self.rapo and self.f_divergence != "reverse_kl":
-            raise ValueError(f"--rapo {self.rapo} weighs log-ratios and requires --f_divergence reverse_kl")
-        if self.f_alpha != 0.5 and self.f_divergence != "alpha":
-            raise ValueError(f"--f_alpha {self.f_alpha} requires --f_divergence alpha, not {self.f_divergence}")
+    def _check(self) -> None:
         if self.loss_type == "kto" and self.mini_batch_size * self.devices * self.num_nodes < 2:
             raise ValueError("--loss_type kto compares responses of a step with each other; try --mini_batch_size 8")
-        for name in ("max_length", "max_prompt_length"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, 1)
         if self.max_length and (self.max_prompt_length or 0) >= self.max_length:
             raise ValueError(
                 f"--max_prompt_length {self.max_prompt_length} leaves no room for a response in --max_length "
@@ -208,13 +161,6 @@ class DPOLossArgs(TrainArgs, StartArgs):
 @dataclass(frozen=True, kw_only=True)
 class DPOArgs(DPOLossArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs):
     """Direct preference optimisation on preference pairs, or on labelled responses."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_eval()
-        self.check_rollout_log()
-        self.check_data()
-        self.check_tensor_parallel()
 
 
 # --------------------------------------------------------------------------------------------------------- program

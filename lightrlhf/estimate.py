@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightrlhf.cli.args import ModelArgs, SamplingArgs, check_args, check_at_least, check_positive, check_types
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, positive
+from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
 from lightrlhf.generation.engine import no_gradients
@@ -68,33 +69,26 @@ class EstimateArgs(ModelArgs):
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Precision of the run."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = at_least(1, 8)
     """Examples per forward and backward pass; a pair counts as one."""
-    num_generations: int = 8
+    num_generations: int = at_least(1, 8)
     """GRPO: responses per prompt, which is read once."""
-    rollout_mini_batch_size: int = 32
+    rollout_mini_batch_size: int = at_least(1, 32)
     """PPO, GRPO: rows of a rollout decoded at a time."""
-    sequence_length: int = 512
+    sequence_length: int = at_least(1, 512)
     """Tokens of an example, prompt and response."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = at_least(1, 128)
     """PPO, GRPO: longest response."""
     accelerator: Literal["cuda", "cpu"] = "cuda"
     """Device of the run; on a CPU passes without gradients take fewer rows."""
-    memory_gb: float | None = None
+    memory_gb: float | None = positive(None)
     """GiB of the device: says whether the run fits, and the largest micro-batch, a power of two, that does."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         if not self.model_name or self.model_name == "tiny":
             raise ValueError(
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
             )
-        self.check_model()
-        sizes = ("micro_batch_size", "num_generations", "rollout_mini_batch_size", "sequence_length", "max_new_tokens")
-        for name in sizes:
-            check_at_least(self, name, 1)
-        if self.memory_gb is not None:
-            check_positive(self, "memory_gb")
 
     @property
     def samples(self) -> bool:

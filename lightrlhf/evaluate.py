@@ -24,7 +24,7 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,19 +32,12 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf import evaluate_dialogues, evaluate_env
-from lightrlhf.cli.args import (
-    INPUT,
-    DryRunArgs,
-    GenerationArgs,
-    ModelArgs,
-    SealArgs,
-    check_args,
-    check_at_least,
-    check_types,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
+from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, ModelArgs, SealArgs
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.paths import check_file, check_folder
 from lightrlhf.data.splits import check_vocabulary, load_prompts, load_split
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.evaluation.answers import judged, perplexity, respond, rouge
@@ -76,84 +69,69 @@ from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
 
-EVALUATED = INPUT | {"required": "what is evaluated"}
+EVALUATED = "what is evaluated"
+FILES: dict[str, Any] = {"responses_file": ..., "ranking_file": ...}  # excluded by flags of models that respond
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(GenerationArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs):
+class EvaluateArgs(DecodingArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
 
-    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | EVALUATED)
+    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required=EVALUATED, show="first")
     """Experiment dirs or checkpoints; win rates are against the first."""
-    responses_file: list[str] = field(default_factory=list, metadata=PATHS | EVALUATED)
+    responses_file: list[str] = flag(
+        [],
+        split=paths,
+        check=check_file,
+        excludes={"experiment_dir": ..., "ranking_file": ...},
+        required=EVALUATED,
+        show="first",
+    )
     """JSONL files with `prompt` and `responses` or `response`, scored as they are; win rates are against the first."""
-    ranking_file: str | None = field(default=None, metadata=EVALUATED)
+    ranking_file: str | None = flag(None, check=check_file, required=EVALUATED, show="first")
     """JSONL file with `prompt`, `chosen`, `rejected` and `subset`, ranked by reward models or functions."""
-    data_dir: str | None = None
+    data_dir: str | None = flag(None, check=check_folder, excludes=FILES)
     """Folder of the `.pt` splits; by default the data that the first experiment was trained on."""
     split: Literal["train", "validation", "test"] = "test"
     """Split to evaluate on."""
-    reference_dir: str | None = None
+    reference_dir: str | None = flag(None, check=check_model_exists, excludes=FILES)
     """Reference model of KL and implicit rewards; by default the model that each PPO or DPO experiment started from."""
-    use_pretrained: bool = False
+    use_pretrained: bool = flag(False, excludes=FILES)
     """Also evaluate the model that the first experiment started from, as row zero."""
-    num_samples: int | None = None
+    num_samples: int | None = at_least(1, None)
     """Rows of the split or file to use, with --env starts of each level; all when not given."""
-    rouge: bool = False
+    rouge: bool = flag(False, excludes=FILES)
     """Compute ROUGE of responses against the demonstrations."""
-    rollout_mini_batch_size: int = 64
+    num_generations: int = flag(1, excludes=FILES)
+    """Responses per prompt."""
+    pass_k: list[int] = flag([], excludes={"ranking_file": ...})
+    """Estimate pass@k, the chance that one of k responses passes, for each of these k."""
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Rows per forward pass and slots of the generation engine."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the sampling noise, the same for every model, and of bootstraps."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_generation()
-        check_at_least(self, "rollout_mini_batch_size", 1)
-        if self.num_samples is not None:
-            check_at_least(self, "num_samples", 1)
-        self.check_responses(may_have_rewards=bool(self.responses_file))
+    def _check(self) -> None:
+        self.check_rewards(may_have_rewards=bool(self.responses_file))
         self.check_files()
-        for name in self.experiment_dir:
-            check_model_exists(name, "--experiment_dir")
-        if self.reference_dir is not None:
-            check_model_exists(self.reference_dir, "--reference_dir")
-        if self.data_dir is not None and not Path(self.data_dir).is_dir():
-            raise ValueError(f"--data_dir {self.data_dir} does not exist")
-        self.check_harness()
-        if self.dry_run and self.harness:
-            raise ValueError(f"--dry_run True with --harness {self.harness}, which only writes files; leave one out")
-        find_device(self.accelerator)
+        self.check_folders(self.experiment_dir)
 
     def check_files(self) -> None:
         """Raises: ValueError unless one thing is evaluated, with flags that concern it, and results can be written."""
         files = [*self.responses_file, *([self.ranking_file] if self.ranking_file else [])]
         if not (files or self.experiment_dir):
             raise ValueError("--experiment_dir, --responses_file or --ranking_file is required: what is evaluated")
-        if self.responses_file and (self.experiment_dir or self.ranking_file):
-            other = f"--ranking_file {self.ranking_file}" if self.ranking_file else "--experiment_dir"
-            raise ValueError(f"--responses_file {self.responses_file[0]} and {other}: give one")
         if self.ranking_file and not (self.experiment_dir or self.has_rewards):
             raise ValueError(
                 f"--ranking_file {self.ranking_file} needs what ranks: reward models by --experiment_dir, or "
                 "--reward_function"
             )
-        for name in ("rm_chat_template", "trust_remote_code"):
-            if getattr(self, name) and not (self.rm_experiment_dir or self.ranking_file):
-                raise ValueError(f"--{name} True requires --rm_experiment_dir, or --ranking_file")
-        for name in ("data_dir", "reference_dir", "use_pretrained", "rouge"):
-            if files and (value := getattr(self, name)):
-                raise ValueError(f"--{name} {value} does not concern {files[0]}; leave it out")
-        if files and self.num_generations > 1:
-            raise ValueError(f"--num_generations {self.num_generations}: nothing is generated for {files[0]}")
-        if self.ranking_file and self.pass_k:
-            raise ValueError(f"--pass_k {self.pass_k[0]} does not concern --ranking_file; leave it out")
+        for name, given in (("rm_chat_template", self.rm_chat_template), ("trust_remote_code", self.trust_remote_code)):
+            if given and not (self.rm_experiment_dir or self.ranking_file):
+                raise ValueError(f"--{name} True needs --rm_experiment_dir, or --ranking_file")
         for path in files:
-            if not Path(path).is_file():
-                flag = "ranking_file" if path == self.ranking_file else "responses_file"
-                raise ValueError(f"--{flag} {path} does not exist")
             check_output(Path(path).parent / "eval" / f"{self.results_name(path)}.json", "results of")
         check_results(self.experiment_dir, self.results_name(files[0]) if files else self.split)
         if not files and not self.do_sample and self.num_generations > 1:

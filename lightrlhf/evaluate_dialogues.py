@@ -11,27 +11,20 @@ Left out: scores of single turns (a score is of the whole dialogue so far).
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightrlhf.cli.args import (
-    INPUT,
-    DryRunArgs,
-    GenerationArgs,
-    ModelArgs,
-    SealArgs,
-    check_args,
-    check_at_least,
-    check_reward_model,
-    check_types,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, ModelArgs, SealArgs
+from lightrlhf.cli.groups.rewards import check_reward_model
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.paths import check_folder
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import UserArgs, load_user
@@ -48,44 +41,32 @@ from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateDialoguesArgs(GenerationArgs, UserArgs, SealArgs, DryRunArgs):
+class EvaluateDialoguesArgs(DecodingArgs, UserArgs, SealArgs, DryRunArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
 
-    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS | INPUT | {"required": "a model"})
+    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required="a model", show="first")
     """Experiment dirs or checkpoints; win rates are against the first model."""
-    data_dir: str | None = None
+    data_dir: str | None = flag(None, check=check_folder)
     """Folder with `dialogue_*.pt`; by default the data that the first experiment was trained on."""
     split: Literal["train", "validation", "test"] = "test"
     """Split whose openings are used."""
-    rm_experiment_dir: str | None = None
+    rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that scores the dialogues; by default the judge of the data."""
     use_pretrained: bool = False
     """Also evaluate the model that the first experiment started from, as the first model."""
-    num_samples: int | None = None
+    num_samples: int | None = at_least(1, None)
     """Openings to use; all when not given."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Rows per forward pass and slots of the generation engine."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the sampling noise, the same for every model."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_generation()
-        self.check_user()
-        check_at_least(self, "rollout_mini_batch_size", 1)
-        if self.num_samples is not None:
-            check_at_least(self, "num_samples", 1)
+    def _check(self) -> None:
         if not self.experiment_dir:
             raise ValueError("--experiment_dir needs at least one experiment dir")
-        for name in self.experiment_dir:
-            check_model_exists(name, "--experiment_dir")
-        if self.data_dir is not None and not Path(self.data_dir).is_dir():
-            raise ValueError(f"--data_dir {self.data_dir} does not exist")
-        check_reward_model(self.rm_experiment_dir)
         check_results(self.experiment_dir, f"{self.split}_by_turn")
-        find_device(self.accelerator)
 
 
 def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightrlhf.cli.args import RARE, DryRunArgs, ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import PAIRS, PATHS
+from lightrlhf.cli.fields import at_least, check_args, flag, positive, random_seed
+from lightrlhf.cli.groups import DryRunArgs, ModelArgs
+from lightrlhf.cli.lists import pairs, paths
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.envs import make_env, prompts, read_options
+from lightrlhf.envs import check_option, make_env, prompts, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflector, num_choices
 from lightrlhf.envs.episodes import Agent, Decision, Episode, Seat, count, oracle_agent, play, random_agent, rates
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
@@ -42,70 +43,66 @@ You play move by move. End your reply with one line: `Command: ` and one of the 
 AGAIN = "That names none of the offered commands. Reply with one line: `Command: ` and a command of the list."
 
 
+def check_acting(word: str, flag: str) -> None:
+    """Raises: ValueError unless a word is name=value, with the name of a flag of acting."""
+    check_option(word, flag)
+    if word.partition("=")[0] not in {one.name for one in dataclasses.fields(ActingArgs)}:
+        raise ValueError(f"{flag} {word} is not a flag of acting")
+
+
+def check_reflector(name: str, flag: str) -> None:
+    """Raises: UsageError unless a name is `none` or a model's."""
+    if name != "none":
+        check_model_exists(name, flag)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Evaluate agents in a text environment."""
 
     env: str
     """Text environment: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value."""
-    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
+    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists)
     """Experiment dirs or checkpoints of the agents; none evaluates the oracle and random commands only."""
-    reflect_experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
+    reflect_experiment_dir: list[str] = flag([], split=paths, check=check_reflector)
     """Reflector of each experiment in turn, `none` for none; by default the reflector of its training."""
-    acting: list[str] = field(default_factory=list, metadata=PAIRS)
+    acting: list[str] = flag([], split=pairs, check=check_acting)
     """Flags of acting as name=value, such as with_history=True, in place of the experiment's own."""
     split: Literal["train", "validation", "test"] = "test"
     """Split of the starts."""
-    levels: list[str] = field(default_factory=list)
+    levels: list[str] = flag([])
     """Names of the environment's levels to start from; all when not given."""
-    num_samples: int | None = None
+    num_samples: int | None = at_least(1, None)
     """Starts of each level, not of all together; all when not given."""
-    eval_reps: int = 1
+    eval_reps: int = at_least(1, 1)
     """Sampled episodes from each start."""
-    num_envs: int = 64
+    num_envs: int = at_least(1, 64)
     """Environments played in parallel."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Rows per forward pass and slots of the generation engine."""
     agent_model: str | None = None
     """Name of a language model at `base_url` that is evaluated, too."""
-    agent_attempts: int = field(default=3, metadata=RARE)
+    agent_attempts: int = at_least(1, 3, show="rarely")
     """Replies of that model until one must name a command."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = at_least(1, 128)
     """Longest reply of that model."""
-    temperature: float = 1.0
+    temperature: float = positive(1.0, remedy="for greedy text use --do_sample False")
     """Sampling temperature of that model."""
     do_sample: bool = True
     """Sample the replies of that model; when false take the most likely tokens."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the sampled episodes."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_remote()
-        for name in ("eval_reps", "num_envs", "agent_attempts", "rollout_mini_batch_size", "max_new_tokens"):
-            check_at_least(self, name, 1)
-        if self.num_samples is not None:
-            check_at_least(self, "num_samples", 1)
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature} must be above 0; for greedy text use --do_sample False")
-        read_options(self.env_options)
-        unknown = set(read_options(self.acting)) - {one.name for one in dataclasses.fields(ActingArgs)}
-        if unknown:
-            raise ValueError(f"--acting {min(unknown)}=… is not a flag of acting")
+    def _check(self) -> None:
         if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.experiment_dir):
             raise ValueError("--reflect_experiment_dir needs one entry per --experiment_dir, `none` for no reflector")
         if bool(self.base_url) != bool(self.agent_model):
             raise ValueError("--base_url and --agent_model are required together: an address, and a model's name there")
-        for flag in ("experiment_dir", "reflect_experiment_dir"):
-            for name in getattr(self, flag):
-                if (flag, name) != ("reflect_experiment_dir", "none"):
-                    check_model_exists(name, f"--{flag}")
         check_results(self.experiment_dir, self.results_name)
-        find_device(self.accelerator)
 
     @property
     def results_name(self) -> str:
@@ -208,8 +205,6 @@ def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
             values[one.name] = COMMAND_TOKENS
     try:
         acting = ActingArgs(**({key: value for key, value in values.items() if value is not None} | overrides))
-        check_types(acting)
-        acting.check_acting()
     except (TypeError, ValueError) as problem:
         raise UsageError(f"--acting: {problem}") from None
     return acting

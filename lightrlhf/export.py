@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_types, is_gguf
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.hub import is_on_hub
-from lightrlhf.cli.packages import check_package
+from lightrlhf.cli.fields import Args, between, check_args, flag
+from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import writes_date
 from lightrlhf.models import export_check as checks
@@ -49,44 +49,47 @@ USES = {
 }
 
 
+def check_stored(name: str, flag: str) -> None:
+    """Raises: ValueError for a model that no folder holds."""
+    if name == "tiny":
+        raise ValueError(f"{flag} tiny is a new model that is stored nowhere; give a trained one")
+
+
+def check_new(folder: str | Path, flag: str = "--destination_dir") -> None:
+    """Raises: UsageError when a folder is there already, or would be in a run or a checkpoint."""
+    with writing(f"{flag} {folder}", error=UsageError):  # a name may be too long to look for
+        exists = Path(folder).exists()
+    if exists:
+        raise UsageError(f"{flag} {folder} exists; name a new one, or remove it")
+    check_destination(Path(folder), flag)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExportArgs:
+class ExportArgs(Args):
     """Export a model for other programs, and check what was written."""
 
     POSITIONAL: ClassVar[str] = "model_name"
 
-    model_name: str = field(metadata=INPUT)
+    model_name: str = flag(check=check_stored, show="first")
     """Experiment dir, checkpoint, folder, GGUF file or hub name of the model; may be given without its flag."""
-    to: Literal["merged", "safetensors-bf16", "adapter", "gguf", "ollama"]
+    to: Literal["merged", "safetensors-bf16", "adapter", "gguf", "ollama"] = flag(
+        packages=dict.fromkeys(FOR_LLAMA, "gguf")
+    )
     """All weights for transformers (`safetensors-bf16`: in bfloat16), an adapter, GGUF, or GGUF with a Modelfile."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", needs={"to": "merged"})
     """Numbers of `to` merged."""
-    gguf_type: Literal["f32", "bf16", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
+    gguf_type: Literal["f32", "bf16", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = flag(
+        "f16", needs={"to": FOR_LLAMA}
+    )
     """Numbers of the matrices in a GGUF file."""
-    destination_dir: str | None = None
+    destination_dir: str | None = flag(None, check=check_new)
     """Folder to write, a new one; by default in `export` of the experiment dir, else of the current folder."""
-    temperature: float | None = None
+    temperature: float | None = between(0, 100, None, needs={"to": "ollama"})
     """Temperature in the Modelfile; by default that of the model's generation config, else 1."""
-    base_model_name: str | None = field(default=None, metadata=RARE)
+    base_model_name: str | None = flag(None, needs={"to": "adapter"}, show="rarely")
     """Hub name to put into an exported adapter as that of its base, which is a folder here."""
-    trust_remote_code: bool = field(default=False, metadata=RARE)
+    trust_remote_code: bool = flag(False, show="rarely")
     """Let a model run the code of its own repository."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.model_name == "tiny":
-            raise ValueError("--model_name tiny is a new model that is stored nowhere; give a trained one")
-        for name, kinds in (("dtype", ("merged",)), ("gguf_type", FOR_LLAMA), ("temperature", ("ollama",))):
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default and self.to not in kinds:
-                raise ValueError(f"--{name} {getattr(self, name)} is of --to {' and '.join(kinds)}, not of {self.to}")
-        if self.base_model_name is not None and self.to != "adapter":
-            raise ValueError(f"--base_model_name {self.base_model_name} is of --to adapter, not of {self.to}")
-        if self.temperature is not None and not 0 <= self.temperature <= 100:
-            raise ValueError(f"--temperature {self.temperature} must lie in 0 to 100")
-        if self.to in FOR_LLAMA:
-            check_package(f"--to {self.to}", "gguf")
-        if self.destination_dir is not None:
-            check_new(Path(self.destination_dir))
 
 
 def run(args: ExportArgs) -> str:
@@ -104,15 +107,6 @@ def run(args: ExportArgs) -> str:
         write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
     show(args, destination, found[0])
     return str(destination)
-
-
-def check_new(destination: Path) -> None:
-    """Raises: UsageError when a folder is there already, or would be in a run or a checkpoint."""
-    with writing(f"--destination_dir {destination}", error=UsageError):  # a name may be too long to look for
-        exists = destination.exists()
-    if exists:
-        raise UsageError(f"--destination_dir {destination} exists; name a new one, or remove it")
-    check_destination(destination, "--destination_dir")
 
 
 def name_of(source: str) -> str:

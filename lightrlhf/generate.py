@@ -17,7 +17,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -25,27 +25,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import (
-    INPUT,
-    PACKAGE,
-    RARE,
-    DeviceArgs,
-    DryRunArgs,
-    GenerationArgs,
-    ModelArgs,
-    SealArgs,
-    ServerArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-    check_reward_model,
-    check_types,
-)
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
+from lightrlhf.cli.groups import DecodingArgs, DeviceArgs, DryRunArgs, ModelArgs, SealArgs, ServerArgs
+from lightrlhf.cli.groups.rewards import check_reward_model
+from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse
+from lightrlhf.cli.paths import check_file
 from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_responses
-from lightrlhf.data.splits import Row, check_vocabulary, first_answer, load_split
+from lightrlhf.data.splits import Row, check_data_folder, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.generation.samplers import Alone, Sampler, ServedSampler, local_sampler
@@ -70,92 +59,60 @@ LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArgs(GenerationArgs, RemoteArgs, ServerArgs, SealArgs, DryRunArgs):
+class GenerateArgs(DecodingArgs, RemoteArgs, ServerArgs, SealArgs, DryRunArgs):
     """Sample responses to prompts and write them as JSONL."""
 
     precision: ClassVar[str] = "32-true"  # of the model here, which servers are compared with
 
     model_name: str
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
-    trust_remote_code: bool = field(default=False, metadata=RARE)
+    trust_remote_code: bool = flag(False, show="rarely")
     """Let a model run the code of its own repository."""
-    data_dir: str | None = field(default=None, metadata=INPUT | {"required": "prompts"})
+    data_dir: str | None = flag(None, check=check_data_folder, required="prompts", show="first")
     """Folder of the `.pt` splits with the prompts."""
     split: Literal["train", "validation", "test"] = "test"
     """Split of `data_dir`."""
-    prompts_from: Literal["prompts", "finetune", "preference"] | None = field(default=None, metadata=RARE)
+    prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
     """Whose prompts of `data_dir`: by default those of `prompts_*.pt` where there are some, else of `finetune_*.pt`."""
-    prompts_file: str | None = field(default=None, metadata=INPUT | {"required": "prompts"})
+    prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
-    num_prompts: int | None = 2000
+    num_prompts: int | None = at_least(1, 2000)
     """Largest number of prompts, a random subset in the order of the data; `null` takes all."""
-    subset_seed: int = field(default=1234, metadata=RARE)
+    subset_seed: int = random_seed(1234, show="rarely")
     """Seed of that subset."""
-    num_generations: int = 1
+    num_generations: int = at_least(1, 1)
     """Responses per prompt (K)."""
-    temperatures: list[float] | None = None
+    temperatures: list[float] | None = at_least(0, None)
     """Several temperatures instead of `temperature`, one file each; 0 is greedy."""
-    rm_experiment_dir: str | None = None
+    rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that scores the responses; the best of each prompt becomes `response`."""
-    ref_scores: bool = False
+    ref_scores: bool = flag(False, needs={"rm_experiment_dir": ..., "data_dir": ...})
     """Also score the answers that the data has to these prompts: `ref_response, ref_reward`, of pairs `rejected_*`."""
     output_dir: str = "results"
     """Root of the results: `{output_dir}/{data}/temperature={t}/{model}.jsonl`."""
-    output_file: str | None = None
+    output_file: str | None = flag(None, check=check_output)
     """File to write instead."""
-    rollout_engine: Literal["local", "openai"] = "local"
+    rollout_engine: Literal["local", "openai"] = flag("local", needs="base_url", excludes={"rollout_server": ...})
     """Sample by ids in this process, or at `rollout_server` if there is one; or texts at the servers of `base_url`."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of the generation engine, and the largest number of rows per pass of the reward model."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the sampling noise."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
-    devices: int = 1
+    devices: int = at_least(1, 1, excludes={"rollout_server": ...})
     """Processes on this machine, one device each, that share the prompts."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_generation()
-        self.check_remote()
-        self.check_servers()
-        find_device(self.accelerator)
-        for name in ("num_generations", "rollout_mini_batch_size", "devices"):
-            check_at_least(self, name, 1)
-        if self.num_prompts is not None:
-            check_at_least(self, "num_prompts", 1)
+    def _check(self) -> None:
         if (self.data_dir is None) == (self.prompts_file is None):
             raise ValueError("--data_dir or --prompts_file is required, and not both: the source of the prompts")
-        if self.data_dir is not None:
-            check_data_dir(self)
-        if self.prompts_from and self.data_dir is None:
-            raise ValueError(f"--prompts_from {self.prompts_from} requires --data_dir")
-        if self.prompts_file is not None and not Path(self.prompts_file).is_file():
-            raise ValueError(f"--prompts_file {self.prompts_file} does not exist")
-        check_reward_model(self.rm_experiment_dir)
-        if self.ref_scores and not (self.rm_experiment_dir and self.data_dir):
-            raise ValueError("--ref_scores True needs --rm_experiment_dir as scorer and --data_dir with the answers")
-        if self.rollout_engine == "openai" and not self.base_url:
-            raise ValueError("--rollout_engine openai needs --base_url, such as http://localhost:8000/v1")
         if self.rollout_engine == "openai" and self.eos_ids:
             raise ValueError(f"--eos_ids {self.eos_ids[0]}: servers stop at texts, not at ids; use --stop_strings")
         if self.rollout_engine == "local" and self.base_url:
-            raise ValueError(f"--base_url {self.base_url[0]} requires --rollout_engine openai")
-        if self.rollout_engine == "openai" and self.rollout_server:
-            raise ValueError(
-                f"--rollout_server {self.rollout_server[0]} and --rollout_engine openai: give one; the first gets the "
-                "weights of --model_name, the second has its own"
-            )
-        if self.rollout_server and self.devices > 1:
-            raise ValueError(f"--devices {self.devices} with --rollout_server: one process asks all servers; use 1")
-        for value in self.temperatures or []:
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"--temperatures {value} must be 0 or more")
-        if self.output_file:
-            check_output(Path(self.output_file), "--output_file")
-        else:
+            raise ValueError(f"--base_url {self.base_url[0]} needs --rollout_engine openai")
+        if not self.output_file:
             check_output(Path(self.output_dir) / "any", "--output_dir")
-        if self.output_file and len(self.temperatures or [1]) > 1:
+        elif len(self.temperatures or []) > 1:
             raise ValueError(f"--output_file {self.output_file} cannot hold several --temperatures; use --output_dir")
         greedy = not self.do_sample or 0 in (self.temperatures or [])
         if greedy and self.num_generations > 1:

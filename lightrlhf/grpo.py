@@ -28,37 +28,33 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
+from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import above, at_least, check_args, flag, positive
+from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import (
+    AheadServerArgs,
     AuditArgs,
     DataSetsArgs,
     EvalArgs,
     RolloutLogArgs,
-    RolloutServerArgs,
     StartArgs,
     TensorParallelArgs,
     TrainArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-    check_positive,
 )
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
@@ -110,107 +106,80 @@ LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses
 FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times that of full tuning is usual
 
 
+def check_loss(name: str, flag: str) -> None:
+    """Raises: ValueError for a text that is neither a loss of this program nor the path of a function."""
+    if name not in LOSSES and ":" not in name:
+        raise ValueError(f"{flag} {name} is none of {', '.join(LOSSES)}, and no function package.module:name")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GRPOArgs(
-    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs, TensorParallelArgs
+    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, AheadServerArgs, RolloutLogArgs, TensorParallelArgs
 ):
     """Group relative policy optimisation against reward functions or a reward model."""
 
     experiment_name: str = "rlhf-grpo"
     """Folder below `log_dir` for the runs of one algorithm."""
-    num_generations: int = 8
+    num_generations: int = at_least(1, 8)
     """Responses per prompt (K)."""
-    rollout_size: int = 16
+    rollout_size: int = at_least(1, 16)
     """Prompts per rollout and device."""
-    rollout_mini_batch_size: int = 32
+    rollout_mini_batch_size: int = at_least(1, 32)
     """Slots of the generation engine, and at most so many rows per scoring pass."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = at_least(1, 1)
     """Passes over each rollout."""
     mini_batch_size: int = 128
     """Responses per optimiser step and device."""
-    learning_rate: float = 1e-6
+    learning_rate: float = positive(1e-6)
     """Peak learning rate; with LoRA about ten times that of full tuning."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    disable_dropout: bool = field(default=True, metadata=RARE)
+    disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
-    advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = "std"
+    advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = flag(
+        "std", when="maxrl", excludes={"normalize_each_reward": True}
+    )
     """Baseline and scale: the group's mean and deviation, its mean, and the batch's deviation; see howto/algorithms."""
     normalize_advantages: bool = False
     """Whiten advantages over all tokens of the rollout of all ranks."""
-    normalize_rewards: bool = field(default=False, metadata=RARE)
+    normalize_rewards: bool = flag(False, show="rarely")
     """Shift and scale a reward model's scores by the mean and deviation stored with it."""
-    normalize_each_reward: bool = field(default=False, metadata=RARE)
+    normalize_each_reward: bool = flag(False, show="rarely")
     """Give each reward mean 0 and deviation 1 in its group before their sum (GDPO, with `--advantage batch_std`)."""
-    loss_type: str = "clip"
+    loss_type: str = flag("clip", check=check_loss)
     """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal["token", "sequence"] = flag("token", excludes={"loss_type": "reinforce"})
     """Ratio of each token, or its geometric mean over the response (GSPO)."""
     aggregation: Literal["token", "sequence", "sum", "constant", "prompt"] = "token"
     """Weight of a token in the loss: the same for all, or the same for all responses or prompts."""
-    clip_coeff: float = 0.2
+    clip_coeff: float = positive(0.2)
     """Lower clip range of the ratio, which is 1 - this; of 1 and more there is no lower bound."""
-    clip_coeff_high: float | None = None
+    clip_coeff_high: float | None = positive(None)
     """Upper clip range of the ratio, which is 1 + this; that of `clip_coeff` when not given."""
-    dual_clip: float | None = field(default=None, metadata=RARE)
+    dual_clip: float | None = above(1, None, remedy="3 is usual", needs={"loss_type": "clip"}, show="rarely")
     """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
-    init_kl_coeff: float = 0.0
+    init_kl_coeff: float = at_least(0, 0.0)
     """Weight of the KL penalty; 0 needs no reference model and logs no KL."""
-    kl_placement: Literal["reward", "loss"] = "reward"
+    kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff")
     """KL of a response in its reward, or KL of each token in the loss."""
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float = at_least(0, 0.0)
     """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
-    overlong_buffer: int = field(default=0, metadata=RARE)
+    overlong_buffer: int = at_least(0, 0, show="rarely")
     """Last tokens below `max_new_tokens` over which a penalty of length grows from 0 to `overlong_penalty` (DAPO)."""
-    overlong_penalty: float = field(default=1.0, metadata=RARE)
+    overlong_penalty: float = at_least(0, 1.0, show="rarely")
     """Penalty of a response of `max_new_tokens`, with `overlong_buffer`."""
-    overlong_filter: bool = field(default=False, metadata=RARE)
+    overlong_filter: bool = flag(False, show="rarely")
     """Keep truncated responses out of the loss; they stay in their group's baseline."""
-    resample_rounds: int = 0
+    resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1})
     """Times that groups whose scores are equal are replaced by other prompts (DAPO's dynamic sampling)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_generation()
-        self.check_eval()
-        self.check_rollout_log()
-        self.check_rollout_servers()
-        self.check_tensor_parallel()
-        self.check_data()
-        check_positive(self, "learning_rate", "clip_coeff")
-        for name in ("num_generations", "rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
-            check_at_least(self, name, 1)
-        for name in ("init_kl_coeff", "missing_eos_penalty", "overlong_buffer", "overlong_penalty", "resample_rounds"):
-            check_at_least(self, name, 0)
-        if self.clip_coeff_high is not None:
-            check_positive(self, "clip_coeff_high")
-        if self.dual_clip is not None and not (math.isfinite(self.dual_clip) and self.dual_clip > 1):
-            raise ValueError(f"--dual_clip {self.dual_clip} must be above 1; 3 is usual")
-        if self.dual_clip is not None and self.loss_type != "clip":
-            raise ValueError(f"--dual_clip {self.dual_clip} requires --loss_type clip, not {self.loss_type}")
-        if self.importance_sampling_level == "sequence" and self.loss_type == "reinforce":
-            raise ValueError("--importance_sampling_level sequence: --loss_type reinforce has no ratio; leave one out")
-        if self.kl_placement == "loss" and not self.init_kl_coeff:
-            raise ValueError("--kl_placement loss requires --init_kl_coeff above 0, such as 0.001")
-        if self.advantage == "maxrl" and self.normalize_each_reward:
-            raise ValueError(
-                "--advantage maxrl divides by the mean score of a prompt, which --normalize_each_reward makes 0; "
-                "leave one of them out"
-            )
+    def _check(self) -> None:
         if self.num_generations < 2 and self.advantage != "none":
             raise ValueError(
                 f"--advantage {self.advantage} compares the responses to a prompt; give --num_generations above 1, "
                 "or --advantage none"
-            )
-        if self.num_generations < 2 and self.resample_rounds:
-            raise ValueError(f"--resample_rounds {self.resample_rounds} requires --num_generations above 1")
-        if self.resample_rounds and self.data_weights:
-            raise ValueError(
-                f"--resample_rounds {self.resample_rounds} draws prompts from all sets alike, whatever --data_weights; "
-                "leave one of them out"
             )
         if self.overlong_buffer >= self.max_new_tokens:
             raise ValueError(
@@ -221,10 +190,6 @@ class GRPOArgs(
             raise ValueError(
                 f"--mini_batch_size {self.mini_batch_size} must not exceed the responses of a rollout, --rollout_size "
                 f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
-            )
-        if self.loss_type not in LOSSES and ":" not in self.loss_type:
-            raise ValueError(
-                f"--loss_type {self.loss_type} is none of {', '.join(LOSSES)}, and no function package.module:name"
             )
 
     def load_loss(self) -> TokenLoss:
@@ -272,7 +237,6 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     args.check_reward(reward)
-    args.check_audit()
     loss = args.load_loss()
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
     data_dir = args.data_dir if prompts is None else None

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import ModelArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
-from lightrlhf.data.splits import Row, check_vocabulary, save_split
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, save_split
 from lightrlhf.generation.dialogue_pairs import (
     INVALID_REWARD,
     SIDES,
@@ -87,23 +88,12 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, IteratedArgs):
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    stage: Literal["all", "generate", "rank", "tokenize", "train"] = "all"
+    stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True})
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
-    num_data: int = 0
+    num_data: int = at_least(0, 0)
     """Dialogues of an iteration, from an infinite seeded shuffle of the training split; 0 takes as many as it has."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_user()
-        self.check_dialogues()
-        self.check_pairs()
-        check_at_least(self, "num_data", 0)
-        if self.dry_run and self.stage != "all":
-            raise ValueError(
-                f"--dry_run True with --stage {self.stage}: a dry run does all stages; leave one of them out"
-            )
 
 
 # ---------------------------------------------------------------------------------------------------------- program

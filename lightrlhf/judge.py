@@ -22,22 +22,18 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.cli.args import (
-    RARE,
-    DryRunArgs,
-    check_args,
-    check_at_least,
-    check_reward_model,
-    check_types,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.groups import DryRunArgs
+from lightrlhf.cli.groups.rewards import check_reward_model
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
+from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import check_responses, read_responses
 from lightrlhf.data.schema import share_columns
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
@@ -98,55 +94,48 @@ WORTH = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 
 
+def check_judge(name: str, flag: str) -> None:
+    """Raises: ValueError for a text that is neither a judge nor the path of a function."""
+    if name not in ("openai", "reward", "human") and ":" not in name:
+        raise ValueError(f"{flag} {name} is not one of openai, reward, human, or package.module:function")
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgeArgs(RemoteArgs, DryRunArgs):
     """Judge the responses of two models to the same prompts, or sample rows for judging."""
 
-    responses_file: list[str] = field(metadata=PATHS)
+    responses_file: list[str] = flag(split=paths, check=check_file)
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""
-    judge: str = "openai"
+    judge: str = flag("openai", check=check_judge)
     """Judge: openai, reward, human, or a Python function `package.module:name` that scores responses."""
     judge_model: str | None = None
     """Name of the judging model at the server."""
     task: Literal["summarization", "dialogue", "webgpt"] = "dialogue"
     """Criteria of a judging model."""
-    rm_experiment_dir: str | None = None
+    rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that judges."""
     output_file: str | None = None
     """Records to write, by default `{A}-vs-{B}-{judge}.jsonl` next to A; results and a picture are put next to it."""
-    num_pairs: int | None = None
+    num_pairs: int | None = at_least(1, None)
     """Judge at most this many pairs, the first ones."""
-    max_malformed: int = field(default=3, metadata=RARE)
+    max_malformed: int = at_least(1, 3, show="rarely")
     """Attempts of a judging model until a reply without a verdict counts as malformed."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = at_least(1, 256)
     """Longest reply of a judging model."""
-    rollout_mini_batch_size: int = 32
+    rollout_mini_batch_size: int = at_least(1, 32)
     """Rows per pass of the reward model."""
     accelerator: str = "auto"
     """cpu, cuda, mps, or auto (a GPU if there is one), for the reward model."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the order in which a person sees two responses, of the sample and of the bootstrap."""
-    sample: int | None = None
+    sample: int | None = at_least(1, None, excludes={"dry_run": True})
     """Write this many rows of each file, of the same prompts, to `{file}-sampled.jsonl` instead of judging."""
-    max_per_subreddit: int | None = field(default=None, metadata=RARE)
+    max_per_subreddit: int | None = at_least(1, None, needs="sample", show="rarely")
     """Largest number of sampled rows with the same value in the column `subreddit`."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_remote()
-        for name in ("max_malformed", "max_new_tokens", "rollout_mini_batch_size"):
-            check_at_least(self, name, 1)
-        for name in ("num_pairs", "sample", "max_per_subreddit"):
-            if getattr(self, name) is not None:
-                check_at_least(self, name, 1)
-        for name in self.responses_file:
-            if not Path(name).is_file():
-                raise ValueError(f"--responses_file {name} does not exist")
-        if self.max_per_subreddit is not None and self.sample is None:
-            raise ValueError(f"--max_per_subreddit {self.max_per_subreddit} requires --sample")
-        if self.dry_run and (self.sample is not None or self.judge == "human"):
-            other = "--judge human" if self.sample is None else f"--sample {self.sample}"
-            raise ValueError(f"--dry_run True with {other}: no model or function is tried; leave one of them out")
+    def _check(self) -> None:
+        if self.dry_run and self.judge == "human":
+            raise ValueError("--dry_run True with --judge human: no model is tried; leave one of them out")
         if self.sample is not None:
             if not self.responses_file:
                 raise ValueError("--responses_file needs a file to sample from")
@@ -157,9 +146,6 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
             raise ValueError("--judge openai needs --base_url, such as http://localhost:8000/v1, and --judge_model")
         if self.judge == "reward" and self.rm_experiment_dir is None:
             raise ValueError("--judge reward needs --rm_experiment_dir")
-        check_reward_model(self.rm_experiment_dir)
-        if self.judge not in ("openai", "reward", "human") and ":" not in self.judge:
-            raise ValueError(f"--judge {self.judge} is not one of openai, reward, human, or package.module:function")
         check_output(output_path(self), "--output_file")
 
 

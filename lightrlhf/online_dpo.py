@@ -21,31 +21,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightrlhf import annotate, dpo, generate, sft
-from lightrlhf.cli.args import (
-    RARE,
-    ModelArgs,
-    RewardArgs,
-    SamplingArgs,
-    ServerArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-)
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import ModelArgs, RewardArgs, SamplingArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.responses import ROW
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.schema import share_columns
-from lightrlhf.data.splits import IGNORE_INDEX, Row, check_vocabulary, save_split
+from lightrlhf.data.splits import IGNORE_INDEX, Row, check_data_dir, check_vocabulary, save_split
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.maths.ops import win_rate
@@ -75,6 +67,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def check_responder(name: str, flag: str) -> None:
+    """Raises: UsageError when the policy that responds is neither `last` nor `initial` nor a model."""
+    if name not in ("last", "initial"):
+        check_model_exists(name, f"{flag} (last, initial or a model)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
@@ -85,50 +83,37 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    prompts_per_iteration: int | None = None
+    prompts_per_iteration: int | None = at_least(1, None)
     """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
-    num_generations: int = 8
+    num_generations: int = at_least(2, 8)
     """Responses per prompt (K)."""
-    rm_chat_template: bool = field(default=False, metadata=RARE)
+    rm_chat_template: bool = flag(False, show="rarely")
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
     """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
-    length_penalty: float = field(default=0.0, metadata=RARE)
+    length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
     """Reward subtracted per token of length, for `max_min_p`."""
     training_step: Literal["dpo", "raft"] = "dpo"
     """Learn from pairs, or (raft) by cross-entropy from the best response to each prompt with unequal scores."""
-    reference: Literal["initial", "moving"] = "initial"
+    reference: Literal["initial", "moving"] = flag("initial", excludes={"ref_model": ...})
     """Reference policy: the initial policy (or `ref_model`), or the previous iteration's."""
-    responder: str = "last"
+    responder: str = flag("last", check=check_responder)
     """Policy that responds: `last` (online), `initial` (offline, the initial policy), or the directory of another."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
-    eval_prompts: int = 200
+    eval_prompts: int = at_least(1, 200)
     """Prompts of the evaluation after each iteration: the first ones of the validation split."""
     epochs: int | None = None
     """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
     lr_warmup_ratio: float | None = 0.1
     """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_generation()
+    def _check(self) -> None:
         if self.loss_type in UNPAIRED_LOSSES:
             raise ValueError(
                 f"--loss_type {self.loss_type} learns from single responses, but this program chooses pairs; "
                 "use a loss of pairs, such as bco_pair"
             )
-        for name in ("rollout_mini_batch_size", "eval_prompts"):
-            check_at_least(self, name, 1)
-        check_at_least(self, "num_generations", 2)
-        if self.prompts_per_iteration is not None:
-            check_at_least(self, "prompts_per_iteration", 1)
-        if self.responder not in ("last", "initial"):
-            check_model_exists(self.responder, "--responder (last, initial or a model)")
-        if self.reference == "moving" and self.ref_model:
-            raise ValueError(f"--ref_model {self.ref_model} requires --reference initial")
-        if self.length_penalty and self.choose_type != "max_min_p":
-            raise ValueError(f"--length_penalty {self.length_penalty} requires --choose_type max_min_p")
 
 
 def train(

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf import refuel
-from lightrlhf.cli.args import RolloutLogArgs, ServerArgs, check_args, check_at_least, check_data_dir
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.fields import at_least, check_args
+from lightrlhf.cli.groups import RolloutLogArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
-from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.data.splits import check_data_dir, check_vocabulary
 from lightrlhf.generation.dialogue_pairs import turn_rollout, turn_row
 from lightrlhf.generation.dialogues import (
     Dialogue,
@@ -69,28 +70,18 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutL
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    rollout_size: int = 32
+    rollout_size: int = at_least(1, 32)
     """Dialogues per step and device; each gives a pair."""
-    ppo_epochs: int = 4
+    ppo_epochs: int = at_least(1, 4)
     """Passes over the pairs of a step."""
-    init_kl_coeff: float = 0.05
+    init_kl_coeff: float = at_least(0, 0.05)
     """Weight of the KL penalty in the reward: the log-ratio to the initial policy at the trained turn."""
     penalty_reward_value: float = -2.0
     """Score of a dialogue whose trained turn was cut by its length."""
     whiten_rewards: bool = False
     """Shift and scale the rewards of a step to mean 0 and variance 1, over both sides and all devices."""
-    eval_interval: int = 100
+    eval_interval: int = at_least(0, 100)
     """Steps between evaluations on the validation split; 0 switches them off."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_dialogues()
-        self.check_rollout_log()
-        self.check_servers()
-        for name in ("rollout_size", "ppo_epochs"):
-            check_at_least(self, name, 1)
-        for name in ("init_kl_coeff", "eval_interval"):
-            check_at_least(self, name, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- program

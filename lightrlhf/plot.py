@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import PATHS
+from lightrlhf.cli.fields import Args, at_least, check_args, flag
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import read_responses
 from lightrlhf.storage.curves import Curve, columns, curves_of, joined, seed_groups
@@ -28,39 +28,36 @@ from lightrlhf.storage.run_dir import labels, read_metrics
 PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".eps", ".webp", ".tif", ".tiff")
 
 
+def check_picture(name: str, flag: str) -> None:
+    """Raises: ValueError, before any work, when a picture cannot be written to a path."""
+    path = Path(name)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{flag} {path} must end in one of {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path} lies in a folder that does not exist")
+    check_output(path, flag)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PlotArgs:
+class PlotArgs(Args):
     """Draw the curves of one or more runs."""
 
-    experiment_dir: list[str] = field(default_factory=list, metadata=PATHS)
+    experiment_dir: list[str] = flag([], split=paths)
     """Experiment dirs."""
-    responses_file: list[str] = field(default_factory=list, metadata=PATHS)
+    responses_file: list[str] = flag([], split=paths)
     """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""
     metrics: list[str] | None = None
     """Metrics to draw; a choice of the usual ones when not given."""
-    output_file: str | None = None
+    output_file: str | None = flag(None, check=check_picture)
     """PNG to write; by default `curves.png` in the first experiment dir or next to the first file."""
     group_seeds: bool = False
     """Draw runs that differ by their seed alone as one line with a band; all folders of one seed are one run."""
-    smoothing: int = 9
+    smoothing: int = at_least(1, 9)
     """Points in the moving average of the thick line; 1 draws the logged values."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "smoothing", 1)
-        if self.output_file is not None:
-            check_picture(Path(self.output_file))
+    def _check(self) -> None:
         if bool(self.experiment_dir) == bool(self.responses_file):
             raise ValueError("--experiment_dir or --responses_file needs at least one path, and not both")
-
-
-def check_picture(path: Path) -> None:
-    """Raises: ValueError, before any work, when a picture cannot be written to `path`."""
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"--output_file {path} must end in one of {', '.join(PICTURES)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output_file {path} lies in a folder that does not exist")
-    check_output(path, "--output_file")
 
 
 def run(args: PlotArgs) -> str:

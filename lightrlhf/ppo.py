@@ -24,29 +24,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
+from lightrlhf.cli.groups import (
+    AheadServerArgs,
     AuditArgs,
     DataSetsArgs,
     EvalArgs,
     RolloutLogArgs,
-    RolloutServerArgs,
     StartArgs,
     TensorParallelArgs,
     TrainArgs,
-    check_args,
-    check_at_least,
-    check_data_dir,
-    check_positive,
 )
-from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
@@ -54,7 +50,7 @@ from lightrlhf.data.mixtures import interleaved
 from lightrlhf.data.rows import Given, load_sets
 from lightrlhf.data.schema import share_columns
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
 from lightrlhf.generation.rollout import (
     check_start,
     evaluation_metrics,
@@ -88,104 +84,82 @@ REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actio
 
 @dataclass(frozen=True, kw_only=True)
 class PPOArgs(
-    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, RolloutServerArgs, RolloutLogArgs, TensorParallelArgs
+    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, AheadServerArgs, RolloutLogArgs, TensorParallelArgs
 ):
     """Proximal policy optimisation against a reward model or a reward function."""
 
     experiment_name: str = "rlhf-ppo"
     """Folder below `log_dir` for the runs of one algorithm."""
-    critic_init: Literal["reward", "policy"] | None = field(default=None, metadata=RARE)
+    critic_init: Literal["reward", "policy"] | None = flag(
+        None, when="reward", needs="rm_experiment_dir", show="rarely"
+    )
     """Start of the critic: the reward model where there is one, else the policy."""
-    share_backbone: bool = field(default=True, metadata=RARE)
+    share_backbone: bool = flag(True, show="rarely")
     """With `--finetune_mode lora`: all roles on one set of base weights where possible; not with fsdp or deepspeed."""
-    rollout_size: int = 128
+    rollout_size: int = at_least(1, 128)
     """Prompts per rollout and device."""
-    rollout_mini_batch_size: int = 32
+    rollout_mini_batch_size: int = at_least(1, 32)
     """Slots of the generation engine, and at most so many rows per scoring pass."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = at_least(1, 1)
     """Passes over each rollout."""
-    max_kl: float | None = field(default=None, metadata=RARE)
+    max_kl: float | None = positive(None, show="rarely")
     """End the passes over a rollout after a mini-batch whose mean KL to the policy that sampled it exceeds this."""
     mini_batch_size: int = 32
     """Responses per optimiser step and device."""
-    actor_learning_rate: float = 1e-6
+    actor_learning_rate: float = positive(1e-6)
     """Peak learning rate of the policy."""
-    critic_learning_rate: float = 1e-6
+    critic_learning_rate: float = positive(1e-6)
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
-    disable_dropout: bool = field(default=True, metadata=RARE)
+    disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
-    init_kl_coeff: float = 0.1
+    init_kl_coeff: float = at_least(0, 0.1)
     """Weight of the KL penalty in the reward, at the start."""
-    kl_estimator: Literal["k1", "k2", "k3"] = field(default="k1", metadata=RARE)
+    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", show="rarely")
     """Estimator of the KL penalty: k1 unbiased, k2 half the squared log-ratio, k3 unbiased and never negative."""
-    adaptive_kl_coeff: bool = field(default=False, metadata=RARE)
+    adaptive_kl_coeff: bool = flag(False, show="rarely")
     """Steer the KL weight so that the KL of a response stays near `target_kl_coeff`."""
-    target_kl_coeff: float = field(default=6.0, metadata=RARE)
+    target_kl_coeff: float = positive(6.0, show="rarely")
     """Target KL of a response, in nats, of the adaptive controller."""
-    clip_coeff: float = 0.2
+    clip_coeff: float = positive(0.2)
     """Clip range of the probability ratio and of the change in value."""
-    vf_coeff: float = field(default=1.0, metadata=RARE)
+    vf_coeff: float = at_least(0, 1.0, show="rarely")
     """Weight of the critic's loss."""
-    entropy_coeff: float = field(default=0.0, metadata=RARE)
+    entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy bonus in the policy's loss."""
-    gae_gamma: float = 1.0
+    gae_gamma: float = between(0, 1, 1.0)
     """Discount per token."""
-    gae_lambd: float = 0.95
+    gae_lambd: float = between(0, 1, 0.95)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
     termination_condition: Literal["fixed", "randomized", "parsing", "ppl"] = "fixed"
     """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, or as perplexity rises."""
-    ngram: int = 1
+    ngram: int = at_least(0, 1)
     """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
-    parser: str = field(default="textblob", metadata=RARE)
+    parser: str = flag("textblob", show="rarely")
     """For `parsing`: textblob, benepar, stanza, python (for programs), or a function `package.module:name`."""
-    parser_model: str | None = field(default=None, metadata=RARE)
+    parser_model: str | None = flag(None, show="rarely")
     """Local folder of the model that benepar or stanza reads."""
-    value_function: Literal["equal", "unit", "position", "position_first", "first"] = field(
-        default="equal", metadata=RARE
-    )
+    value_function: Literal["equal", "unit", "position", "position_first", "first"] = flag("equal", show="rarely")
     """A macro action's value: mean of its tokens' values (weighted to the last or first), the last or first one."""
-    normalize_rewards: bool = field(default=True, metadata=RARE)
+    normalize_rewards: bool = flag(True, show="rarely")
     """Shift and scale scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = True
     """Whiten advantages over the rollout of all ranks."""
-    clip_rewards: bool = field(default=True, metadata=RARE)
+    clip_rewards: bool = flag(True, show="rarely")
     """Clip scores to +-`reward_clip_value`."""
-    reward_clip_value: float = field(default=5.0, metadata=RARE)
+    reward_clip_value: float = positive(5.0, show="rarely")
     """Largest absolute score after normalisation."""
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float = at_least(0, 0.0)
     """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_generation()
-        self.check_eval()
-        self.check_rollout_log()
-        self.check_rollout_servers()
-        self.check_tensor_parallel()
-        self.check_data()
-        check_positive(self, "actor_learning_rate", "critic_learning_rate", "clip_coeff", "reward_clip_value")
-        check_positive(self, "target_kl_coeff")
-        if self.max_kl is not None:
-            check_positive(self, "max_kl")
-        check_at_least(self, "ngram", 0)
-        for name in ("rollout_size", "rollout_mini_batch_size", "ppo_epochs"):
-            check_at_least(self, name, 1)
-        for name in ("init_kl_coeff", "vf_coeff", "entropy_coeff", "missing_eos_penalty"):
-            check_at_least(self, name, 0)
-        for name in ("gae_gamma", "gae_lambd"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
+    def _check(self) -> None:
         if self.mini_batch_size > self.rollout_size:
             raise ValueError(
                 f"--mini_batch_size {self.mini_batch_size} must not exceed --rollout_size {self.rollout_size}"
             )
-        if self.critic_init == "reward" and self.rm_experiment_dir is None:
-            raise ValueError("--critic_init reward needs --rm_experiment_dir; use --critic_init policy")
         if self.termination_condition == "parsing":
             check_parser(self.parser, self.parser_model)
 
@@ -228,7 +202,6 @@ def train(
         check_data_dir(args)
     args.check_start(policy)
     args.check_reward(reward)
-    args.check_audit()
     given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)

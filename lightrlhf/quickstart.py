@@ -27,9 +27,9 @@ from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.judge import gold
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from lightrlhf import evaluate, plot, ppo, rm, sft
-from lightrlhf.cli.args import check_args, check_at_least, check_types
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, check_args, flag, random_seed
 from lightrlhf.cli.latest import LATEST
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
@@ -91,22 +91,17 @@ PARTS = ("correct", "polite", "short")  # of the gold score
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartArgs:
+class QuickstartArgs(Args):
     """Train and evaluate on the café, from raw data to a policy."""
 
     output_dir: str = "quickstart"
     """Folder for data, logs and the figure."""
-    seed: int = 1
+    seed: int = random_seed(1)
     """Seed of every stage."""
-    accelerator: str | None = None
+    accelerator: str | None = flag(None, check=find_device)
     """Device of every stage: cpu, cuda or mps; the programs choose when not given."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "seed", 0)
-        find_device(self.accelerator or "auto")
 
 
 def run(args: QuickstartArgs) -> None:

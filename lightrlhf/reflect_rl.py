@@ -22,29 +22,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
-    EvalArgs,
-    RolloutLogArgs,
-    RolloutServerArgs,
-    StartArgs,
-    TrainArgs,
-    check_args,
-    check_at_least,
-    check_positive,
-)
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.lists import PAIRS
+from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
+from lightrlhf.cli.groups import EvalArgs, RolloutLogArgs, RolloutServerArgs, StartArgs, TrainArgs
+from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch
-from lightrlhf.envs import TextEnv, make_env, read_options
+from lightrlhf.envs import TextEnv, check_option, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
 from lightrlhf.envs.curriculum import Stage, curriculum, split_stages, starts_of
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
@@ -76,43 +67,41 @@ MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArgs, RolloutLogArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
-    max_staleness: ClassVar[int] = 0  # type: ignore[misc]  # each decision waits for the one before
-    server_sleep: ClassVar[bool] = False  # type: ignore[misc]  # each decision would wake the server
     experiment_name: str = "reflect-rl"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     env: str = "dangerous_taxi"
     """Environment: dangerous_taxi, auto_explore, alfworld, or your own `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value, such as pickup_bonus=1."""
-    horizon: int | None = None
+    horizon: int | None = at_least(1, None)
     """Maximum steps of an episode; the environment's own limit when not given."""
-    reflect_experiment_dir: str | None = None
+    reflect_experiment_dir: str | None = flag(None, check=check_model_exists)
     """Experiment dir or checkpoint of the reflector; without it the policy acts alone."""
-    trainer: Literal["pg", "ppo"] = "pg"
+    trainer: Literal["pg", "ppo"] = flag("pg", excludes={"lr_scheduler_type": ("linear", "cosine")})
     """Policy gradient with one step an iteration, or PPO."""
     max_steps: int | None = None
     """Iterations; when not given, `epochs` passes over the training starts."""
-    rollout_size: int = 64
+    rollout_size: int = at_least(1, 64)
     """Episodes per iteration and device."""
-    num_envs: int = 64
+    num_envs: int = at_least(1, 64)
     """Environments played at once."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Maximum prompts per forward pass while playing, and slots of the reflector's generation engine."""
-    num_generations: int = 1
+    num_generations: int = at_least(1, 1, excludes={"use_critic": True})
     """K, episodes from the same start; above 1 advantages are normalised in a group, and whitening is switched off."""
     use_critic: bool = False
     """Subtract a critic's value of the state from the return."""
-    shared_critic: bool = field(default=False, metadata=RARE)
+    shared_critic: bool = flag(False, needs={"use_critic": True}, show="rarely")
     """Make the critic a linear head on the policy's last hidden state instead of a model of its own."""
-    gae_gamma: float = 1.0
+    gae_gamma: float = between(0, 1, 1.0)
     """Discount per decision."""
-    gae_lambd: float = field(default=1.0, metadata=RARE)
+    gae_lambd: float = between(0, 1, 1.0, needs={"use_critic": True}, show="rarely")
     """GAE's lambda; below 1 needs `use_critic`."""
     normalize_advantages: bool = True
     """Whiten the advantages of an iteration over all ranks; ignored when `num_generations` is above 1."""
-    learning_rate: float = 2e-4
+    learning_rate: float = positive(2e-4)
     """Peak learning rate of the policy."""
-    critic_learning_rate: float = 1e-3
+    critic_learning_rate: float = positive(1e-3)
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
@@ -120,25 +109,25 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Decisions per optimiser step and device, for ppo; pg takes all of an iteration."""
     micro_batch_size: int = 64
     """Decisions per forward and backward pass; smaller saves memory and never changes a gradient."""
-    ppo_epochs: int = 3
+    ppo_epochs: int = at_least(1, 3)
     """Passes over an iteration's decisions, for ppo."""
-    clip_coeff: float = 0.1
+    clip_coeff: float = positive(0.1)
     """Clip range of the probability ratio, for ppo."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = at_least(0, 0.0)
     """Weight of the entropy of the choice in the loss; it enters no reward and no metric."""
-    init_kl_coeff: float = 0.0
+    init_kl_coeff: float = at_least(0, 0.0)
     """Weight of the log-ratio to the starting policy, subtracted from each reward before advantages are estimated."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
-    replay_buffer_size: int = 0
+    replay_buffer_size: int = at_least(0, 0, excludes={"devices": ..., "num_nodes": ...})
     """Past successful episodes to keep; each iteration replays as many of them as it plays. 0 keeps none."""
-    replay_importance: bool = field(default=True, metadata=RARE)
+    replay_importance: bool = flag(True, show="rarely")
     """Weight a replayed decision by the ratio of its probabilities now and when played, at most 2; otherwise by 1."""
-    levels: list[str] = field(default_factory=list)
+    levels: list[str] = flag([], excludes={"stages": ...})
     """Names of the environment's levels to train on, all in one stage; all levels when not given."""
-    stages: str | None = None
+    stages: str | None = flag(None, check=split_stages)
     """Curriculum, each stage for an equal share of the iterations: "a; b+c". "a/1" ends episodes after one decision."""
-    leaveout_prob: float = field(default=0.0, metadata=RARE)
+    leaveout_prob: float = between(0, 1, 0.0, show="rarely")
     """Share of an episode's distractors that is hidden in training, in environments that support it."""
     eval_interval: int = 20
     """Iterations between evaluations on validation starts; 0 switches them off."""
@@ -149,52 +138,16 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     log_interval: int = 1
     """Iterations between rows of metrics, each the mean over the iterations since the previous row."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_acting()
-        self.check_eval()
-        self.check_rollout_log()
-        self.check_rollout_servers()
-        read_options(self.env_options)
-        check_positive(self, "learning_rate", "critic_learning_rate", "clip_coeff")
-        for name in ("rollout_size", "num_envs", "rollout_mini_batch_size", "num_generations", "ppo_epochs"):
-            check_at_least(self, name, 1)
-        for name in ("entropy_coeff", "init_kl_coeff", "replay_buffer_size"):
-            check_at_least(self, name, 0)
-        if self.horizon is not None:
-            check_at_least(self, "horizon", 1)
-        for name in ("gae_gamma", "gae_lambd", "leaveout_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
+    strategy: Literal["auto", "ddp"] = "auto"
+    """Whole models on each rank (ddp); acting does not support sharded ones."""
+
+    def _check(self) -> None:
         if self.rollout_size % self.num_generations:
             raise ValueError(
                 f"--rollout_size {self.rollout_size} must be a multiple of --num_generations {self.num_generations}"
             )
-        if self.num_generations > 1 and self.use_critic:
-            raise ValueError(f"--num_generations {self.num_generations} has a baseline already; use --use_critic False")
-        if self.shared_critic and not self.use_critic:
-            raise ValueError("--shared_critic True requires --use_critic True")
-        if not self.use_critic and self.gae_lambd != 1:
-            raise ValueError(f"--gae_lambd {self.gae_lambd} requires --use_critic True; otherwise leave it at 1")
-        if self.stages is not None:
-            split_stages(self.stages)
-            if self.levels:
-                raise ValueError(
-                    f"--levels {','.join(self.levels)} contradicts --stages, which names the levels itself"
-                )
-        if self.trainer == "ppo" and self.lr_scheduler_type in ("linear", "cosine"):
-            raise ValueError(
-                f"--lr_scheduler_type {self.lr_scheduler_type} needs the number of updates in advance, which --trainer "
-                "ppo does not know; use constant or constant_with_warmup"
-            )
-        if self.replay_buffer_size and self.devices * self.num_nodes > 1:
-            raise ValueError(f"--replay_buffer_size {self.replay_buffer_size} requires a single device; leave it at 0")
-        if self.strategy in ("fsdp", "deepspeed"):
-            raise ValueError(f"--strategy {self.strategy} shards models, which acting does not support; use ddp")
-        for flag in ("sft_experiment_dir", "reflect_experiment_dir"):
-            if getattr(self, flag):
-                check_model_exists(getattr(self, flag), f"--{flag}")
+        if self.sft_experiment_dir:
+            check_model_exists(self.sft_experiment_dir, "--sft_experiment_dir")
 
 
 @dataclass(kw_only=True)

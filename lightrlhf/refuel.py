@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -26,22 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
-    DataArgs,
-    EvalArgs,
-    SamplingArgs,
-    StartArgs,
-    TrainArgs,
-    check_args,
-    check_data_dir,
-    check_positive,
-)
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import check_args, positive
+from lightrlhf.cli.groups import DataArgs, EvalArgs, SamplingArgs, StartArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batch_indices
 from lightrlhf.data.rows import Given, load_rows
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.forward import inference
@@ -70,27 +61,23 @@ class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
 
     loss_type: Literal["refuel", "dpo"] = "refuel"
     """Regress the difference of scores (refuel), or learn only which side scores higher (multi-turn dpo)."""
-    eta: float = 1.0
+    eta: float = positive(1.0)
     """Factor on the difference of scores: how far the policy moves per unit of score."""
-    beta: float = 0.1
+    beta: float = positive(0.1)
     """Temperature of the implicit reward of `--loss_type dpo`."""
     temperature: float = 0.8
     """Divides the logits, for sampling and for every log-probability of the samples."""
-    learning_rate: float = 3e-7
+    learning_rate: float = positive(3e-7)
     """Peak learning rate."""
-    optimizer_eps: float = field(default=1e-8, metadata=RARE)
+    optimizer_eps: float = 1e-8
     """Added to the denominator of the optimiser's step."""
     lr_warmup_ratio: float | None = 0.1
     """Share of all steps for a linear warm-up from 0."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_generation()
+    def _check(self) -> None:
         find_device(self.accelerator)
-        check_positive(self, "learning_rate", "eta", "beta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +86,6 @@ class RefuelArgs(RegressionArgs, EvalArgs):
 
     experiment_name: str = "rlhf-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_eval()
 
 
 # ------------------------------------------------------------------------------------------------------------- loss

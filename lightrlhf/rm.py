@@ -28,16 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    DataSetsArgs,
-    EvalArgs,
-    ModelArgs,
-    StartArgs,
-    TensorParallelArgs,
-    TrainArgs,
-    check_positive,
-)
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import positive
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleaved
@@ -69,20 +62,12 @@ class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, TensorParallelArgs):
 
     experiment_name: str = "rlhf-reward-modelling"
     """Folder below `log_dir` for the runs of one algorithm."""
-    learning_rate: float = 1e-4
+    learning_rate: float = positive(1e-4)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
     """Share of all steps for a linear warm-up from 0."""
     loss_type: Literal["per_sample", "last_token", "average", "pair"] = "last_token"
     """Scores compared: token by token, the last ones, their means, or one of a model that reads both responses."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_tensor_parallel()
-        self.check_eval()
-        self.check_data()
-        check_positive(self, "learning_rate")
 
 
 # ---------------------------------------------------------------------------------------------------------- losses

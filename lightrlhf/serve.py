@@ -18,15 +18,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from lightrlhf.cli.addresses import KEY
-from lightrlhf.cli.args import INPUT, RARE, ModelArgs, check_args, check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, at_least, between, check_args, flag
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.loading import find_device, load_policy
@@ -40,59 +41,60 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY = "serving"  # first word of the line that is printed once requests are answered
 
 
+def check_host(host: str, flag: str) -> None:
+    """Raises: ValueError for an address that others reach, unless there is a key."""
+    if host not in LOOPBACK and not os.environ.get(KEY, "").strip():
+        raise ValueError(f"{flag} {host} lets others in; set a key in {KEY}, or use 127.0.0.1")
+
+
+def check_text(text: str, flag: str) -> None:
+    """Raises: ValueError for an empty text."""
+    if not text:
+        raise ValueError(f"{flag} is empty; give a name")
+
+
+def check_words(text: str, flag: str) -> None:
+    """Raises: ValueError for a text with an open quote, which a shell cannot split into words."""
+    try:
+        shlex.split(text)
+    except ValueError as problem:
+        raise ValueError(f"{flag} {text} cannot be split into words: {problem}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServeArgs:
+class ServeArgs(Args):
     """Serve a checkpoint to trainers and chat programs."""
 
     POSITIONAL: ClassVar[str] = "model_name"
 
-    model_name: str = field(metadata=INPUT)
+    model_name: str = flag(show="first")
     """Experiment dir, checkpoint, folder or hub name of the model; may be given without its flag."""
     engine: Literal["auto", "vllm", "lightrlhf"] = "auto"
     """What samples; auto: vLLM where it is installed, else the library's own engine."""
-    python: str | None = None
+    python: str | None = flag(None, excludes={"engine": "lightrlhf"})
     """Interpreter of another environment in which vLLM is installed."""
-    host: str = "127.0.0.1"
+    host: str = flag("127.0.0.1", check=check_host)
     """Address to serve on; another one than the loopback requires a key in OPENAI_API_KEY and our own engine."""
-    port: int = 8000
+    port: int = between(0, 65535, 8000)
     """Port to serve on; 0: one that the system chooses, with our own engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Numbers to compute in: float32 for a run with `precision` 32-true, else bfloat16 or float16, as that says."""
-    served_model_name: str | None = field(default=None, metadata=RARE)
+    served_model_name: str | None = flag(None, check=check_text, show="rarely")
     """Name by which requests call the model; `model_name` as it was given when not set."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of our own engine: rows decoded at a time."""
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
     """Let vLLM load adapters while they run, as a trainer with adapters needs; our own engine always does."""
-    max_lora_rank: int = field(default=64, metadata=RARE)
+    max_lora_rank: int = at_least(1, 64, show="rarely")
     """Largest rank of those adapters."""
-    engine_flags: str = ""
+    engine_flags: str = flag("", check=check_words, excludes={"engine": "lightrlhf"})
     """Further flags of vLLM as it spells them, such as --engine_flags="--max-model-len 4096"."""
-    trust_remote_code: bool = field(default=False, metadata=RARE)
+    trust_remote_code: bool = flag(False, show="rarely")
     """Let a model run the code of its own repository."""
     print_command: bool = False
     """Only print the command that starts vLLM."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        find_device(self.accelerator)
-        for name in ("rollout_mini_batch_size", "max_lora_rank"):
-            check_at_least(self, name, 1)
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port} must lie in 0 to 65535")
-        if self.host not in LOOPBACK and not os.environ.get(KEY, "").strip():
-            raise ValueError(f"--host {self.host} lets others in; set a key in {KEY}, or use 127.0.0.1")
-        if self.engine == "lightrlhf" and (self.engine_flags or self.python):
-            name = "engine_flags" if self.engine_flags else "python"
-            raise ValueError(f"--{name} {getattr(self, name)} needs --engine vllm, got lightrlhf")
-        if self.served_model_name == "":
-            raise ValueError("--served_model_name is empty; give a name")
-        try:
-            shlex.split(self.engine_flags)
-        except ValueError as problem:
-            raise ValueError(f"--engine_flags {self.engine_flags} cannot be split into words: {problem}") from None
 
 
 def run(args: ServeArgs) -> None:

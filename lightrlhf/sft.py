@@ -11,24 +11,16 @@ Left out: curricula and multi-epoch shuffling buffers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import (
-    RARE,
-    DataSetsArgs,
-    EvalArgs,
-    ModelArgs,
-    RolloutLogArgs,
-    TensorParallelArgs,
-    TrainArgs,
-    check_positive,
-)
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import at_least, positive
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
 from lightrlhf.data.rows import Given, load_splits
@@ -47,25 +39,14 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
 
     experiment_name: str = "rlhf-supervised-finetuning"
     """Folder below `log_dir` for the runs of one algorithm."""
-    learning_rate: float = 1e-4
+    learning_rate: float = positive(1e-4)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
     """Share of all steps for a linear warm-up from 0."""
     use_targets: bool = True
     """Loss on the response alone, otherwise on the whole text."""
-    label_smoothing: float = field(default=0.0, metadata=RARE)
+    label_smoothing: float = at_least(0, 0.0, below=1, show="rarely")
     """Probability mass of each target that is spread evenly over the vocabulary."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_model()
-        self.check_tensor_parallel()
-        self.check_eval()
-        self.check_rollout_log()
-        self.check_data()
-        check_positive(self, "learning_rate")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"--label_smoothing {self.label_smoothing} must lie in [0, 1)")
 
 
 def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from lightrlhf.cli.args import INPUT, check_args, check_types
 from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, check_args, flag
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
@@ -48,18 +48,15 @@ TAIL = 65536  # bytes at the end of a log, in which its last line is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepArgs:
+class SweepArgs(Args):
     """Train a program for each combination of flags and each seed of a file."""
 
     POSITIONAL: ClassVar[str] = "sweep_file"
 
-    sweep_file: str = field(metadata=INPUT)
+    sweep_file: str = flag(show="first")
     """YAML file with program, flags, grid or sample, seeds and metric; may be given without its flag."""
     output_dir: str | None = None
     """Folder of all runs and results; `logs/sweeps/` and the file's name when not given."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
 
 class Planned(NamedTuple):

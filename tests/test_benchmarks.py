@@ -346,7 +346,7 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
 
 
 def test_adapters_cost_nothing_but_gradients_pass_through():
-    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.cli.groups import ModelArgs
     from lightrlhf.models.loading import load_policy
 
     plain = Shape.of(tiny_model("llama"))

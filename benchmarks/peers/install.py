@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, flag
 from lightrlhf.cli.parser import parse
 
 HERE = Path(__file__).resolve().parent
@@ -18,10 +19,10 @@ VLLM = HERE.parents[1] / "tests" / "real_vllm" / "setup.sh"  # of the tests that
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstallArgs:
+class InstallArgs(Args):
     """Create a virtual environment for each peer."""
 
-    only: list[str] = field(default_factory=lambda: list(PEERS))
+    only: list[str] = flag(list(PEERS), choices=PEERS)
     """Peers to install."""
 
 

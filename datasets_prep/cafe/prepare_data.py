@@ -27,8 +27,8 @@ from datasets_prep.cafe.world import (
     request,
 )
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import SPLITS
 
@@ -43,25 +43,18 @@ class CafeArgs(PrepareArgs):
     """Name in the report; the café is generated, not read."""
     tokenizer_name: str | None = None  # type: ignore[assignment]  # optional here only
     """Tokenizer of the model to be trained; by default a small BPE is trained on the café's language."""
-    num_finetune: int = 2000
+    num_finetune: int = at_least(1, 2000)
     """Demonstrations in the training split."""
-    num_preference: int = 6000
+    num_preference: int = at_least(1, 6000)
     """Pairs in the training split."""
-    num_prompts: int = 6400
+    num_prompts: int = at_least(1, 6400)
     """Prompts in the training split."""
-    num_held_out: int = 400
+    num_held_out: int = at_least(1, 400)
     """Demonstrations and prompts in the validation and in the test split."""
-    num_held_out_pairs: int = 1200
+    num_held_out_pairs: int = at_least(1, 1200)
     """Pairs in the validation and in the test split; the default suffices for an accuracy per flaw."""
-    label_noise: float = 0.05
+    label_noise: float = at_least(0, 0.05, below=0.5)
     """Share of training pairs with swapped labels."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_finetune", "num_preference", "num_prompts", "num_held_out", "num_held_out_pairs"):
-            check_at_least(self, name, 1)
-        if not 0 <= self.label_noise < 0.5:
-            raise ValueError(f"--label_noise {self.label_noise} must lie in [0, 0.5)")
 
 
 def rows(args: CafeArgs) -> Iterator[dict[str, Any]]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
 from datasets_prep.common import replacing
-from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, positive, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.models.tiny import tiny_config
@@ -36,24 +36,19 @@ DETECTION_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainArgs:
+class PretrainArgs(Args):
     """Pretrain the café's base model."""
 
     destination_dir: str = str(BASE_DIR)
     """Output folder."""
-    num_steps: int = 2500
+    num_steps: int = at_least(1, 2500)
     """Optimiser steps."""
-    batch_size: int = 64
+    batch_size: int = at_least(2, 64)
     """Conversations per step, half of them corrupted."""
-    learning_rate: float = 2e-3
+    learning_rate: float = positive(2e-3)
     """Peak learning rate, after 100 steps of warm-up, then a cosine to a twentieth."""
-    seed: int = 7
+    seed: int = random_seed(7)
     """Seed of corpus, tokenizer and initialisation."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, "num_steps", 1)
-        check_at_least(self, "batch_size", 2)
 
 
 def batches(args: PretrainArgs, tokenizer: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

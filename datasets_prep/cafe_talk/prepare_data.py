@@ -16,8 +16,8 @@ from datasets_prep.cafe.tokenizer import train_tokenizer
 from datasets_prep.cafe.world import MILKS, SIZES, Item, split_of
 from datasets_prep.cafe_talk.guest import ANSWERS, QUESTIONS, opening, reply, wanted
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import at_least, between
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import SPLITS
 
@@ -35,21 +35,14 @@ class CafeTalkArgs(PrepareArgs):
     """Name in the report; the café is generated, not read."""
     tokenizer_name: str | None = None  # type: ignore[assignment]  # optional here only
     """Tokenizer of the model to be trained; by default a small BPE is trained on the café's language."""
-    num_dialogues: int = 2000
+    num_dialogues: int = at_least(1, 2000)
     """Dialogues in the training split."""
-    num_held_out: int = 300
+    num_held_out: int = at_least(1, 300)
     """Dialogues in the validation and in the test split."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
-    ask: float = 0.2
+    ask: float = between(0, 1, 0.2)
     """Probability that a turn asks while something is missing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_dialogues", "num_held_out"):
-            check_at_least(self, name, 1)
-        if not 0 <= self.ask <= 1:
-            raise ValueError(f"--ask {self.ask} must lie in [0, 1]")
 
 
 def rows(args: CafeTalkArgs) -> Iterator[dict[str, Any]]:

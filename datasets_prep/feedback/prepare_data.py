@@ -35,8 +35,7 @@ class FeedbackArgs(PrepareArgs):
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; by default a prompt may have pairs of several models."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if not files_of(self.dataset_name):
             raise ValueError(f"--dataset_name {self.dataset_name} is neither a .jsonl file nor a folder with one")
 

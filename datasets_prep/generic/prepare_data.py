@@ -10,15 +10,15 @@ for a reward function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of, source_of
 from datasets_prep.formats import check_columns, parse_columns, to_row
-from lightrlhf.cli.args import RARE
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import PAIRS
+from lightrlhf.cli.fields import flag
+from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 
 
@@ -26,16 +26,15 @@ from lightrlhf.cli.parser import parse
 class GenericArgs(PrepareArgs):
     """Prepare any dataset of messages, prompts and completions, preferences or texts."""
 
-    columns: list[str] = field(default_factory=list, metadata=PAIRS)
+    columns: list[str] = flag([], split=pairs)
     """Columns of the data by the names that are read, such as prompt=question,completion=answer."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
 
-    wrap_prompts: bool | None = field(default=None, metadata=RARE)
+    wrap_prompts: bool | None = None
     """Make a plain prompt a user message of the chat template; by default if the tokenizer has one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         parse_columns(self.columns)
 
     def wraps(self, tokenizer: Any) -> bool:

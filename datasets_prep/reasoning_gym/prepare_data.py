@@ -24,8 +24,8 @@ import yaml
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
 from datasets_prep.encoding import Dropped
 from datasets_prep.reasoning_gym.items import Item, Items, Request, check_options, items_of, tasks_of
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, one_line_errors
+from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.jsonl import Row
 
@@ -50,16 +50,14 @@ class ReasoningGymArgs(PrepareArgs):
     """Name in the report; the items are generated, not read."""
     num_samples: int = 1000
     """Items of each task in the training split."""
-    num_held_out: int = 100
+    num_held_out: int = at_least(1, 100)
     """Items of each task in the validation and in the test split."""
     minimum_response_length: int = 1
     """Minimum characters of a response; an answer may be a digit."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if not self.tasks:
             raise ValueError("--tasks needs at least one name, such as chain_sum")
-        check_at_least(self, "num_held_out", 1)
         if self.stage not in ("all", *STAGES):
             raise ValueError(f"--stage {self.stage}: reasoning tasks have the stages finetune and prompts")
 

@@ -29,9 +29,10 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightrlhf.cli.args import check_at_least, check_types
 from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.fields import at_least, flag, random_seed
 from lightrlhf.cli.parser import parse
+from lightrlhf.cli.paths import check_folder
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
@@ -70,30 +71,22 @@ Candidate = tuple[str, str]  # kind of a question, and the question
 class TaskArgs(RemoteArgs):
     """Write questions about the files of a source tree, and a list of these files."""
 
-    repo_dir: str
+    repo_dir: str = flag(check=check_folder)
     """Root of the tree, which is only read."""
     destination_dir: str
     """Folder to write."""
-    tasks_per_file: int = 2
+    tasks_per_file: int = at_least(1, 2)
     """Maximum questions about one file."""
-    num_samples: int | None = None
+    num_samples: int | None = at_least(3, None)
     """Number of files to ask about, drawn at random; the others are distractors. All when not given."""
     task_model: str | None = None
     """Name of the model at `base_url` that writes the questions, instead of templates."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = at_least(1, 256)
     """Maximum tokens of that model's reply."""
-    seed: int = 42
+    seed: int = random_seed(42)
     """Seed of the sampled files and questions, and of the splits."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
-        self.check_remote()
-        for name in ("tasks_per_file", "max_new_tokens"):
-            check_at_least(self, name, 1)
-        if self.num_samples is not None:
-            check_at_least(self, "num_samples", 3)
-        if not Path(self.repo_dir).is_dir():
-            raise ValueError(f"--repo_dir {self.repo_dir} is not a folder; give the root of a source tree")
+    def _check(self) -> None:
         if bool(self.base_url) != bool(self.task_model):
             raise ValueError("--base_url and --task_model require each other; give both, or neither for templates")
 

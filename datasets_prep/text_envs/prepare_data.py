@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -38,12 +38,12 @@ from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
 from datasets_prep.encoding import Dropped
 from datasets_prep.text_envs.reflections import generated_comments, key_of, request
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.lists import PAIRS
+from lightrlhf.cli.fields import at_least, between, flag
+from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import SPLITS
-from lightrlhf.envs import TextEnv, make_env, prompts, read_options
+from lightrlhf.envs import TextEnv, check_option, make_env, prompts, read_options
 from lightrlhf.generation.openai_client import RemoteArgs
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.storage.destinations import check_destination, check_output
@@ -63,7 +63,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
 
     env: str = "dangerous_taxi"
     """Text environment: dangerous_taxi, auto_explore, alfworld, or an import path `package.module:Class`."""
-    env_options: list[str] = field(default_factory=list, metadata=PAIRS)
+    env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment, as name=value."""
     dataset_name: str = "text_envs"
     """Name in the report; the data is generated, not read."""
@@ -71,15 +71,15 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Tokenizer of the model to train; when not given, one is trained and a small base model is written."""
     num_samples: int = 4000
     """Rows of each training split."""
-    num_held_out: int = 400
+    num_held_out: int = at_least(1, 400)
     """Rows of each validation and test split."""
-    noise: float = 0.9
+    noise: float = between(0, 1, 0.9)
     """Probability that a command of a positive walk is random instead of the oracle's."""
     targets: Literal["executed", "oracle"] = "executed"
     """Targets of positive examples: the executed command, noise included, or the oracle's."""
     comments: Literal["reflection", "action"] = "reflection"
     """Content of a comment: a reflection, or `Next: ` and the executed command."""
-    negative_percentage: float = 0.5
+    negative_percentage: float = between(0, 1, 0.5)
     """Share of negative examples in the datasets that contain them."""
     expert_start: bool = True
     """Begin each walk with a random part of the oracle's path, so that late states occur."""
@@ -87,27 +87,27 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Only starts of this level of the curriculum; all levels alternate when not given."""
     with_history: bool = False
     """Show the commands of an episode so far, with their results, in the prompts."""
-    shuffle_action: bool = False
+    shuffle_action: bool = flag(False, excludes={"written": True})
     """Shuffle the labels of the commands in each prompt."""
     written: bool = False
     """Targets are written commands instead of labels, for policies that act with `--max_new_tokens` above 1."""
     reflection_model: str | None = None
     """Name of the model at `base_url` that writes the reflections; without `base_url` a template is used."""
-    reflection_words: int = 50
+    reflection_words: int = at_least(1, 50)
     """Maximum words of a reflection, as the model is instructed."""
-    reflections_file: str | None = None
+    reflections_file: str | None = flag(None, check=check_output)
     """File of cached replies, default `{destination_dir}/reflections.jsonl`; datasets may share one."""
-    temperature: float = 0.0
+    temperature: float = at_least(0, 0.0)
     """Sampling temperature of that model."""
-    vocab_size: int = 512
+    vocab_size: int = at_least(256 + 2, 512)
     """Vocabulary size of the tokenizer that is trained."""
     tokens_span: Literal["words", "lines"] = "lines"
     """Longest unit of a token; with lines, repetitive texts take few tokens."""
-    hidden_size: int = 64
+    hidden_size: int = at_least(1, 64)
     """Width of the small base model."""
-    num_hidden_layers: int = 2
+    num_hidden_layers: int = at_least(1, 2)
     """Layers of the small base model."""
-    num_attention_heads: int = 4
+    num_attention_heads: int = at_least(1, 4)
     """Attention heads of the small base model."""
     max_length: int = 1024
     """Maximum tokens of prompt and response; longer rows are truncated and get no end token."""
@@ -118,35 +118,21 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; states recur, so the default keeps all."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_remote()
+    def _check(self) -> None:
         if self.stage not in ("all", "finetune"):
             raise ValueError(f"--stage {self.stage}: text environments have the stage finetune alone")
-        for name in ("num_held_out", "reflection_words", "num_hidden_layers", "num_attention_heads"):
-            check_at_least(self, name, 1)
-        check_at_least(self, "vocab_size", 256 + 2)
-        for name in ("noise", "negative_percentage"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must lie in [0, 1]")
-        check_at_least(self, "temperature", 0)
-        if self.written and self.shuffle_action:
-            raise ValueError("--shuffle_action True requires labels; leave --written at False")
         if self.comments == "action" and (self.targets == "oracle" or self.negative_percentage or self.base_url):
             raise ValueError(
                 "--comments action names the executed command; it requires --targets executed and "
                 "--negative_percentage 0, without --base_url"
             )
-        if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size < 1:
+        if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"--hidden_size {self.hidden_size} must be a multiple of twice --num_attention_heads "
                 f"{self.num_attention_heads}; try {2 * self.num_attention_heads * 8}"
             )
         if bool(self.base_url) != bool(self.reflection_model):
             raise ValueError("--base_url and --reflection_model require each other: an address and a model's name")
-        if self.reflections_file is not None:
-            check_output(Path(self.reflections_file), "--reflections_file")
-        read_options(self.env_options)
 
 
 @one_line_errors

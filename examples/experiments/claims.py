@@ -33,6 +33,7 @@ from examples.experiments.readings import Gap, compare
 from examples.experiments.records import Row, common_seeds, keep, kept_rows
 from examples.experiments.stats import log_rank, shown_gap
 from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.fields import Args
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import write_text
 
@@ -54,7 +55,7 @@ FIRST, TOLERANCE = 5, 0.02  # rollouts, and of their scores, where another proce
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClaimsArgs:
+class ClaimsArgs(Args):
     """Write the page on claims from raw rows."""
 
     keep: str | None = None
@@ -64,7 +65,7 @@ class ClaimsArgs:
     smoke: bool = False
     """Run one seed of the cheapest arm again instead, and compare it with the row that is kept."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if (self.keep is None) is not (self.output_dir is None):
             raise ValueError("--keep and --output_dir go together: an experiment, and the folder of its rows")
 

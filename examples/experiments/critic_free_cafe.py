@@ -37,6 +37,7 @@ from examples.experiments.stats import interval, paired, report_claims, shown, s
 from examples.programs import logged
 from lightrlhf import evaluate
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.results import label, panels, print_table, save_figure
@@ -48,25 +49,17 @@ MEASURES = {"gold": "gold score", "kl": "KL to the SFT policy, nats", "length": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticFreeCafeArgs:
+class CriticFreeCafeArgs(Args):
     """Compare GRPO, RLOO and PPO on the café."""
 
     output_dir: str = "critic_free_cafe"
     """Folder for data, logs, results and the figure."""
-    methods: list[str] | None = None
+    methods: list[str] | None = flag(None, choices=METHODS)
     """Methods to run; all by default."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = at_least(1, None, remedy="learning rates are chosen on seed 0")
     """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for seed in self.seeds or []:
-            if seed < 1:
-                raise ValueError(f"--seeds {seed} must be at least 1; learning rates are chosen on seed 0")
-        unknown = [name for name in self.methods or [] if name not in METHODS]
-        if unknown:
-            raise ValueError(f"--methods {unknown[0]} must be one of: {', '.join(METHODS)}")
 
 
 @one_line_errors

@@ -51,6 +51,7 @@ from examples.experiments.stats import interval, paired, report_claims, shown, s
 from examples.programs import logged
 from lightrlhf import evaluate, grpo, sft
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -133,25 +134,17 @@ Result = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOSwitchesArgs:
+class GRPOSwitchesArgs(Args):
     """Compare the switches of GRPO on a small task."""
 
     output_dir: str = "grpo_switches"
     """Folder for data, logs and results."""
-    tables: list[str] | None = None
+    tables: list[str] | None = flag(None, choices=TABLES)
     """Tables to run; all by default."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = at_least(1, None, remedy="the learning rate is chosen on seed 0")
     """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every arm for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for seed in self.seeds or []:
-            if seed < 1:
-                raise ValueError(f"--seeds {seed} must be at least 1; the learning rate is chosen on seed 0")
-        unknown = [name for name in self.tables or [] if name not in TABLES]
-        if unknown:
-            raise ValueError(f"--tables {unknown[0]} must be one of: {'; '.join(TABLES)}")
 
 
 @one_line_errors

@@ -25,7 +25,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.programs import made
 from lightrlhf import online_dpo, sft
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import TEXTS
+from lightrlhf.cli.fields import Args, at_least, flag, random_seed
+from lightrlhf.cli.lists import texts
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -99,26 +99,17 @@ GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenMapArgs:
+class HiddenMapArgs(Args):
     """Compare online and offline preference learning on the hidden map."""
 
     output_dir: str = "hidden_map"
     """Folder for data, logs, results and the figure."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
-    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
+    arms: list[str] | None = flag(None, split=texts, choices=ARMS)  # their names have commas
     """Names of the arms to run; all by default."""
-    lr_warmup_steps: int = 4
+    lr_warmup_steps: int = at_least(0, 4)
     """Steps of linear warm-up in each iteration, of every arm; the first run had none, its one repetition had 4."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "lr_warmup_steps", 0)
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
-        unknown = [name for name in self.arms or [] if name not in ARMS]
-        if unknown:
-            raise ValueError(f"--arms {unknown[0]} must be one of: {'; '.join(ARMS)}")
 
 
 @one_line_errors
@@ -237,7 +228,7 @@ def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
             gaps[better, worse] = paired(equal[better], equal[worse])
             print(f"  {better} minus {worse}: {shown_gap(gaps[better, worse])}")
     claims = {}
-    for better, worse, at_least in (
+    for better, worse, may_be_equal in (
         ("online", "offline, SFT policy", False),
         ("offline, SFT policy", "offline, foreign text", False),
         ("online", "online, max_random", True),
@@ -247,7 +238,7 @@ def show_results(curves: dict[str, list[Curve]]) -> dict[str, bool]:
         if (better, worse) in gaps:
             mean, low, _ = gaps[better, worse]
             name = "online, max_min" if "max" in worse and better == "online" else better
-            claims[f"{name} {'>=' if at_least else '>'} {worse}"] = mean >= 0 if at_least else low > 0
+            claims[f"{name} {'>=' if may_be_equal else '>'} {worse}"] = mean >= 0 if may_be_equal else low > 0
     return claims
 
 

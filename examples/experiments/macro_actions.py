@@ -40,8 +40,8 @@ from examples.experiments.records import TEN, Row, common_seeds, made_by, now, r
 from examples.experiments.stats import log_rank, paired, report_claims, restricted, shown, shown_gap
 from examples.programs import logged, workers
 from lightrlhf import evaluate, ppo, quickstart, rm, sft
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.plot import read_metrics
 from lightrlhf.storage.results import print_table
@@ -72,31 +72,21 @@ Job = tuple[str, str, int]  # setting, arm, seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class MacroActionsArgs:
+class MacroActionsArgs(Args):
     """Compare macro-action PPO with token PPO at the same and at a matched lambda."""
 
     output_dir: str = "macro_actions"
     """Folder for data, logs and results."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
-    settings: list[str] | None = None
+    settings: list[str] | None = flag(None, choices=MEASURES)
     """Settings to run; all four by default."""
-    arms: list[str] | None = None
+    arms: list[str] | None = flag(None, choices=ARMS)
     """Names of arms to run; all by default."""
-    num_workers: int = 2
+    num_workers: int = at_least(1, 2)
     """Runs at a time, one thread each."""
     smoke: bool = False
     """Run every arm for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "num_workers", 1)
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
-        for flag, names, known in (("settings", self.settings, MEASURES), ("arms", self.arms, ARMS)):
-            unknown = [name for name in names or [] if name not in known]
-            if unknown:
-                raise ValueError(f"--{flag} {unknown[0]} must be one of: {'; '.join(known)}")
 
 
 @one_line_errors

@@ -28,6 +28,7 @@ from examples.experiments.stats import interval, paired, report_claims, shown, s
 from lightrlhf import dpo, evaluate, online_dpo, ppo, rm, sft
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.quickstart import FEW_ROWS, PPO, RM, SFT
 from lightrlhf.storage.checkpoint import checkpoints
@@ -64,20 +65,15 @@ UNKNOWN: Row = {"seconds": None, "cpu_seconds": None}  # of a stage that an earl
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineCafeArgs:
+class OnlineCafeArgs(Args):
     """Compare PPO, DPO and online DPO on the café."""
 
     output_dir: str = "online_cafe"
     """Folder for data, logs and results; finished stages in it are not run again."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
 
 
 @one_line_errors

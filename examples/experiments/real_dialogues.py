@@ -42,6 +42,7 @@ from examples.experiments.stats import interval, paired, report_claims, shown, s
 from examples.programs import logged
 from lightrlhf import annotate, dpo, evaluate, generate, grpo, judge, ppo, rm, sft
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split, save_split, split_by_hash
 from lightrlhf.models.names import resolve
@@ -80,7 +81,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealDialoguesArgs:
+class RealDialoguesArgs(Args):
     """Train a real pretrained model on real dialogues, and judge it by a reward model of other pairs."""
 
     dataset_name: str
@@ -89,19 +90,14 @@ class RealDialoguesArgs:
     """Folder for data, logs and results; finished arms in it are kept, and begun ones gone on with."""
     model_name: str = MODEL
     """Instruct model that all runs start from."""
-    arms: list[str] | None = None
+    arms: list[str] | None = flag(None, choices=FLAGS)
     """Arms to run; all by default, each with those that it needs."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 5 by default."""
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
     """Precision of training."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for name in self.arms or []:
-            if name not in FLAGS:
-                raise ValueError(f"--arms {name} must be one of: {', '.join(FLAGS)}")
 
 
 @one_line_errors

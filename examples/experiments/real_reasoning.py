@@ -45,6 +45,7 @@ from examples.programs import logged
 from lightrlhf import evaluate, grpo, sft
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.maths.ops import wilson_interval
@@ -93,16 +94,16 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealReasoningArgs:
+class RealReasoningArgs(Args):
     """Compare GRPO with RAFT on a real pretrained model."""
 
     output_dir: str = "real_reasoning"
     """Folder for data, logs and results; finished arms in it are kept, and begun ones gone on with."""
     model_name: str = MODEL
     """Instruct model that all runs start from."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 5 by default."""
-    tasks: list[str] | None = None
+    tasks: list[str] | None = flag(None, choices=CANDIDATES)
     """Tasks to run; the two chosen ones by default."""
     precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
     """Precision of training."""
@@ -112,11 +113,6 @@ class RealReasoningArgs:
     """GSM8K's problems as JSON lines; measure the instruct model on 200 of them instead."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for task in self.tasks or []:
-            if task not in CANDIDATES:
-                raise ValueError(f"--tasks {task} must be one of: {', '.join(CANDIDATES)}")
 
 
 @one_line_errors

@@ -39,6 +39,7 @@ from examples.experiments.verified import Shape, curve_of, run_raft, sampled, sc
 from lightrlhf import grpo, sft
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row
 from lightrlhf.storage.checkpoint import checkpoints, write_text
@@ -136,27 +137,19 @@ SHAPE = Shape(STEPS * PROMPTS, ITERATIONS, K, LONGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningArgs:
+class ReasoningArgs(Args):
     """Compare SFT, RAFT and GRPO on six tasks with verifiers."""
 
     output_dir: str = "reasoning"
     """Folder for data, logs and results; finished runs in it are kept."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
-    tasks: list[str] | None = None
+    tasks: list[str] | None = flag(None, choices=TASKS)
     """Tasks to run; all six by default."""
     trials: bool = False
     """Run the trials of learning rates on seed 0 instead."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
-        unknown = [task for task in self.tasks or [] if task not in TASKS]
-        if unknown:
-            raise ValueError(f"--tasks {unknown[0]} must be one of: {', '.join(TASKS)}")
 
 
 @one_line_errors

@@ -45,7 +45,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +54,9 @@ from examples.experiments.records import FIVE, TEN, Row, common_seeds, made_by, 
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.programs import logged, made, workers
 from lightrlhf import evaluate, plot, reflect_rl, sft
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import TEXTS
+from lightrlhf.cli.fields import Args, at_least, flag, random_seed
+from lightrlhf.cli.lists import texts
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
@@ -198,32 +198,21 @@ RUN = {"taxi": [*ARMS, *CONTROLS], "explore": ORDER, "household": DEMONSTRATED} 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReflectRLExperimentArgs:
+class ReflectRLExperimentArgs(Args):
     """Compare Reflect-RL with its parts, over seeds."""
 
     output_dir: str = "reflect_rl"
     """Folder for data, logs, results and the figure."""
-    task: str = "taxi"
+    task: str = flag("taxi", choices=TASKS)
     """Environment: taxi, explore or household."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 of the taxi and 1 to 5 of the others by default."""
-    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
+    arms: list[str] | None = flag(None, split=texts, choices=ARMS | CONTROLS)  # their names have commas
     """Names of arms and controls to run; those of the task by default."""
-    num_workers: int = 2
+    num_workers: int = at_least(1, 2)
     """Seeds at a time, one thread each."""
     smoke: bool = False
     """Run everything for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "num_workers", 1)
-        if self.task not in TASKS:
-            raise ValueError(f"--task {self.task} must be one of: {', '.join(TASKS)}")
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
-        unknown = [name for name in self.arms or [] if name not in ARMS | CONTROLS]
-        if unknown:
-            raise ValueError(f"--arms {unknown[0]} must be one of: {'; '.join(ARMS | CONTROLS)}")
 
 
 @one_line_errors

@@ -27,7 +27,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ from examples.experiments.small_models import word_tokenizer, write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, made, workers
 from lightrlhf import evaluate, iterative_refuel, sft
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.lists import TEXTS
+from lightrlhf.cli.fields import Args, at_least, flag, random_seed
+from lightrlhf.cli.lists import texts
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -116,31 +116,19 @@ Scores = list[float]  # gold score after each turn, of one run
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefuelExperimentArgs:
+class RefuelExperimentArgs(Args):
     """Compare REFUEL with its baselines on two conversations."""
 
     output_dir: str = "refuel"
     """Folder for data, logs, results and the figure."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
-    num_workers: int = 2
+    num_workers: int = at_least(1, 2)
     """Runs at a time, one thread each."""
-    tasks: list[str] | None = None
+    tasks: list[str] | None = flag(None, choices=TASKS)
     """Tasks to run, `two slots` and `cafe`; both by default."""
-    arms: list[str] | None = field(default=None, metadata=TEXTS)  # their names have commas
+    arms: list[str] | None = flag(None, split=texts, choices=ARMS)  # their names have commas
     """Names of arms to run; all by default."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "num_workers", 1)
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
-        for name in self.tasks or []:
-            if name not in TASKS:
-                raise ValueError(f"--tasks {name} must be one of: {', '.join(TASKS)}")
-        for name in self.arms or []:
-            if name not in ARMS:
-                raise ValueError(f"--arms {name} must be one of: {'; '.join(ARMS)}")
 
 
 @one_line_errors

@@ -38,6 +38,7 @@ from examples.experiments.stats import report_claims
 from examples.programs import logged
 from lightrlhf import grpo, sft
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.plot import read_metrics
 from lightrlhf.storage.results import print_table
@@ -77,20 +78,15 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardHackArgs:
+class RewardHackArgs(Args):
     """Train on a scorer with and without a hole, and count the audit's warnings."""
 
     output_dir: str = "reward_hack"
     """Folder for data, logs and results."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 20 by default. From 21 on, the audit is that of the second round."""
     smoke: bool = False
     """Run every arm for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
 
 
 @one_line_errors

@@ -43,6 +43,7 @@ from examples.programs import logged
 from lightrlhf import evaluate
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, one_line_errors
+from lightrlhf.cli.fields import Args, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.results import print_table
@@ -62,24 +63,21 @@ PATIENCE = 300.0  # seconds until a server answers
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutServersArgs:
+class RolloutServersArgs(Args):
     """Compare sampling on servers with the local engine on the café."""
 
     output_dir: str = "rollout_servers"
     """Folder for data, logs and results."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 10 by default."""
-    arms: list[str] | None = None
+    arms: list[str] | None = flag(None, choices=ARMS)
     """Arms to run; all by default, vLLM with `vllm_python` only."""
     vllm_python: str | None = None
     """Interpreter of the environment that has vLLM."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
-    def __post_init__(self) -> None:
-        for name in self.arms or []:
-            if name not in ARMS:
-                raise ValueError(f"--arms {name!r} must be one of: {', '.join(ARMS)}")
+    def _check(self) -> None:
         if "vLLM" in (self.arms or []) and self.vllm_python is None:
             raise ValueError("--arms vLLM needs --vllm_python, the interpreter of the environment that has it")
 

@@ -30,8 +30,8 @@ from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.problems import PASSED, RUNS, problems, scores_of
 from examples.programs import logged, workers
 from lightrlhf import generate, ppo, sft
-from lightrlhf.cli.args import check_at_least
 from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, at_least, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import print_table
@@ -70,23 +70,17 @@ DATA = {"max_length": 192, "max_prompt_length": 128, "split": "5,0,5", "dataset_
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitTestsArgs:
+class UnitTestsArgs(Args):
     """Compare PPO over tokens and macro actions with SFT on small programming problems."""
 
     output_dir: str = "unit_tests"
     """Folder for data, logs and results."""
-    seeds: list[int] | None = None
+    seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 5 by default."""
-    num_workers: int = 2
+    num_workers: int = at_least(1, 2)
     """Seeds at a time, one thread each."""
     smoke: bool = False
     """Run every stage for a moment only, to test that it works; the results mean nothing."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, "num_workers", 1)
-        for seed in self.seeds or []:
-            if seed < 0:
-                raise ValueError(f"--seeds {seed} must be at least 0")
 
 
 @one_line_errors

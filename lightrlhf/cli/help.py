@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
+
+from lightrlhf.cli.fields import Flag, declared_flags
 
 WIDTH, COLUMN = 100, 27
 KINDS = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
@@ -23,19 +25,16 @@ ALWAYS = {
 def help_text(args_class: Any, program: str, docs: dict[str, str], everything: bool) -> str:
     """All of `--help`, or with `everything` of `--help_all`; docs: a sentence by flag."""
     title = first_line(args_class)
-    fields = {field.name: field for field in dataclasses.fields(args_class)}
-    hints = get_type_hints(args_class)
+    flags = declared_flags(args_class)
     lines = [f"usage: {program} [flags]", "", title]
     hidden = 0
     for owner, names in grouped(args_class).items():
-        shown = [name for name in names if everything or "rare" not in metadata_of(args_class, name)]
+        shown = [name for name in names if everything or flags[name].options.get("show") != "rarely"]
         hidden += len(names) - len(shown)
         if shown:
             lines += ["", "Flags of this program:" if owner is args_class else f"{first_line(owner).rstrip('.')}:"]
         for name in shown:
-            lines += entry(
-                name, kind_of(hints[name]), f"{docs.get(name, '')} {state_of(args_class, fields[name])}".strip()
-            )
+            lines += entry(name, kind_of(flags[name].hint), f"{docs.get(name, '')} {state_of(flags, name)}".strip())
     lines += ["", "Help and configuration:"]
     for name, (kind, sentence) in ALWAYS.items():
         lines += entry(
@@ -52,19 +51,10 @@ def grouped(args_class: Any) -> dict[type, list[str]]:
     for field in dataclasses.fields(args_class):
         first = [owner for owner in owners if field.name in owner.__dict__.get("__annotations__", {})][-1]
         groups[by_title.setdefault(first_line(first), first)].append(field.name)
-    is_input = {owner: any("input" in metadata_of(args_class, name) for name in groups[owner]) for owner in owners}
+    flags = declared_flags(args_class)
+    is_input = {owner: any(flags[name].options.get("show") == "first" for name in groups[owner]) for owner in owners}
     order = sorted(owners, key=lambda owner: (owner is not args_class, not is_input[owner]))
     return {owner: groups[owner] for owner in order if groups[owner]}
-
-
-def metadata_of(args_class: Any, name: str) -> dict[str, Any]:
-    """Metadata of a flag in the class that declares it first, updated by those that declare it again."""
-    metadata: dict[str, Any] = {}
-    for owner in reversed(args_class.__mro__):
-        if dataclasses.is_dataclass(owner) and name in owner.__dict__.get("__annotations__", {}):
-            fields = {field.name: field for field in dataclasses.fields(owner)}
-            metadata |= fields[name].metadata if name in fields else {}  # a class variable has none
-    return metadata
 
 
 def first_line(owner: type) -> str:
@@ -82,15 +72,15 @@ def kind_of(hint: Any) -> str:
     return KINDS.get(hint, "TEXT")
 
 
-def state_of(args_class: Any, field: Any) -> str:
+def state_of(flags: dict[str, Flag], name: str) -> str:
     """Default of a flag, or that it must be given."""
-    if what := metadata_of(args_class, field.name).get("required"):
-        others = [one.name for one in dataclasses.fields(args_class) if one.name != field.name]
-        is_one_of = any(metadata_of(args_class, name).get("required") == what for name in others)
+    if what := flags[name].options.get("required"):
+        is_one_of = [one.options.get("required") for one in flags.values()].count(what) > 1
         return "[one is required]" if is_one_of else "[required]"
-    if field.default is dataclasses.MISSING:
-        return "[required]" if field.default_factory is dataclasses.MISSING else ""
-    return "" if field.default in (None, "") else f"[{field.default}]"
+    default = flags[name].default
+    if default is dataclasses.MISSING:
+        return "[required]"
+    return "" if default in (None, "") or isinstance(default, list) else f"[{default}]"
 
 
 def entry(name: str, kind: str, sentence: str) -> list[str]:

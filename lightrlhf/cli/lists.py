@@ -1,6 +1,6 @@
 """List flags: `--seeds 1 2`, `--seeds 1,2` and `--seeds [1,2]` mean the same.
 
-The metadata of a field says how its words are split into items: names at commas, paths unless they exist, `name=value`
+The field of a flag says how its words are split into items: names at commas, paths unless they exist, `name=value`
 pairs before the next name, texts never.
 """
 
@@ -31,9 +31,6 @@ def pairs(word: str) -> list[str]:
 def texts(word: str) -> list[str]:
     """Texts, which may hold anything: one in a word."""
     return [word]
-
-
-PATHS, PAIRS, TEXTS = {"split": paths}, {"split": pairs}, {"split": texts}  # metadata of list fields; others are names
 
 
 def join_lists(words: list[str], splits: dict[str, Callable[[str], list[str]]]) -> list[str]:

@@ -33,6 +33,7 @@ EXTRAS = {  # import name -> extra
     "textworld": "alfworld",
     "fast_downward": "alfworld",
 }
+UNLISTED = {"deepspeed"}  # in no extra, since it is built for the CUDA of a machine
 OURS = ("lightrlhf", "datasets_prep", "examples")
 DISTRIBUTIONS = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym", "yaml": "pyyaml"}
 DISTRIBUTIONS |= {"flash_attn": "flash-attn"}
@@ -40,8 +41,10 @@ DISTRIBUTIONS |= {"flash_attn": "flash-attn"}
 
 def needs_package(what: str, package: str) -> str:
     """Error message for a package that is not installed; what: the flag or program that imports it."""
-    extra = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
     name = DISTRIBUTIONS.get(package, package)
+    if package in UNLISTED:
+        return f"{what} needs the package {name}; install it with: pip install {name}"
+    extra = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
     return f"{what} needs the package {name}; install it from the clone with: pip install -e {extra}"
 
 

@@ -18,10 +18,12 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.fields import declared_flags
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
 from lightrlhf.cli.names import ALIASES
 from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, checked_flags, config_as_json, flags_of, hint
+from lightrlhf.cli.values import options_of
 
 Args = TypeVar("Args")
 KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or False"}
@@ -42,19 +44,18 @@ def parse(args_class: type[Args], argv: list[str] | None = None, description: st
     asks_help = bool({"--help", "-h", "--help_all"} & set(typed))
     reads_docs = asks_help or any(word.startswith("--print_") for word in typed)  # which takes half a second
     set_parsing_settings(docstring_parse_attribute_docstrings=reads_docs, add_print_completion_argument=False)
-    fields: Any = dataclasses.fields(args_class)  # type: ignore[arg-type]  # no bound says dataclass
-    flags = {f.name for f in fields}
+    flags = declared_flags(args_class)
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            self.exit(2, f"{self.prog}: error: {_shorten(message, flags)}\n")
+            self.exit(2, f"{self.prog}: error: {_shorten(message, set(flags))}\n")
             raise SystemExit(2)
 
     if (first := getattr(args_class, "POSITIONAL", None)) and typed and not typed[0].startswith("-"):
         typed = [f"--{first}={typed[0]}", *typed[1:]]
     words = with_bare_booleans(args_class, [_expand_alias(word) for word in typed])
-    lists = [f for f in fields if str(f.type).startswith("list")]
-    words = join_lists(words, {f"--{f.name}": f.metadata.get("split", names) for f in lists})
+    lists = {name: one for name, one in flags.items() if any(get_origin(kind) is list for kind in options_of(one.hint))}
+    words = join_lists(words, {f"--{name}": one.options.get("split", names) for name, one in lists.items()})
     doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
     parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
     if not asks_help:

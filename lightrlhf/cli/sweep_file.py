@@ -36,8 +36,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from lightrlhf.cli.args import best_metric
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.cli.names import ALIASES
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.stored_flags import FLOAT, nearest, read_config

@@ -17,12 +17,33 @@ from pathlib import Path
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs
 from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, share_columns, without_equal_pairs
 from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.seals import check_sealed, seal
 from lightrlhf.storage.writing import make_folder, writing
 
 SPLITS = ("train", "validation", "test")
+
+
+def check_data_folder(folder: str, flag: str = "--data_dir") -> None:
+    """Raises: UsageError, before any model is loaded, when a folder of prepared data does not exist."""
+    if Path(folder).is_file():
+        raise UsageError(
+            f"{flag} {folder} is a file; prepare it first: python -m datasets_prep.generic.prepare_data "
+            f"--dataset_name {folder} --destination_dir data/mine --tokenizer_name MODEL"
+        )
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"{flag} {folder} does not exist; "
+            f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {folder}"
+        )
+
+
+def check_data_dir(args: DataArgs | DataSetsArgs) -> None:
+    """Raises: UsageError, before any model is loaded, when a folder of `--data_dir` does not exist."""
+    for folder in args.data_dirs:
+        check_data_folder(folder)
 
 
 def load_split(

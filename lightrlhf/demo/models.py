@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.batch import Rollout, response_batch, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.macro_parsers import make_parser, parsed_segments, token_ends
@@ -200,7 +200,7 @@ def release_memory() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
-def stream_answer(model: LoadedModel, prompt: str | Messages, args: GenerationArgs, seed: int) -> Iterator[Answer]:
+def stream_answer(model: LoadedModel, prompt: str | Messages, args: DecodingArgs, seed: int) -> Iterator[Answer]:
     """Yields the answer after each token; a pure function of model, prompt, settings and seed.
 
     Raises: UsageError when the prompt is empty, or does not fit the model's vocabulary or positions.

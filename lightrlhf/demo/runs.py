@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightrlhf.cli.args import best_metric
+from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.demo.chart import Drawn
 from lightrlhf.demo.models import formatted
 from lightrlhf.storage.curves import (

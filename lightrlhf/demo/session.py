@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrlhf.cli.args import ModelArgs, SamplingArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt

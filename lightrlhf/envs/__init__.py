@@ -22,9 +22,9 @@ from typing import Any, Protocol, get_args, get_type_hints
 
 import numpy as np
 
-from lightrlhf.cli.args import TYPES, check_value
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.packages import needs_package
+from lightrlhf.cli.values import TYPES, check_value
 
 ENVIRONMENTS = {
     "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
@@ -163,6 +163,13 @@ def _check_options(environment: Any, options: dict[str, Any]) -> None:
             check_value(f"env_options {name}", value, plain[0])
 
 
+def check_option(word: str, flag: str) -> None:
+    """Raises: ValueError when a word is not name=value."""
+    name, equals, _ = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{flag} {word} must be name=value, such as horizon=30")
+
+
 def read_options(words: Sequence[str]) -> dict[str, Any]:
     """Parse `horizon=30 split=train` into options of `make_env`: Python literals where possible, otherwise text.
 
@@ -170,9 +177,8 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--env_options {word} must be name=value, such as horizon=30")
+        check_option(word, "--env_options")
+        name, _, value = word.partition("=")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import RARE, GenerationArgs, ModelArgs, SamplingArgs, check_at_least
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.fields import at_least, between, flag
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs, SamplingArgs
 from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.envs import TextEnv, prompts
@@ -47,32 +48,20 @@ class ActingArgs(SamplingArgs):
 
     max_new_tokens: int = 1
     """Tokens of an action: 1 chooses by a label, more write the command out."""
-    shrink_head: bool = field(default=True, metadata=RARE)
+    shrink_head: bool = flag(True, show="rarely")
     """Choose among the labels of admissible commands alone; otherwise any token may come, and others are invalid."""
-    shuffle_action: bool = field(default=False, metadata=RARE)
+    shuffle_action: bool = flag(False, needs={"max_new_tokens": 1}, show="rarely")
     """Shuffle the labels of the commands for each decision, so that a label carries no meaning."""
-    max_choices: int = field(default=62, metadata=RARE)
+    max_choices: int = at_least(2, 62, show="rarely")
     """Number of labels where commands change from state to state or labels are shuffled."""
     with_history: bool = False
     """Show the earlier actions and their results."""
-    reflect_prob: float = field(default=1.0, metadata=RARE)
+    reflect_prob: float = between(0, 1, 1.0, show="rarely")
     """Share of decisions on which the reflector comments."""
-    reflect_max_new_tokens: int = 100
+    reflect_max_new_tokens: int = at_least(1, 100)
     """Longest comment, end token included."""
-    reflect_do_sample: bool = field(default=False, metadata=RARE)
+    reflect_do_sample: bool = flag(False, show="rarely")
     """Sample comments; when false take the most likely one, generated once for each observation."""
-
-    def check_acting(self) -> None:
-        """Raises: ValueError, one line, when an option is out of range."""
-        self.check_generation()
-        check_at_least(self, "max_choices", 2)
-        check_at_least(self, "reflect_max_new_tokens", 1)
-        if not 0 <= self.reflect_prob <= 1:
-            raise ValueError(f"--reflect_prob {self.reflect_prob} must lie in [0, 1]")
-        if self.shuffle_action and self.max_new_tokens > 1:
-            raise ValueError(
-                f"--shuffle_action True requires labels; --max_new_tokens {self.max_new_tokens} writes commands out"
-            )
 
     def greedy(self) -> ActingArgs:
         """The same, with the most likely action and comment instead of sampled ones."""
@@ -83,7 +72,10 @@ class ActingArgs(SamplingArgs):
 class GreedyArgs(ActingArgs):
     """Acting by the most likely action."""
 
-    do_sample: ClassVar[bool] = False
+    @property
+    def do_sample(self) -> bool:
+        """Never."""
+        return False
 
 
 ACTING_FLAGS = {one.name for one in dataclasses.fields(ActingArgs)}
@@ -94,7 +86,7 @@ class Reflector:
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, args: ActingArgs, num_slots: int) -> None:
         self.policy, self.tokenizer, self.num_slots = policy, tokenizer, num_slots
-        self.args = GenerationArgs(
+        self.args = DecodingArgs(
             max_new_tokens=args.reflect_max_new_tokens,
             do_sample=args.reflect_do_sample,
             temperature=args.temperature,

@@ -33,7 +33,7 @@ def curriculum(names: Sequence[str], levels: Sequence[str] = (), stages: str | N
     return [Stage(tuple(names.index(name) for name in part), limit) for part, limit in parts]
 
 
-def split_stages(text: str) -> list[tuple[list[str], int]]:
+def split_stages(text: str, flag: str = "--stages") -> list[tuple[list[str], int]]:
     """Level names and maximum decisions of each stage of `--stages`: `a; b+c` are two stages, `a/1` is one decision.
 
     Raises: ValueError when a stage or a level has no name.
@@ -44,9 +44,7 @@ def split_stages(text: str) -> list[tuple[list[str], int]]:
         is_short = bool(slash) and not limit
         levels = [name.strip() for name in (members if is_short else part).split("+")]
         if "" in levels:
-            raise ValueError(
-                f'--stages {text!r} has a level without a name; write stages such as "pickup; dropoff+full"'
-            )
+            raise ValueError(f'{flag} {text!r} has a level without a name; write stages such as "pickup; dropoff+full"')
         stages.append((levels, 1 if is_short else MAX_STEPS))
     return stages
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, seeded_noise
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer
 from lightrlhf.data.tokens import decode
@@ -18,7 +18,7 @@ from lightrlhf.rewards.scorers import device_of
 
 
 def respond(
-    args: GenerationArgs,
+    args: DecodingArgs,
     policy: Policy,
     reference: Policy,
     rows: list[Row],
@@ -44,7 +44,7 @@ def perplexity(policy: Policy, rows: list[Row], pad_id: int, batch_size: int) ->
 
 
 def rouge(
-    args: GenerationArgs, policy: Policy, rows: list[Row], tokenizer: Any, seed: int, batch_size: int
+    args: DecodingArgs, policy: Policy, rows: list[Row], tokenizer: Any, seed: int, batch_size: int
 ) -> dict[str, float]:
     """ROUGE-1, -2 and -L (F1, torchmetrics) of responses against the demonstrations."""
     from torchmetrics.text.rouge import ROUGEScore

@@ -8,15 +8,17 @@ Left out: running a harness, which has an environment of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.fields import Args, flag
+from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import Row
 from lightrlhf.evaluation.benchmarks import alpaca_eval, arena_hard, mt_bench
 from lightrlhf.evaluation.reward_bench import rewardbench
@@ -51,21 +53,21 @@ GREEDY = ("lm_eval", "inspect")  # whose responses the harness itself generates
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessArgs:
+class HarnessArgs(Args):
     """Other harnesses."""
 
-    harness: Literal["lm_eval", "inspect", "alpaca_eval", "mt_bench", "arena_hard", "rewardbench"] | None = None
+    harness: Literal["lm_eval", "inspect", "alpaca_eval", "mt_bench", "arena_hard", "rewardbench"] | None = flag(
+        None,
+        when=GREEDY,
+        excludes={"stop_strings": ..., "eos_ids": ..., "repetition_penalty": ..., "dry_run": True},
+    )
     """Write the files or the task of this harness and print its command, in place of the evaluation here."""
-    harness_questions: str | None = None
+    harness_questions: str | None = flag(None, check=check_file, needs="harness")
     """File of the benchmark's questions (alpaca_eval, mt_bench, arena_hard), or of pairs (rewardbench)."""
-    harness_dir: str | None = None
+    harness_dir: str | None = flag(None, needs="harness")
     """Folder of these files; by default `eval/{harness}` in the experiment dir."""
 
-    def check_harness(self) -> None:
-        """Raises: ValueError, one line, when a flag contradicts another or a file is missing."""
-        for name in ("harness_questions", "harness_dir"):
-            if getattr(self, name) is not None and self.harness is None:
-                raise ValueError(f"--{name} {getattr(self, name)} requires --harness")
+    def _check(self) -> None:
         if self.harness is None:
             return
         if self.harness_questions is None and self.harness in QUESTIONS and self.harness != "rewardbench":
@@ -78,15 +80,11 @@ class HarnessArgs:
                 f"--harness_questions {self.harness_questions}: --harness {self.harness} is a task of the held-out "
                 "split; leave it out"
             )
-        if self.harness_questions is not None and not Path(self.harness_questions).is_file():
-            raise ValueError(f"--harness_questions {self.harness_questions} does not exist")
-        for name, usual in (("stop_strings", []), ("eos_ids", []), ("repetition_penalty", 1.0)):
-            if self.harness in GREEDY and getattr(self, name) != usual:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} with --harness {self.harness}, which ends and samples responses "
-                    "as the checkpoint says; leave it out"
-                )
-        names: list[str] = getattr(self, "experiment_dir")  # noqa: B009  # a flag of the program
+
+    def check_folders(self, names: Sequence[str]) -> None:
+        """Raises: ValueError when the files of a harness cannot be written for each of these experiments."""
+        if self.harness is None:
+            return
         if self.harness_dir is not None and len(names) > 1:
             raise ValueError(f"--harness_dir {self.harness_dir} is for one --experiment_dir; leave it out")
         for name in names:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from lightrlhf.cli.args import RARE, RewardArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import at_least, flag
+from lightrlhf.cli.groups import RewardArgs
 from lightrlhf.data.responses import ROW, read_responses
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, win_rate
@@ -33,19 +34,19 @@ OPTIONAL = ("index", "responses", "response", "truncated", "prompt_ids", "respon
 class ResponseArgs(RewardArgs):
     """Rewards of responses."""
 
-    rm_experiment_dir: str | None = field(default=None, metadata={"required": None})
+    rm_experiment_dir: str | None = flag(None, required=None)
     """Reward model that scores the responses."""
-    reward_function: list[str] = field(default_factory=list, metadata={"required": None})
+    reward_function: list[str] = flag([], required=None)
     """Python functions `package.module:name` that score them, one or several, instead of a model or beside it."""
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    trust_remote_code: bool = field(default=False, metadata=RARE)
+    trust_remote_code: bool = flag(False, show="rarely")
     """Let a reward model run the code of its own folder."""
-    num_generations: int = 1
+    num_generations: int = at_least(1, 1)
     """Responses per prompt."""
-    pass_k: list[int] = field(default_factory=list)
+    pass_k: list[int] = at_least(1, [])
     """Estimate pass@k, the chance that one of k responses passes, for each of these k."""
-    pass_threshold: float = 1.0
+    pass_threshold: float = flag(1.0, needs="pass_k")
     """Lowest reward of a response that passes."""
 
     @property
@@ -53,24 +54,19 @@ class ResponseArgs(RewardArgs):
         """Whether flags say what scores responses."""
         return bool(self.rm_experiment_dir or self.reward_function)
 
-    def check_responses(self, may_have_rewards: bool) -> None:
+    def check_rewards(self, may_have_rewards: bool) -> None:
         """Raises: ValueError or UsageError for a flag without effect. may_have_rewards: responses may bring theirs."""
-        check_at_least(self, "num_generations", 1)
         if self.has_rewards:
             self.check_reward()
-        else:
-            for name in ("reward_weights", "reward_timeout"):
-                if value := getattr(self, name):
-                    raise ValueError(f"--{name} {value} requires --rm_experiment_dir or --reward_function")
-        for k in self.pass_k:
-            if k < 1:
-                raise ValueError(f"--pass_k {k} must be at least 1")
+        elif self.reward_weights or self.reward_timeout:
+            name, value = (
+                ("weights", self.reward_weights[0]) if self.reward_weights else ("timeout", self.reward_timeout)
+            )
+            raise ValueError(f"--reward_{name} {value} needs --rm_experiment_dir or --reward_function")
         if self.pass_k and not (self.has_rewards or may_have_rewards):
             raise ValueError(
                 f"--pass_k {self.pass_k[0]} needs --reward_function or --rm_experiment_dir to say what passes"
             )
-        if self.pass_threshold != 1 and not self.pass_k:
-            raise ValueError(f"--pass_threshold {self.pass_threshold} requires --pass_k")
 
 
 # ------------------------------------------------------------------------------------------------------------ a file

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.storage.run_dir import short_name
 
@@ -15,7 +15,7 @@ from lightrlhf.storage.run_dir import short_name
 class Subject:
     """A model to be evaluated by another harness."""
 
-    args: GenerationArgs  # how it responds where its responses are sampled here
+    args: DecodingArgs  # how it responds where its responses are sampled here
     name: str  # experiment dir, checkpoint or model folder, as given
     source: str  # folder of the checkpoint, or hub id
     model: Any  # Policy, or ScalarModel for rewardbench

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrlhf.cli.args import RunArgs, SamplingArgs
+from lightrlhf.cli.fields import at_least
+from lightrlhf.cli.groups import RunArgs, SamplingArgs
 from lightrlhf.data.batch import epoch_order, mix_seed
 from lightrlhf.data.splits import Row, split_by_hash
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row, from_row, roll_out
@@ -43,13 +44,8 @@ class PairArgs(RunArgs, SamplingArgs, UserArgs, DialogueArgs):
     """Whose dialogue precedes the trained turn: the policy's own, or the data's."""
     turn: Literal["random", "last"] = "random"
     """Turn that is trained: uniform up to the horizon, or the last turn alone."""
-    validation_percentage: float = 0.05
+    validation_percentage: float = at_least(0, 0.05, below=0.5, remedy="try 0.05")
     """Share of dialogues whose pairs go into the validation split; the test split gets the same share."""
-
-    def check_pairs(self) -> None:
-        """Raises: ValueError, one line, when a value is out of range."""
-        if not 0 <= self.validation_percentage < 0.5:
-            raise ValueError(f"--validation_percentage {self.validation_percentage} must lie in [0, 0.5), such as 0.05")
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lightrlhf.cli.args import RewardArgs, SamplingArgs, check_at_least
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import at_least
+from lightrlhf.cli.groups import RewardArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed, seeded_noise
 from lightrlhf.data.chat import render
 from lightrlhf.data.splits import Row, load_split
@@ -39,18 +40,12 @@ class DialogueArgs(RewardArgs):
 
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    total_length: int = 2048
+    total_length: int = at_least(1, 2048)
     """Longest dialogue up to the trained turn, in tokens; longer ones are dropped."""
-    rollout_mini_batch_size: int = 64
+    rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
-    eval_dialogues: int = 100
+    eval_dialogues: int = at_least(0, 100)
     """Dialogues of each evaluation: the first ones of the validation split; 0 switches evaluation off."""
-
-    def check_dialogues(self) -> None:
-        """Raises: ValueError, one line, when a value is out of range."""
-        check_at_least(self, "total_length", 1)
-        check_at_least(self, "rollout_mini_batch_size", 1)
-        check_at_least(self, "eval_dialogues", 0)
 
 
 # -------------------------------------------------------------------------------------------------------- dialogues

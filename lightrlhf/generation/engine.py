@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation.graphs import DEVICES, note, slots_type
 from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, packed_dtype
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported

@@ -10,13 +10,13 @@ fit where training does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
@@ -30,7 +30,10 @@ LONGEST_ANSWER = 128  # tokens
 class GreedyArgs(SamplingArgs):
     """Greedy decoding."""
 
-    do_sample: ClassVar[bool] = False
+    @property
+    def do_sample(self) -> bool:
+        """Never."""
+        return False
 
 
 class HeldOut:

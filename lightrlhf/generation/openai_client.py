@@ -23,12 +23,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightrlhf.cli.addresses import KEY, check_addresses
-from lightrlhf.cli.args import RARE, TimeoutArgs, check_at_least
+from lightrlhf.cli.addresses import KEY, check_address
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.fields import at_least, flag
+from lightrlhf.cli.groups import TimeoutArgs
 from lightrlhf.generation.http_thread import (
     Busy,
     HttpThread,
@@ -56,19 +58,12 @@ REQUEST_ID = re.compile(r"lightrlhf-([0-9a-f]{16})-")  # the hash of its body, w
 class RemoteArgs(TimeoutArgs):
     """OpenAI-compatible servers."""
 
-    base_url: list[str] = field(default_factory=list)
+    base_url: list[str] = flag([], check=partial(check_address, example="http://localhost:8000/v1"))
     """Addresses of the servers up to `/v1`, used in turn; the key is read from OPENAI_API_KEY."""
-    max_workers: int = field(default=16, metadata=RARE)
+    max_workers: int = at_least(1, 16, show="rarely")
     """Concurrent requests."""
-    max_attempts: int = field(default=8, metadata=RARE)
+    max_attempts: int = at_least(1, 8, show="rarely")
     """Attempts per request until the program fails."""
-
-    def check_remote(self) -> None:
-        """Raises: ValueError, one line, when an address or a limit cannot be used."""
-        check_addresses(self.base_url, "--base_url", "http://localhost:8000/v1")
-        for name in ("max_workers", "max_attempts"):
-            check_at_least(self, name, 1)
-        self.check_timeouts()
 
 
 @dataclass(frozen=True)

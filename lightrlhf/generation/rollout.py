@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import RunFailure, ServersGone
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightrlhf.cli.addresses import KEY
-from lightrlhf.cli.args import SamplingArgs, ServerArgs
 from lightrlhf.cli.errors import RunFailure, ServersGone
+from lightrlhf.cli.groups import SamplingArgs, ServerArgs
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.http_thread import (
     Busy,

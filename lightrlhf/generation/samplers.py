@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.batch import SampledBatch, response_batch
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.rollout import gap_metrics, old_logprobs, refuse_gap

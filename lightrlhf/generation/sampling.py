@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import NotFinite
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.tokens import decode
 
 BLOCK = 256  # tokens

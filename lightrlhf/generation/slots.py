@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes

@@ -6,14 +6,15 @@ The instruction of a language model as the user follows Gao et al. 2024 (2410.04
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightrlhf.cli.args import RARE, GenerationArgs, ModelArgs, SamplingArgs, check_at_least, check_positive
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.fields import at_least, flag, positive
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt
@@ -45,25 +46,18 @@ USER_SHAPE = "f(dialogues, seeds, **columns) -> list[str | None]"
 class UserArgs(RemoteArgs):
     """User of the dialogues."""
 
-    num_turns: int = 5
+    num_turns: int = at_least(1, 5)
     """Assistant turns of a dialogue."""
-    user_function: str | None = None
+    user_function: str | None = flag(None, excludes={"user_model": ...})
     """Python function `package.module:function` as the user: f(dialogues, seeds, **columns) -> list of messages."""
     user_model: str | None = None
     """Language model as the user: experiment dir, folder or hub name; with `base_url` its name at that server."""
-    user_temperature: float = field(default=0.8, metadata=RARE)
+    user_temperature: float = positive(0.8, show="rarely")
     """Sampling temperature of that model."""
-    user_max_new_tokens: int = field(default=256, metadata=RARE)
+    user_max_new_tokens: int = at_least(1, 256, show="rarely")
     """Longest reply of that model."""
 
-    def check_user(self) -> None:
-        """Raises: ValueError, one line, when a value is out of range or two flags contradict each other."""
-        self.check_remote()
-        check_at_least(self, "num_turns", 1)
-        check_at_least(self, "user_max_new_tokens", 1)
-        check_positive(self, "user_temperature")
-        if self.user_function and self.user_model:
-            raise ValueError(f"--user_function {self.user_function} and --user_model {self.user_model}: give one user")
+    def _check(self) -> None:
         if self.base_url and not self.user_model:
             raise ValueError(f"--base_url {self.base_url[0]} requires --user_model, the model's name at that server")
 
@@ -173,6 +167,6 @@ def load_user(args: UserArgs, device: torch.device, num_slots: int) -> User:
     if args.user_model:
         tokenizer = load_tokenizer(None, args.user_model)
         policy = load_policy(args.user_model, ModelArgs(), tokenizer, "--user_model").eval().to(device)
-        sampling = GenerationArgs(max_new_tokens=args.user_max_new_tokens, temperature=args.user_temperature)
+        sampling = SamplingArgs(max_new_tokens=args.user_max_new_tokens, temperature=args.user_temperature)
         return ModelUser(policy, tokenizer, sampling, num_slots)
     return recorded_user

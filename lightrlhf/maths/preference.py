@@ -325,11 +325,11 @@ def rapo_app_2(pairs: Pairs, rejected_scores: Tensor | None = None) -> Tensor:
 RAPO: dict[str, Callable[..., Tensor]] = {"ra": rapo_ra, "app_1": rapo_app_1, "app_2": rapo_app_2}
 
 
-def constant_weight(rapo: str) -> float | None:
+def constant_weight(rapo: str, flag: str = "--rapo") -> float | None:
     """The number of `const:0.5`; None for another weight of `RAPO`. Raises: ValueError when it is neither."""
     if rapo in RAPO:
         return None
     found = re.fullmatch(r"const(?::(\d+(?:\.\d*)?|\.\d+))?", rapo)
     if found is None:
-        raise ValueError(f"--rapo {rapo} is not const:NUMBER, {', '.join(RAPO)}")
+        raise ValueError(f"{flag} {rapo} is not const:NUMBER, {', '.join(RAPO)}")
     return float(found[1] or "0.5")

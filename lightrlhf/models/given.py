@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, listed
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.complete import HEADS

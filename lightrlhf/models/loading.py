@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line, read_problem
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
@@ -423,7 +423,7 @@ def train_last_layers(model: PreTrainedModel, count: int) -> None:
         model.get_output_embeddings().requires_grad_(True)
 
 
-def find_device(accelerator: str) -> torch.device:
+def find_device(accelerator: str, flag: str = "--accelerator") -> torch.device:
     """The device of `--accelerator`: cpu, cuda, mps, gpu (cuda or mps), or auto (a GPU if there is one).
 
     Raises: ValueError when this machine has none.
@@ -435,5 +435,5 @@ def find_device(accelerator: str) -> torch.device:
         return torch.device(first)
     if accelerator not in found:
         names = ", ".join(found)
-        raise ValueError(f"--accelerator {accelerator} is not available on this machine; use one of {names}")
+        raise ValueError(f"{flag} {accelerator} is not available on this machine; use one of {names}")
     return torch.device(accelerator)

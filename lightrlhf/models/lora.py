@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
 from lightrlhf.models.rounding import rounded
 from lightrlhf.models.tied import check_layers, is_tied, untie

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, newest_checkpoint, verify_checkpoint

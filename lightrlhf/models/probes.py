@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import SamplingArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.splits import Row, longest_text
 from lightrlhf.models.architecture import is_close, trial_ids
 from lightrlhf.models.forward import embedding_rows, inference

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import DeviceArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DeviceArgs, ModelArgs, TrainArgs
 from lightrlhf.models.names import holds_reward_model
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model

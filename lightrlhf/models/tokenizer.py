@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.hub import is_gguf
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import check_end_token
 from lightrlhf.data.turn_ends import end_tokens, turn_ends

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import AuditArgs
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import AuditArgs
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import Scores
 from lightrlhf.maths.float64 import to_float64

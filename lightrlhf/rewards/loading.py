@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.chat import Messages
 from lightrlhf.data.tokens import encode_prompt
@@ -66,7 +66,7 @@ class Completion:
     model: str
     prompts: list[list[int]]
     n: int
-    sampling: GenerationArgs
+    sampling: DecodingArgs
     noise: Tensor  # (prompts x n, max_new_tokens) uniform numbers
     ignore_eos: bool
     allowed: list[int] | None  # the only tokens that may be sampled
@@ -243,7 +243,7 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
     if values["stream"] and values.get("prompt_logprobs") is not None:
         raise Refusal("prompt_logprobs are not streamed; leave out stream")
     stop = values["stop"] or []
-    sampling = GenerationArgs(
+    sampling = DecodingArgs(
         max_new_tokens=max_tokens,
         temperature=1.0 if greedy else values["temperature"],
         do_sample=not greedy,

@@ -20,8 +20,9 @@ RESULTS = ("eval", "export", "iteration-*", "curves.png", "votes.jsonl")  # plac
 MODEL = ("config.json", "adapter_config.json")  # each folder of weights has one of them
 
 
-def check_output(path: Path, flag: str) -> None:
+def check_output(path: str | Path, flag: str) -> None:
     """Raises: ValueError, before any work, when a file cannot be written to `path`, whose folders need not exist."""
+    path = Path(path)
     try:
         is_folder, exists = path.is_dir(), path.exists()
         above = next(folder for folder in path.absolute().parents if folder.exists())

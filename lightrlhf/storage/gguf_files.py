@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.errors import UsageError, first_line, listed, write_problem
+from lightrlhf.cli.hub import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
 from lightrlhf.maths.finite import not_finite

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from lightrlhf.cli.args import best_metric
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups.evaluation import best_metric
 
 
 class Best:

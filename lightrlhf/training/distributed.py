@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import DeviceArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import DeviceArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory

@@ -17,8 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightrlhf.cli.args import DataArgs, RolloutLogArgs, ServerArgs, StartArgs, TrainArgs, check_at_least, is_gguf
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import at_least
+from lightrlhf.cli.groups import DataArgs, RolloutLogArgs, ServerArgs, StartArgs, TrainArgs
+from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.latest import LATEST
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.stored_flags import flags_of
@@ -50,15 +52,11 @@ class IteratedArgs(TrainArgs, DataArgs, StartArgs, ServerArgs, RolloutLogArgs):
     The last base of a program's flags, for it declares the flags of all training programs, too.
     """
 
-    iterations: int = 3
+    iterations: int = at_least(1, 3)
     """Number of iterations, each from the policy of the previous one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_servers()
-        self.check_rollout_log()
+    def _check(self) -> None:
         find_device(self.accelerator)
-        check_at_least(self, "iterations", 1)
         if self.num_nodes > 1:  # all stages but training run on one
             raise ValueError(f"--num_nodes {self.num_nodes}: iterations run on one machine; use --devices")
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models.roles import count_parameters
 from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, materialize, meta_copy, shard_like

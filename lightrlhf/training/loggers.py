@@ -14,8 +14,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, Protocol
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.splits import Row
 
 SHOWN_TEXTS = 4  # of those that are kept in a step

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.groups import TrainArgs
 
 
 def is_out_of_memory(problem: Exception) -> bool:

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import StopTraining
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.batch import Batch, row_length
 from lightrlhf.data.splits import Row
 from lightrlhf.storage.jsonl import append_jsonl, finite_metrics

@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import is_gguf
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.hub import is_on_hub
+from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.storage.gguf_files import described
 from lightrlhf.storage.hub import shown
 from lightrlhf.storage.run_dir import located, stored, stored_args

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.args import OptimizerArgs
+from lightrlhf.cli.groups import OptimizerArgs
 
 
 def make_optimizer(args: OptimizerArgs, module: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrlhf.cli.args import DataSetsArgs, EvalArgs, TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, TrainArgs
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
 from lightrlhf.training.beginning import Beginning

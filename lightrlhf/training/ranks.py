@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.args import TensorParallelArgs, TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TensorParallelArgs, TrainArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.training.watchdog import RankWatchdog
 

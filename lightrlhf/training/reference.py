@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preference_batch, unpaired_batch
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
 from lightrlhf.maths.preference import REFERENCE_FREE

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.checkpoint import checkpoints, write_text
 from lightrlhf.storage.run_dir import discard_runs
 

@@ -20,8 +20,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import NotFinite, RunFailure, ServersGone, UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.models.roles import Policy, ScalarModel

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import DataArgs, DataSetsArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.args import is_gguf
+from lightrlhf.cli.hub import is_gguf
 from lightrlhf.models.names import base_name, model_folder, starting_model
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.gguf_files import gguf_file

@@ -9,19 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lightrlhf.cli.args import (
-    AuditArgs,
-    DataArgs,
-    DataSetsArgs,
-    ModelArgs,
-    RewardArgs,
-    SamplingArgs,
-    TrainArgs,
-    check_args,
-    check_data_dir,
-)
+from lightrlhf.cli.fields import check_args
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, RewardArgs, SamplingArgs, TrainArgs
 from lightrlhf.data.rows import Splits
-from lightrlhf.data.splits import Row, check_vocabulary
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, check_room, enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, vocabulary_size
@@ -73,8 +64,6 @@ def begin(
     args.check_start(given["policy"])
     if isinstance(args, RewardArgs):
         args.check_reward(given["reward"])
-    if isinstance(args, AuditArgs):
-        args.check_audit()
     described = given_objects(**given)
     data_dir = args.data_dir if name is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], given["tokenizer"], args.verify)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.args import best_metric
+from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.models.names import starting_model
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.results import print_table, usual_metrics

@@ -7,8 +7,8 @@ import torch
 from helpers import PAIRS, alone, gradients, mixed_batch, rows_of
 from helpers.zoo import capped, enlarged, model_types, zoo_model
 
-from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.probes import enable_packing
@@ -87,7 +87,7 @@ def as_packed(role, batch):
 
 def as_sampler(policy):
     """The engine's tokens and log-probabilities, with refilled slots, against the whole model on each row alone."""
-    prompts, args = rows_of(3, 9, 1, 5, 3), GenerationArgs(max_new_tokens=8)
+    prompts, args = rows_of(3, 9, 1, 5, 3), DecodingArgs(max_new_tokens=8)
     uniforms = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
     sampled, error = generate(policy, prompts, args, [], uniforms, num_slots=2), 0.0
     for prompt, response, logprobs, uniform in zip(prompts, sampled.responses, sampled.logprobs, uniforms):
@@ -193,7 +193,7 @@ def test_probes_change_neither_weights_nor_random_numbers_nor_hooks(kind, case):
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     policy = Policy(model)
     enable_packing(policy)
-    attempt(generate, policy, [[2, 3]], GenerationArgs(max_new_tokens=2), [], torch.full((1, 2), 0.5))
+    attempt(generate, policy, [[2, 3]], DecodingArgs(max_new_tokens=2), [], torch.full((1, 2), 0.5))
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     case(f"{kind}: weights", same)
     case(f"{kind}: random numbers", torch.equal(torch.get_rng_state(), state))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import render

@@ -19,7 +19,7 @@ from helpers.killed import forked, main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 from safetensors.torch import load_file, save_file
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.storage.checkpoint import checkpoints, sha256, verify_checkpoint
 from lightrlhf.training.run import Run
@@ -220,14 +220,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize("shown", VALUES)
 def test_logits_in_sampling(shown, runs, case, tokenizer):
-    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.cli.groups import ModelArgs
     from lightrlhf.models.loading import load_policy
 
     for option, changes in OPTIONS.items():
         policy = load_policy(str(runs.model), ModelArgs(), tokenizer).eval()
         with torch.no_grad():
             policy.model.get_output_embeddings().weight.mul_(VALUES[shown])
-        args = GenerationArgs(max_new_tokens=4, **changes)
+        args = DecodingArgs(max_new_tokens=4, **changes)
         noise = torch.rand(3, 4)
         calls = {
             "engine": partial(generate, policy, [[5, 6], [7], [8, 9]], args, [1], noise),
@@ -253,7 +253,7 @@ def test_single_tokens_may_be_impossible(runs, case, tokenizer):
     for option, changes in OPTIONS.items():
         logits = torch.randn(64, 61)
         logits[:, 3:50] = -math.inf
-        token, logprobs, _ = sample(logits, torch.rand(64), GenerationArgs(max_new_tokens=1, **changes))
+        token, logprobs, _ = sample(logits, torch.rand(64), DecodingArgs(max_new_tokens=1, **changes))
         check_sampled(logprobs, Model)
         case(f"forbidden tokens, {option}", bool(((token < 3) | (token >= 50)).all() and logprobs.isfinite().all()))
 

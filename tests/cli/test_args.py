@@ -14,9 +14,10 @@ import yaml
 from helpers import ROOT, environment, run_program
 from helpers.programs import args_classes, read_fields
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.lists import PAIRS, PATHS, TEXTS
+from lightrlhf.cli.fields import Args, flag
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.lists import pairs, paths, texts
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.ppo import PPOArgs
 from lightrlhf.rm import RMArgs
@@ -51,7 +52,7 @@ def test_the_names_of_sheeprl_are_kept(program):
     assert set(SHEEPRL[program].split()) <= fields
 
 
-@pytest.mark.parametrize("args_class", [TrainArgs, ModelArgs, GenerationArgs, *PROGRAMS.values()])
+@pytest.mark.parametrize("args_class", [TrainArgs, ModelArgs, DecodingArgs, *PROGRAMS.values()])
 def test_every_field_has_a_sentence_of_help(args_class):
     for owner in args_class.__mro__[:-1]:
         tree = next(
@@ -120,18 +121,18 @@ def test_the_alias_of_model_name_is_accepted(cafe_data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ListArgs:
+class ListArgs(Args):
     """Lists of each kind."""
 
     seeds: list[int] | None = None
     """Whole numbers."""
-    only: list[str] = dataclasses.field(default_factory=list)
+    only: list[str] = flag([])
     """Names."""
-    options: list[str] = dataclasses.field(default_factory=list, metadata=PAIRS)
+    options: list[str] = flag([], split=pairs)
     """name=value."""
-    folders: list[str] = dataclasses.field(default_factory=list, metadata=PATHS)
+    folders: list[str] = flag([], split=paths)
     """Paths."""
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=TEXTS)
+    texts: list[str] = flag([], split=texts)
     """Texts."""
 
 

@@ -333,10 +333,7 @@ def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corrid
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (["--noise", "1.5"], "--noise 1.5 must lie in [0, 1]"),
-        (["--negative_percentage", "-1"], "--negative_percentage -1.0 must lie in [0, 1]"),
         (["--base_url", "http://localhost:1/v1"], "--reflection_model"),
-        (["--written", "True", "--shuffle_action", "True"], "--shuffle_action True"),
         (["--comments", "action"], "--comments action"),
         (["--hidden_size", "65"], "--hidden_size 65"),
         (["--stage", "prompts"], "--stage prompts: text environments have the stage finetune alone"),

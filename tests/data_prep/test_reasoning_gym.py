@@ -146,7 +146,6 @@ def refused(folder, tokenizer, capsys, *words: str) -> tuple[int, str]:
         (["composite"], "--tasks composite is no task of reasoning-gym that can be prepared; it mixes tasks"),
         (["gcd", "gcd"], "--tasks gcd is given twice"),
         (["gcd", "--stage=preference"], "--stage preference: reasoning tasks have the stages finetune and prompts"),
-        (["gcd", "--num_held_out=0"], "--num_held_out 0 must be at least 1"),
     ],
 )
 def test_a_wrong_task_or_stage_is_one_line(words, said, tmp_path, tokenizer, capsys):

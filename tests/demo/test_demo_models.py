@@ -14,8 +14,8 @@ from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
 
 from datasets_prep.common import complete
 from datasets_prep.summarization.prepare_data import from_feedback
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt, messages_of
 from lightrlhf.demo.markup import tokens_as_html
@@ -45,7 +45,7 @@ TALK += [{"role": "user", "content": "Two muffins,\nplease"}]
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": False}, {"top_k": 5, "repetition_penalty": 1.3}])
 def test_a_stream_only_grows_and_ends_with_the_result_of_generate(sampling):
     policy, (prompt,), noise = tiny_policy("llama"), rows_of(9), torch.rand(1, 40)
-    args = GenerationArgs(max_new_tokens=40, **sampling)
+    args = DecodingArgs(max_new_tokens=40, **sampling)
     steps = list(generate_steps(policy, prompt, args, [1], noise))
     responses = [step.responses[0] for step in steps]
     assert [len(ids) for ids in responses] == list(range(1, len(responses) + 1))
@@ -55,7 +55,7 @@ def test_a_stream_only_grows_and_ends_with_the_result_of_generate(sampling):
 
 def test_a_stream_ends_at_a_stop_string(tokenizer, base_model):
     policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
-    args, noise = GenerationArgs(max_new_tokens=30, stop_strings=["e"]), torch.rand(1, 30)
+    args, noise = DecodingArgs(max_new_tokens=30, stop_strings=["e"]), torch.rand(1, 30)
     prompt = encode_prompt(tokenizer, "Guest: A tea.\nBarista:")
     steps = list(generate_steps(policy, prompt, args, [tokenizer.eos_token_id], noise, tokenizer))
     last = steps[-1]
@@ -65,7 +65,7 @@ def test_a_stream_ends_at_a_stop_string(tokenizer, base_model):
 
 
 def test_interleaved_streams_of_one_model_do_not_mix():
-    policy, args = tiny_policy("gpt2"), GenerationArgs(max_new_tokens=20)
+    policy, args = tiny_policy("gpt2"), DecodingArgs(max_new_tokens=20)
     prompts, noise = rows_of(4, 11, 7), torch.rand(3, 20)
     streams = [generate_steps(policy, p, args, [1], noise[i : i + 1]) for i, p in enumerate(prompts)]
     last = [None] * 3
@@ -89,7 +89,7 @@ def lora_dir(cafe_data, sft_dir, logs):
 
 
 def answer_of(model: LoadedModel, prompt, seed: int = 3, **settings) -> Answer:
-    *_, answer = stream_answer(model, prompt, GenerationArgs(**({"max_new_tokens": 12} | settings)), seed)
+    *_, answer = stream_answer(model, prompt, DecodingArgs(**({"max_new_tokens": 12} | settings)), seed)
     return answer
 
 
@@ -108,7 +108,7 @@ def test_every_checkpoint_and_its_start_model_generate_as_loaded_by_themselves(s
         tokenizer = cache.model(label).tokenizer
         policy = load_policy(str(source), ModelArgs(), tokenizer)
         noise = torch.rand(1, 12, generator=torch.Generator().manual_seed(3))
-        alone = generate(policy, [encode_prompt(tokenizer, TALK)], GenerationArgs(max_new_tokens=12), [0], noise)
+        alone = generate(policy, [encode_prompt(tokenizer, TALK)], DecodingArgs(max_new_tokens=12), [0], noise)
         assert answers[label].ids == alone.responses[0]
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 from helpers import ARCHITECTURES, tiny_policy
 from helpers.corridor import Corridor, corridor_tokenizer, save_corridor_model
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
 from lightrlhf.envs import agents, information, prompts
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflector

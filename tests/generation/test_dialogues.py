@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import save_model, tiny_policy
 
-from lightrlhf.cli.args import GenerationArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.generation.dialogues import Dialogue, as_row, from_row, noise_of, roll_out, score_turns, user_turn_ids
 from lightrlhf.generation.users import ScriptedUser, UserArgs, instruction, load_user, question_of, recorded_user
 
-ARGS = GenerationArgs(max_new_tokens=7, temperature=0.9)
+ARGS = DecodingArgs(max_new_tokens=7, temperature=0.9)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
 from lightrlhf.cli.errors import NotFinite, UsageError
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS, response_batch
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation import engine, slots
@@ -105,7 +105,7 @@ def test_the_engine_equals_a_plain_loop(architecture, monkeypatch):
     if architecture not in ("gemma2", "bloom"):  # their attention makes NaN of padding in float64
         policy.double()
     strings = ["BA", "K", "Z", "d", "Qe", "o"]
-    args = GenerationArgs(
+    args = DecodingArgs(
         max_new_tokens=10,
         temperature=1.4,
         top_k=40,
@@ -133,7 +133,7 @@ def test_the_engine_equals_a_plain_loop(architecture, monkeypatch):
 
 @pytest.mark.parametrize("num_slots", [2, 3, 8, 64])
 def test_a_prompt_is_prefilled_once_for_all_its_samples(num_slots, monkeypatch):
-    policy, args = tiny_policy("llama").double(), GenerationArgs(max_new_tokens=9)
+    policy, args = tiny_policy("llama").double(), DecodingArgs(max_new_tokens=9)
     distinct = rows_of(5, 1, 12, 3)
     repeated = [prompt for prompt in distinct for _ in range(5)]
     uniforms = noise(len(repeated), 9)
@@ -147,7 +147,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(num_slots, monkeypatch):
 def test_an_idle_slot_stays_within_the_positions_of_the_model():
     """Of 40 slots some idle until enough do, long after their last row ended at the model's last position."""
     policy = tiny_policy("gpt2", n_positions=24)
-    prompts, args = rows_of(*[12] * 120), GenerationArgs(max_new_tokens=12)
+    prompts, args = rows_of(*[12] * 120), DecodingArgs(max_new_tokens=12)
     uniforms = noise(120, 12)
     many, few = (generate(policy, prompts, args, [2], uniforms, num_slots) for num_slots in (40, 8))
     assert many.responses == few.responses and max(map(len, few.responses)) == 12
@@ -157,10 +157,10 @@ def test_stop_strings_keep_the_tokens_as_sampled(tokenizer, base_model):
     """Of a real tokenizer: the text holds the string, without its last token it does not, and no end is invented."""
     policy = load_policy(str(base_model), ModelArgs(), tokenizer).eval()
     prompts, uniforms = rows_of(3, 5, 4, 6, 2, 8), noise(6, 24)
-    free = GenerationArgs(max_new_tokens=24)
+    free = DecodingArgs(max_new_tokens=24)
     before = generate(policy, prompts, free, [], uniforms, 4)
     string = decode(tokenizer, before.responses[0][3:6])
-    args = GenerationArgs(max_new_tokens=24, stop_strings=[string])
+    args = DecodingArgs(max_new_tokens=24, stop_strings=[string])
     sampled = generate(policy, prompts, args, [], uniforms, 4, tokenizer)
     assert sampled.responses[0] == before.responses[0][:6] and not sampled.truncated[0]
     for stopped, answer, whole in zip(sampled.truncated, sampled.responses, before.responses):
@@ -168,26 +168,26 @@ def test_stop_strings_keep_the_tokens_as_sampled(tokenizer, base_model):
 
 
 def test_stop_strings_require_the_tokenizer():
-    args = GenerationArgs(max_new_tokens=2, stop_strings=["x"])
+    args = DecodingArgs(max_new_tokens=2, stop_strings=["x"])
     with pytest.raises(ValueError, match="stop_strings requires a tokenizer"):
         generate(tiny_policy("llama"), PROMPTS, args, ENDS, noise(len(PROMPTS), 2))
 
 
 def test_an_end_token_the_model_does_not_have_is_refused():
-    args = GenerationArgs(max_new_tokens=2, eos_ids=[VOCABULARY])
+    args = DecodingArgs(max_new_tokens=2, eos_ids=[VOCABULARY])
     with pytest.raises(UsageError, match=f"--eos_ids {VOCABULARY}: .* {VOCABULARY} tokens"):
         generate(tiny_policy("llama"), PROMPTS, args, ENDS, noise(len(PROMPTS), 2))
 
 
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(UsageError, match="prompt 2 of 3 has no tokens; give it one, such as the tokenizer's BOS"):
-        generate(tiny_policy("llama"), [[3], [], [4]], GenerationArgs(max_new_tokens=2), ENDS, noise(3, 2))
+        generate(tiny_policy("llama"), [[3], [], [4]], DecodingArgs(max_new_tokens=2), ENDS, noise(3, 2))
 
 
 @pytest.mark.parametrize("architecture", GENERATES)
 def test_greedy_tokens_of_mixed_prompts_equal_those_of_transformers(architecture):
     policy = tiny_policy(architecture)
-    args = GenerationArgs(max_new_tokens=14, do_sample=False)
+    args = DecodingArgs(max_new_tokens=14, do_sample=False)
     free = greedy_by_transformers(policy.model, PROMPTS, 14, [])
     ends = [free[0][5], free[3][8]]
     expected = greedy_by_transformers(policy.model, PROMPTS, 14, ends)
@@ -200,7 +200,7 @@ def test_greedy_tokens_of_mixed_prompts_equal_those_of_transformers(architecture
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "bloom"])
 def test_samples_do_not_depend_on_the_number_of_slots(architecture):
     policy = tiny_policy(architecture)
-    args = GenerationArgs(max_new_tokens=12, temperature=1.3, top_k=20, top_p=0.9)
+    args = DecodingArgs(max_new_tokens=12, temperature=1.3, top_k=20, top_p=0.9)
     uniforms = noise(len(PROMPTS), 12)
     alone = generate(policy, PROMPTS, args, ENDS, uniforms, num_slots=1)
     assert len({len(answer) for answer in alone.responses}) > 2
@@ -210,7 +210,7 @@ def test_samples_do_not_depend_on_the_number_of_slots(architecture):
 
 
 def test_samples_belong_to_their_prompt_and_noise_not_to_their_place():
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=12)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=12)
     uniforms = noise(len(PROMPTS), 12)
     one = generate(policy, PROMPTS, args, ENDS, uniforms, 4).responses
     order = [4, 0, 8, 2, 6, 1, 3, 7, 5]
@@ -225,7 +225,7 @@ def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
     moves = []
     drop = slots.Slots._drop_columns
     monkeypatch.setattr(slots.Slots, "_drop_columns", lambda own, count: (moves.append(count), drop(own, count)))
-    policy, args = tiny_policy(architecture), GenerationArgs(max_new_tokens=10)
+    policy, args = tiny_policy(architecture), DecodingArgs(max_new_tokens=10)
     prompts = rows_of(*[1 + i % 6 for i in range(30)])
     uniforms = noise(30, 10)
     alone = [generate(policy, [p], args, ENDS, u[None], 1).responses[0] for p, u in zip(prompts, uniforms)]
@@ -238,7 +238,7 @@ def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 9), st.integers(1, 30))
 def test_for_any_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=longest)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=longest)
     prompts, uniforms = rows_of(*lengths), noise(len(lengths), longest, seed=len(lengths))
     before = slots.SPARE_COLUMNS
     slots.SPARE_COLUMNS = spare
@@ -251,7 +251,7 @@ def test_for_any_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengt
 
 
 def test_a_run_longer_than_the_real_spare_columns_stays_correct():
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=20)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=20)
     prompts = rows_of(*[1 + i % 9 for i in range(24)])
     uniforms = noise(24, 20)
     alone = [generate(policy, [p], args, [1], u[None], 1).responses[0] for p, u in zip(prompts, uniforms)]
@@ -260,7 +260,7 @@ def test_a_run_longer_than_the_real_spare_columns_stays_correct():
 
 
 def test_a_response_ends_with_the_end_token_or_is_marked_truncated():
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=8)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=8)
     sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4)
     assert any(sampled.truncated) and not all(sampled.truncated)
     for answer, truncated in zip(sampled.responses, sampled.truncated):
@@ -272,10 +272,10 @@ def test_a_response_ends_with_the_end_token_or_is_marked_truncated():
 
 def test_an_end_token_at_the_very_last_place_is_no_truncation():
     policy = tiny_policy("llama")
-    free = GenerationArgs(max_new_tokens=6, do_sample=False)
+    free = DecodingArgs(max_new_tokens=6, do_sample=False)
     (answer,) = generate(policy, [PROMPTS[0]], free, [], noise(1, 6), 1).responses
     first = answer.index(answer[-1]) + 1
-    args = GenerationArgs(max_new_tokens=first, do_sample=False)
+    args = DecodingArgs(max_new_tokens=first, do_sample=False)
     sampled = generate(policy, [PROMPTS[0]], args, [answer[-1]], noise(1, first), 1)
     assert sampled.responses == [answer[:first]] and sampled.truncated == [False]
 
@@ -283,7 +283,7 @@ def test_an_end_token_at_the_very_last_place_is_no_truncation():
 def test_generating_leaves_a_training_model_in_training_mode_but_without_dropout():
     model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
     policy = tiny_policy("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
-    args = GenerationArgs(max_new_tokens=6, do_sample=False)
+    args = DecodingArgs(max_new_tokens=6, do_sample=False)
     sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
     assert sampled.responses == greedy_by_transformers(model, PROMPTS, 6, ENDS)
     assert policy.training and policy.model.training
@@ -292,12 +292,12 @@ def test_generating_leaves_a_training_model_in_training_mode_but_without_dropout
 def test_a_prompt_that_leaves_no_room_is_refused_with_what_fits():
     policy = tiny_policy("llama", max_position_embeddings=16)
     with pytest.raises(UsageError, match="--max_new_tokens 6 .* prompt of 12 .* 16 positions; use at most 4"):
-        generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6))
-    generate(policy, PROMPTS, GenerationArgs(max_new_tokens=4), ENDS, noise(len(PROMPTS), 4))
+        generate(policy, PROMPTS, DecodingArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6))
+    generate(policy, PROMPTS, DecodingArgs(max_new_tokens=4), ENDS, noise(len(PROMPTS), 4))
 
 
 # ---------------------------------------------------------------------------------------------- distribution
-def by_processors(logits: torch.Tensor, args: GenerationArgs, ids: torch.Tensor) -> torch.Tensor:
+def by_processors(logits: torch.Tensor, args: DecodingArgs, ids: torch.Tensor) -> torch.Tensor:
     """Probabilities (V,) after Hugging Face's own processors, in the order of its `generate`; ids: the text so far."""
     from transformers import GenerationConfig
 
@@ -330,7 +330,7 @@ def by_processors(logits: torch.Tensor, args: GenerationArgs, ids: torch.Tensor)
 )
 def test_the_sampling_distribution_is_that_of_the_processors_of_transformers(options):
     """Uniforms on a fine grid give each token exactly its share of the grid."""
-    args = GenerationArgs(**options)
+    args = DecodingArgs(**options)
     logits = 2 * torch.randn(VOCABULARY)
     points = 20_000
     uniforms = (torch.arange(points) + 0.5) / points
@@ -344,7 +344,7 @@ def test_the_sampling_distribution_is_that_of_the_processors_of_transformers(opt
     expected = by_processors(logits, args, ids)
     assert (share - expected).abs().max() < 2 / points
     assert (expected[tokens.unique()] > 0).all()
-    penalised = by_processors(logits, GenerationArgs(repetition_penalty=args.repetition_penalty), ids).log()
+    penalised = by_processors(logits, DecodingArgs(repetition_penalty=args.repetition_penalty), ids).log()
     kept = (penalised / args.temperature).softmax(-1)[expected > 0].sum()
     assert float(removed[0]) == pytest.approx(float(1 - kept), abs=1e-5)
 
@@ -353,21 +353,21 @@ def test_a_uniform_of_almost_one_never_gives_a_removed_token():
     logits = torch.tensor([[0.0, 3.0, 2.0, -1.0, -50.0]])
     for top_p in (1.0, 0.6):
         for u in (0.0, 1 - 2**-24, 1.0):  # 1 by rounding
-            token, _, _ = sample(logits, torch.tensor([u]), GenerationArgs(top_k=3, top_p=top_p))
+            token, _, _ = sample(logits, torch.tensor([u]), DecodingArgs(top_k=3, top_p=top_p))
             assert int(token) in (0, 1, 2)
 
 
 def test_greedy_takes_the_most_likely_token():
     logits = torch.randn(4, VOCABULARY)
-    tokens, _, removed = sample(logits, torch.rand(4), GenerationArgs(do_sample=False))
+    tokens, _, removed = sample(logits, torch.rand(4), DecodingArgs(do_sample=False))
     assert torch.equal(tokens, logits.argmax(-1)) and (removed == 0).all()
 
 
 def test_removed_mass_is_the_mean_over_all_sampled_tokens():
     policy = tiny_policy("llama")
-    free = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6), 4)
+    free = generate(policy, PROMPTS, DecodingArgs(max_new_tokens=6), ENDS, noise(len(PROMPTS), 6), 4)
     assert abs(free.removed_mass) < 1e-5
-    args = GenerationArgs(max_new_tokens=6, top_k=5)
+    args = DecodingArgs(max_new_tokens=6, top_k=5)
     sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 6), 4)
     removed = []
     for prompt, answer in zip(PROMPTS, sampled.responses):
@@ -381,7 +381,7 @@ def test_removed_mass_is_the_mean_over_all_sampled_tokens():
 def test_logprobs_of_samples_are_those_the_engine_drew_from(architecture):
     """Stored while decoding, compared with one scoring pass over the finished text."""
     policy, temperature = tiny_policy(architecture), 0.8
-    args = GenerationArgs(max_new_tokens=12, temperature=temperature, top_k=30)
+    args = DecodingArgs(max_new_tokens=12, temperature=temperature, top_k=30)
     sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 12), 3)
     batch = response_batch(PROMPTS, sampled.responses, pad_id=1)
     scored = score_logprobs(policy, batch, temperature, batch_size=4)
@@ -404,7 +404,7 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
 
     with torch.autocast("cpu", torch.bfloat16):
         with WatchCasts():
-            sampled = generate(policy, PROMPTS[:1], GenerationArgs(max_new_tokens=12), [], noise(1, 12), 1)
+            sampled = generate(policy, PROMPTS[:1], DecodingArgs(max_new_tokens=12), [], noise(1, 12), 1)
         scored = score_logprobs(policy, response_batch(PROMPTS[:1], sampled.responses, 1), 1.0, 1)[0, -12:]
     assert len(cast) == len(set(cast)) == 15  # seven of each layer, and the head
     assert scored.tolist() == pytest.approx(sampled.logprobs[0], abs=0.05)
@@ -413,7 +413,7 @@ def test_at_bf16_mixed_sampling_and_scoring_see_the_same_weights_and_each_is_cas
 
 def test_prompts_prefilled_in_many_passes_give_the_same_samples(monkeypatch):
     policy, prompts = tiny_policy("llama"), [p for p in PROMPTS for _ in range(2)]
-    args = GenerationArgs(max_new_tokens=6)
+    args = DecodingArgs(max_new_tokens=6)
     batch = response_batch(PROMPTS, PROMPTS, 1)
     shapes = []  # of each forward pass
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
@@ -443,7 +443,7 @@ def test_scoring_is_the_same_for_every_batch_size_and_without_dropout():
 
 def test_a_change_of_the_weights_is_seen_by_sampling_and_by_scoring():
     policy = tiny_policy("llama")
-    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    args = DecodingArgs(max_new_tokens=8, do_sample=False)
     before = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -459,7 +459,7 @@ def test_sampling_with_adapters_equals_sampling_with_the_exported_model(base_mod
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    args = DecodingArgs(max_new_tokens=8, do_sample=False)
     sampled = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
     exported = merged_model(policy).eval()
     assert sampled == greedy_by_transformers(exported, PROMPTS, 8, ENDS)
@@ -469,7 +469,7 @@ def test_sampling_with_adapters_equals_sampling_with_the_exported_model(base_mod
 def test_the_reference_on_a_shared_backbone_uses_its_own_adapters(base_model, tokenizer):
     policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora"), tokenizer, shares=True)
     reference = policy.reference()
-    args = GenerationArgs(max_new_tokens=8, do_sample=False)
+    args = DecodingArgs(max_new_tokens=8, do_sample=False)
     before = generate(policy, PROMPTS, args, ENDS, noise(len(PROMPTS), 8), 4).responses
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -489,7 +489,7 @@ def test_a_rollout_marks_the_sampled_tokens_and_nothing_else(base_model, tokeniz
     monkeypatch.setattr("lightrlhf.generation.rollout.generate", lambda *args: sampled)
     policy = load_policy(str(base_model), ModelArgs(), tokenizer)
     rows = [{"input_ids": torch.tensor(ids), "columns": {"n": n}} for n, ids in enumerate(rows_of(4, 1, 6))]
-    args = GenerationArgs(max_new_tokens=4)
+    args = DecodingArgs(max_new_tokens=4)
     rollout = generate_rollout(policy, copy.deepcopy(policy), rows, args, tokenizer, noise(3, 4), 2)
     assert rollout.response_ids() == answers
     assert rollout.prompt_ids() == [row["input_ids"].tolist() for row in rows]
@@ -509,14 +509,14 @@ def test_an_architecture_that_the_engine_cannot_sample_from_is_refused(kind):
         pytest.skip(f"this release of transformers has no {kind}")
     with pytest.raises(UsageError, match=f"cannot sample from the architecture {kind} .*sft and dpo"):
         policy = Policy(model)
-        generate(policy, PROMPTS, GenerationArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
+        generate(policy, PROMPTS, DecodingArgs(max_new_tokens=2), ENDS, noise(len(PROMPTS), 2))
 
 
 # ------------------------------------------------------------------------------------------------- logits not finite
 @pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"top_k": 3}, {"top_p": 0.5, "repetition_penalty": 1.3}])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_one_line_with_the_model_and_the_prompts(bad, options):
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=3, **options)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=3, **options)
     policy.model.config.name_or_path = "some/model"
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[7] = bad
@@ -538,6 +538,6 @@ def test_flash_attention_is_left_to_passes_that_train(monkeypatch):
     monkeypatch.setattr(engine, "FLASH", "eager")
     used: list[str] = []
     ask = lambda: used.append(policy.model.config._attn_implementation)
-    generate(policy, rows_of(3, 5), GenerationArgs(max_new_tokens=3), [], torch.rand(2, 3), before_step=ask)
-    list(generate_steps(policy, [5, 6], GenerationArgs(max_new_tokens=3), [], torch.rand(1, 3)))
+    generate(policy, rows_of(3, 5), DecodingArgs(max_new_tokens=3), [], torch.rand(2, 3), before_step=ask)
+    list(generate_steps(policy, [5, 6], DecodingArgs(max_new_tokens=3), [], torch.rand(1, 3)))
     assert used and set(used) == {"sdpa"} and policy.model.config._attn_implementation == "eager"

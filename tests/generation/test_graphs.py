@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs, SamplingArgs
 from lightrlhf.generation import engine, graphs, slots
 from lightrlhf.generation.engine import decode_all, generate, no_gradients
 from lightrlhf.generation.graphs import BucketedSlots, slots_type
@@ -66,7 +66,7 @@ def bucketed_as_on_cuda(model, *args: Any, **options: Any) -> BucketedSlots:
 def test_buckets_change_samples_by_rounding_only(architecture):
     """With refills, compaction, shifts of the slab and every option."""
     model = tiny_model(architecture)
-    args = GenerationArgs(max_new_tokens=14, temperature=1.3, top_k=40, min_p=0.001, repetition_penalty=1.5)
+    args = DecodingArgs(max_new_tokens=14, temperature=1.3, top_k=40, min_p=0.001, repetition_penalty=1.5)
     for num_slots in (1, 5, 64):
         plain, bucketed = (decoded(kind, model, args, num_slots) for kind in (Slots, BucketedSlots))
         assert torch.equal(bucketed.tokens[:-1], plain.tokens[:-1])
@@ -107,7 +107,7 @@ class InOrder(TorchFunctionMode):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_buckets_change_nothing_where_the_order_of_sums_is_fixed(architecture):
-    model, args = tiny_model(architecture), GenerationArgs(max_new_tokens=14, temperature=1.3)
+    model, args = tiny_model(architecture), DecodingArgs(max_new_tokens=14, temperature=1.3)
     with InOrder():
         plain, bucketed = (decoded(kind, model, args) for kind in (Slots, BucketedSlots))
     assert len(bucketed.steps) > 2
@@ -116,7 +116,7 @@ def test_buckets_change_nothing_where_the_order_of_sums_is_fixed(architecture):
 
 
 def test_generate_uses_them_where_steps_can_be_captured(monkeypatch):
-    policy, args, prompts = tiny_policy("llama"), GenerationArgs(max_new_tokens=14), rows_of(*LENGTHS)
+    policy, args, prompts = tiny_policy("llama"), DecodingArgs(max_new_tokens=14), rows_of(*LENGTHS)
     given = (policy, prompts, args, ENDS, noise(len(prompts), 14), 6)
     plain, made = generate(*given), []
     assert slots_type(policy.model) is Slots
@@ -143,7 +143,7 @@ def test_sizes_of_buckets(monkeypatch):
 def test_a_call_has_few_shapes(lengths, longest, num_slots):
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        done = decoded(BucketedSlots, tiny_model("llama"), GenerationArgs(max_new_tokens=longest), num_slots, lengths)
+        done = decoded(BucketedSlots, tiny_model("llama"), DecodingArgs(max_new_tokens=longest), num_slots, lengths)
     num_slots = min(num_slots, len(lengths))
     numbers, sizes = ({shape[part] for shape in done.steps} for part in (0, 1))  # of slots, of columns
     assert len(numbers) <= math.ceil(math.log2(num_slots)) + 1
@@ -154,7 +154,7 @@ def test_a_call_has_few_shapes(lengths, longest, num_slots):
 def test_a_long_call_keeps_to_small_buckets():
     """Thirty prompts one after the other in two slots: what they no longer need is dropped."""
     done = decoded(
-        BucketedSlots, tiny_model("llama"), GenerationArgs(max_new_tokens=10), 2, [1 + i % 6 for i in range(30)]
+        BucketedSlots, tiny_model("llama"), DecodingArgs(max_new_tokens=10), 2, [1 + i % 6 for i in range(30)]
     )
     assert sum(done.steps.values()) > 4 * done.num_columns
     assert max(columns for _, columns in done.steps) == done.num_columns < 40
@@ -218,7 +218,7 @@ OPTIONS = [{}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1
 @pytest.mark.parametrize("architecture", BUCKETED)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_no_step_reads_anything_on_the_host(architecture, options):
-    args = GenerationArgs(max_new_tokens=14, eos_ids=list(range(30, 50)), **options)
+    args = DecodingArgs(max_new_tokens=14, eos_ids=list(range(30, 50)), **options)
     done = decoded(Watched, tiny_model(architecture), args)
     assert len({*done.lengths[:-1].tolist()}) > 1
 
@@ -229,7 +229,7 @@ def test_between_looks_the_host_reads_nothing():
     found = lambda name: reads_after.add(len(steps))
     prompts = rows_of(*LENGTHS)
     with NoReads(found), NoCopies(found):
-        args = GenerationArgs(max_new_tokens=14)
+        args = DecodingArgs(max_new_tokens=14)
         own = BucketedSlots(tiny_model("llama"), prompts, args, ENDS, noise(len(prompts), 14), 6)
         decode_all(own, None, before_step=lambda: steps.append(1))
     looks = {count for count in range(len(steps) + 1) if (count + 1) % LOOK == 0}
@@ -252,7 +252,7 @@ def test_a_read_on_the_host_is_found(read, monkeypatch):
     step = BucketedSlots._compute
     monkeypatch.setattr(BucketedSlots, "_compute", lambda own: (read(own), step(own)))
     with pytest.raises(HostRead):
-        decoded(Watched, tiny_model("llama"), GenerationArgs(max_new_tokens=14))
+        decoded(Watched, tiny_model("llama"), DecodingArgs(max_new_tokens=14))
 
 
 def tensors_of(own: BucketedSlots) -> dict[str, torch.Tensor]:
@@ -271,7 +271,7 @@ def test_the_state_of_a_step_stays_where_it_is(monkeypatch):
             for name, tensor in tensors_of(self).items():
                 places.setdefault(name, set()).add(tensor.data_ptr())
 
-    args = GenerationArgs(max_new_tokens=14, repetition_penalty=1.3)
+    args = DecodingArgs(max_new_tokens=14, repetition_penalty=1.3)
     done = decoded(Placed, tiny_model("llama"), args)
     assert {"tokens", "mask", "row", "position", "next", "lengths", "column", "seen", "0, 1"} <= places.keys()
     assert len({slots_of_step for slots_of_step, _ in done.steps}) > 1  # compaction, too
@@ -315,7 +315,7 @@ def taped(step: Callable[[], None], pool: Any) -> Tape:
 def test_replayed_operators_give_the_same_samples(architecture, monkeypatch):
     """Whatever a step took from the host, or had left at another address, would be that of the captured step."""
     monkeypatch.setattr(graphs, "capture", taped)
-    model, args = tiny_model(architecture), GenerationArgs(max_new_tokens=24, repetition_penalty=1.3)
+    model, args = tiny_model(architecture), DecodingArgs(max_new_tokens=24, repetition_penalty=1.3)
     plain, replayed = (decoded(kind, model, args) for kind in (BucketedSlots, bucketed_as_on_cuda))
     assert replayed.graphs.keys() == {shape for shape, count in replayed.steps.items() if count > 1}
     assert sum(replayed.steps.values()) > 3 * len(replayed.steps)
@@ -358,7 +358,7 @@ def test_replayed_operators_do_not_cast_weights_again(mode, base_model, tokenize
     for parameter in policy.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape) * parameter.requires_grad
     matrices = {parameter.data_ptr() for parameter in policy.parameters() if parameter.dim() == 2}
-    args = GenerationArgs(max_new_tokens=14)
+    args = DecodingArgs(max_new_tokens=14)
     with policy.active(), torch.autocast("cpu", torch.bfloat16):
         plain, replayed = (decoded(kind, policy.model, args) for kind in (BucketedSlots, bucketed_as_on_cuda))
     assert torch.equal(replayed.tokens[:-1], plain.tokens[:-1])
@@ -376,7 +376,7 @@ def test_where_a_capture_fails_steps_run_eagerly_with_one_line(monkeypatch, caps
     tried: list[int] = []
     monkeypatch.setattr(graphs, "capture", fails)
     monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
-    model, args = tiny_model("llama"), GenerationArgs(max_new_tokens=14)
+    model, args = tiny_model("llama"), DecodingArgs(max_new_tokens=14)
     plain, eager = (decoded(kind, model, args) for kind in (BucketedSlots, bucketed_as_on_cuda))
     assert torch.equal(eager.tokens, plain.tokens) and len(tried) == 1 and not eager.graphs
     assert slots_type(model) is Slots  # in later calls
@@ -411,7 +411,7 @@ class Reads(TorchDispatchMode):
 @torch.inference_mode()
 def test_a_step_reads_each_weight_and_the_columns_of_its_bucket_once(groups):
     model, prompts = tiny_model("llama", num_key_value_heads=groups), rows_of(*LENGTHS)
-    own = BucketedSlots(model, prompts, GenerationArgs(max_new_tokens=14), [], noise(len(prompts), 14), 6)
+    own = BucketedSlots(model, prompts, DecodingArgs(max_new_tokens=14), [], noise(len(prompts), 14), 6)
     own.admit(torch.arange(6))
     places = [{one.untyped_storage().data_ptr() for one in many} for many in (model.parameters(), own.layers[0].slabs)]
     places[1] |= {slab.untyped_storage().data_ptr() for layer in own.layers for slab in layer.slabs}

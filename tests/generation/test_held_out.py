@@ -12,8 +12,8 @@ from helpers import last_checkpoint, metrics, weights
 from helpers.killed import main_of
 from helpers.tiny_runs import TinyRuns
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.splits import load_split
 from lightrlhf.generation import held_out
 from lightrlhf.generation.held_out import LONGEST_ANSWER, HeldOut

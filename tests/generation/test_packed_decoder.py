@@ -7,7 +7,7 @@ import torch
 from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs, SamplingArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs, SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
 from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
@@ -159,7 +159,7 @@ def test_a_response_is_the_same_with_and_without_it(monkeypatch):
 
 def test_weights_are_those_of_the_call(monkeypatch):
     policy = tiny_policy("llama")
-    args = GenerationArgs(max_new_tokens=STEPS, do_sample=False)
+    args = DecodingArgs(max_new_tokens=STEPS, do_sample=False)
     before = generate(policy, PROMPTS, args, [], noise(), 4).responses
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -214,7 +214,7 @@ def test_the_trial_of_an_architecture_finds_a_decoder_that_differs(is_right, mon
     known = set(packed_decoder.ARCHITECTURES)
     monkeypatch.setattr(packed_decoder, "ARCHITECTURES", known)
     monkeypatch.setattr(engine, "ARCHITECTURES", known)
-    policy, args = tiny_policy("llama"), GenerationArgs(max_new_tokens=STEPS)
+    policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=STEPS)
     with monkeypatch.context() as other:
         other.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
         expected = generate(policy, PROMPTS, args, [], noise(), 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, tiny_policy
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import response_batch
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, shared_length, store_prefixes
@@ -45,7 +45,7 @@ def test_cached_prompts_give_the_logits_of_uncached_ones(architecture):
 @pytest.mark.parametrize("steps", [6, 20])  # with the decoder of packed weights, too
 def test_the_engine_computes_uncached_tokens_only(architecture, steps):
     policy = tiny_policy(architecture)
-    args = GenerationArgs(max_new_tokens=steps)
+    args = DecodingArgs(max_new_tokens=steps)
     uniforms = torch.rand(4, steps, generator=torch.Generator().manual_seed(1))
     widths: list[int] = []
     policy.model.register_forward_pre_hook(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import tiny_policy
 
-from lightrlhf.cli.args import SamplingArgs
+from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation import packed_decoder, ragged_cache
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.ragged_cache import BLOCKS, Attention, RaggedLayer, has_fast_sums

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrlhf.cli.args import check_positive
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.fields import Args, positive
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import write_text
 
@@ -32,22 +32,19 @@ ROW_SECONDS = {"full": 150, "tiny": 600}  # likewise, by size: a dry run may sha
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPUArgs:
+class GPUArgs(Args):
     """Check and measure this library on one GPU."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the rows; the CPU is for dry runs."""
     size: Literal["full", "tiny"] = "full"
     """Models of published shapes, or tiny ones, which measure nothing."""
-    minutes: float = 8.0
+    minutes: float = positive(8.0)
     """Time after which no row is running; what is missing then is listed."""
     output_file: str | None = None
     """Results, by default `gpu.json`, or `gpu-dry.json` of tiny models; rows that passed or were measured are kept."""
     only: str = ""
     """Run only the rows whose names contain this text."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "minutes")
 
 
 class Worker:

@@ -21,7 +21,7 @@ from helpers import CAFE_SIZES, environment, rows_of, tiny_policy
 from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TinyRuns, experiment_of
 from torch import Tensor
 
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import response_batch
 from lightrlhf.generation import engine, graphs
 from lightrlhf.generation.engine import decode_all, generate, no_gradients
@@ -164,7 +164,7 @@ def on_device(at: Setting, architecture: str = "llama", **changes: Any) -> Any:
 
 def captured(at: Setting) -> Figures:
     """Captured decoding steps beside plain ones, and the log-probabilities of both beside those of a pass."""
-    args = GenerationArgs(max_new_tokens=48, temperature=1.3)
+    args = DecodingArgs(max_new_tokens=48, temperature=1.3)
     counts = {}
     for architecture in ("llama", "qwen2", "gpt2"):
         policy, prompts = on_device(at, architecture)
@@ -194,7 +194,7 @@ def check_logprobs(at: Setting, policy: Any, prompts: Any, completions: Any, tem
 
 def noise(at: Setting) -> Figures:
     """The same noise gives the same responses on both devices, up to draws that lie on the border of two tokens."""
-    args, same = GenerationArgs(max_new_tokens=32), []
+    args, same = DecodingArgs(max_new_tokens=32), []
     for architecture in ("llama", "qwen2"):
         policy, prompts = on_device(at, architecture)
         uniforms = torch.rand(len(prompts), 32, generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.inputs import even_lengths
 from lightrlhf import dpo, grpo, ppo, rm, sft
-from lightrlhf.cli.args import GenerationArgs
+from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
@@ -74,7 +74,7 @@ def decode(size: str, way: str) -> Callable[[Setting], Figures]:
                 work = functools.partial(by_transformers, policy.model, prompts.to(at.device), new)
             else:
                 uniforms = torch.rand(rows, new, generator=generator)
-                args = GenerationArgs(max_new_tokens=new)
+                args = DecodingArgs(max_new_tokens=new)
                 work = functools.partial(by_engine, at, policy, prompts.tolist(), args, uniforms)
             seconds = best_time(work, torch.device(at.device), 1 if at.is_tiny else 2)
             assert way != "captured" or at.device in graphs.DEVICES, "a capture failed: see the log"

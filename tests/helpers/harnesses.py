@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers import save_model
 from lightrlhf import evaluate
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.splits import save_split
 from lightrlhf.data.tokens import decode
@@ -45,7 +45,7 @@ def save_held_out(folder: Path, tokenizer: Any) -> tuple[Path, Path]:
     demonstrations = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
     prompts = load_rows("prompts", "train", "", [{"prompt": row["prompt"]} for row in pairs], tokenizer)
     policy = load_policy(str(model), ModelArgs(), tokenizer).eval()
-    greedy = GenerationArgs(do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    greedy = DecodingArgs(do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     rollout = respond(greedy, policy, policy, prompts, tokenizer, 0, len(prompts))
     for number, (row, ids) in enumerate(zip(prompts, rollout.response_ids())):
         row["columns"] = {"answer": decode(tokenizer, ids) if number % 2 else "tea"}

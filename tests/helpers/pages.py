@@ -57,7 +57,7 @@ def programs() -> list[str]:
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` that must exist is made in `folder`, empty."""
-    from lightrlhf.cli.args import is_gguf
+    from lightrlhf.cli.hub import is_gguf
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):

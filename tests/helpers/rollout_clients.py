@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from helpers.servers import FakeVLLM, right_ids
-from lightrlhf.cli.args import RolloutServerArgs
+from lightrlhf.cli.groups import RolloutServerArgs
 from lightrlhf.generation.rollout_servers import RolloutServers, Target
 
 PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from helpers import save_model
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export

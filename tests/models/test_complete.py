@@ -12,8 +12,8 @@ from helpers.trained import train_a_little
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import sft
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.complete import note_unread
 from lightrlhf.models.given import critic_from
 from lightrlhf.models.loading import load_policy, load_scalar

@@ -13,8 +13,8 @@ from helpers.trained import logits_of, train_a_little
 from torch import nn
 
 from lightrlhf import dpo, grpo, ppo, rm, sft
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models import frozen
 from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy, load_scalar

@@ -12,8 +12,8 @@ from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save
 from helpers.trained import logits_of, train_a_little
 from safetensors.torch import load_file, save_file
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import response_batch
 from lightrlhf.models.loading import choose_attention, load_policy, load_scalar, separate_pad_token
 from lightrlhf.models.probes import enable_packing, note_flash

@@ -21,7 +21,7 @@ from helpers.trained import train_a_little
 from helpers.zoo import zoo_model
 from transformers import DynamicCache
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import Batch, preference_batch, response_batch
 from lightrlhf.models import forward, roles
 from lightrlhf.models.forward import packed_inputs

@@ -19,8 +19,8 @@ from helpers import (
 )
 from helpers.trained import config_of, logits_of, plain, train_a_little
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.roles import policy_inputs

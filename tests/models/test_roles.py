@@ -20,8 +20,8 @@ from helpers.zoo import capped, enlarged, zoo_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.maths import head as heads
 from lightrlhf.models.forward import embedding_rows, inference
 from lightrlhf.models.loading import load_policy

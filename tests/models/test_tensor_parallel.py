@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers import tiny_model
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.sft import SFTArgs
@@ -38,21 +38,6 @@ def test_a_plan_with_a_style_that_is_not_supported_is_refused():
     model.config.base_model_tp_plan = {"layers.*.self_attn.qkv_proj": "packed_colwise"}
     with pytest.raises(UsageError, match="the plan of llama asks for packed_colwise, unsupported; leave it out"):
         check_splittable(model, 2)
-
-
-@pytest.mark.parametrize(
-    "flags, error",
-    [
-        ({}, "needs --strategy fsdp, not auto"),
-        (
-            {"strategy": "fsdp", "finetune_mode": "lora"},
-            "the frozen weights of --finetune_mode lora; leave one",
-        ),
-    ],
-)
-def test_flags_that_contradict_it_are_refused(flags, error):
-    with pytest.raises(ValueError, match=f"--tensor_parallel 2 .*{error}"):
-        SFTArgs(model_name="tiny", tensor_parallel=2, **flags)
 
 
 def test_groups_of_unequal_size_are_refused():

@@ -8,8 +8,8 @@ from helpers import CPU, rows_of, save_model, tiny_model
 from helpers.trained import logits_of, plain, tied_adapter, train_a_little
 
 from lightrlhf import grpo
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.saving import export

@@ -22,14 +22,14 @@ from helpers import CAFE_SIZES, CPU, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
 from helpers.votes import STARTS, cast
 
-from lightrlhf.cli.args import (
+from lightrlhf.cli.groups import (
+    AheadServerArgs,
     DataArgs,
     DataSetsArgs,
+    DecodingArgs,
     EvalArgs,
-    GenerationArgs,
     ModelArgs,
     RolloutLogArgs,
-    RolloutServerArgs,
     SamplingArgs,
     TrainArgs,
 )
@@ -38,7 +38,7 @@ from lightrlhf.programs import PROGRAMS, TRAINING
 from lightrlhf.storage.run_dir import link_latest
 
 ALGORITHMS = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "reflect_rl")
-SERVERS = {one.name for one in dataclasses.fields(RolloutServerArgs)} - {
+SERVERS = {one.name for one in dataclasses.fields(AheadServerArgs)} - {
     one.name for one in dataclasses.fields(SamplingArgs)
 }
 TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
@@ -318,7 +318,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 
 @pytest.mark.parametrize("algorithm", TRAINERS)
 def test_every_flag_of_its_own_is_explained(algorithm):
-    mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, GenerationArgs)
+    mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, DecodingArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by scale_out.md
     if algorithm == "online_dpo":

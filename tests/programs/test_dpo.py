@@ -33,8 +33,8 @@ from helpers import (
 )
 
 from lightrlhf import dpo, evaluate
-from lightrlhf.cli.args import DataSetsArgs, EvalArgs, ModelArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs, main, make_pairs, score_rows, truncate
@@ -850,34 +850,10 @@ def refused(flags: list, capsys) -> str:
     ("flags", "told"),
     [
         (["--bta", "0.1"], "did you mean --beta?"),
-        (["--beta", "0"], "--beta 0"),
         (["--beta", "nan"], "beta"),
         (["--loss_type", "best"], "loss_type"),
-        (["--label_smoothing", "0.5"], "--label_smoothing 0.5 must lie in [0, 0.5)"),
-        (
-            ["--label_smoothing", "0.1", "--loss_type", "hinge"],
-            "--loss_type hinge does not support --label_smoothing 0.1",
-        ),
-        (["--rapo", "ra", "--loss_type", "nca_pair"], "--loss_type nca_pair does not support --rapo ra"),
-        (["--length_alpha", "0.1", "--loss_type", "ipo"], "--loss_type ipo does not support --length_alpha 0.1"),
-        (["--f_divergence", "js", "--loss_type", "ipo"], "--loss_type ipo does not support --f_divergence js"),
-        (
-            ["--f_divergence", "js", "--rapo", "ra"],
-            "--rapo ra weighs log-ratios and requires --f_divergence reverse_kl",
-        ),
-        (["--f_divergence", "alpha", "--f_alpha", "1"], "--f_alpha 1.0 must lie between 0 and 1"),
-        (["--f_alpha", "0.3"], "--f_alpha 0.3 requires --f_divergence alpha, not reverse_kl"),
-        (["--simpo_gamma", "1"], "--loss_type sigmoid does not support --simpo_gamma 1.0"),
-        (["--simpo_gamma=-1", "--loss_type", "simpo"], "--simpo_gamma -1"),
-        (
-            ["--loss_type", "simpo", "--ref_model", "x"],
-            "--loss_type simpo does not support --ref_model x; leave it out",
-        ),
-        (["--length_alpha=-1"], "--length_alpha -1"),
-        (["--rpo_alpha=-1"], "--rpo_alpha -1"),
         (["--margin_scale", "2"], "scale the margins"),
         (["--rapo", "const:x"], "--rapo"),
-        (["--max_length", "0"], "--max_length 0"),
         (["--max_length", "8", "--max_prompt_length", "8"], "try --max_prompt_length 4"),
         (["--max_length", "3"], "--max_length 3 leaves no room"),
         (["--truncation_mode", "keep_middle"], "truncation_mode"),

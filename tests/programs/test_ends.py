@@ -14,7 +14,7 @@ from helpers.ends import EOS, GEMMA, PHI3, chatty_base, tokenizer_of
 from datasets_prep.common import PLAIN_TEMPLATE
 from datasets_prep.common import load_tokenizer as load_for_data
 from lightrlhf import generate, sft
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.splits import save_split
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 from lightrlhf.demo.models import load_model, stream_answer
@@ -32,7 +32,7 @@ from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 WORDS = "a latte|two muffins|hello|oat|bread|print|May|clips|sum|n|Sunday|a|c|d|e|f|g|two|three|four|sold|I|You"
 CHATS = [[{"role": "user", "content": words}] for words in WORDS.split("|")]
-GREEDY = GenerationArgs(max_new_tokens=30, do_sample=False)
+GREEDY = DecodingArgs(max_new_tokens=30, do_sample=False)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_an_end_that_is_a_plain_entry_of_the_vocabulary_is_no_text(tmp_path):
 def test_one_end_is_stored_as_a_number(base_model, tokenizer):
     policy = load_policy(str(base_model), ModelArgs(), tokenizer)
     assert policy.model.generation_config.eos_token_id == tokenizer.eos_token_id
-    store_sampling(policy, GenerationArgs(eos_ids=[7, tokenizer.eos_token_id, 9]), tokenizer)
+    store_sampling(policy, DecodingArgs(eos_ids=[7, tokenizer.eos_token_id, 9]), tokenizer)
     assert policy.model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7, 9]
 
 
@@ -156,7 +156,7 @@ def test_a_rollout_ends_there_and_trains_one_end_token_a_response(trained, ends)
 def test_a_merged_adapter_keeps_every_end(base, ends, tmp_path):
     tokenizer = load_tokenizer(None, str(base))
     policy = load_policy(str(base), ModelArgs(finetune_mode="lora"), tokenizer)
-    store_sampling(policy, GenerationArgs(eos_ids=[77]), tokenizer)
+    store_sampling(policy, DecodingArgs(eos_ids=[77]), tokenizer)
     for name, merge in (("adapter", False), ("merged", True)):
         (tmp_path / name).mkdir()
         export(policy, tmp_path / name, tmp_path / "base", merge)

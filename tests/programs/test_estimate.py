@@ -10,7 +10,7 @@ from helpers import save_model, tiny_scalar
 from transformers import LlamaConfig, Qwen2Config
 
 from lightrlhf import estimate
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.estimate import EstimateArgs, Meter, build, llama_of, main, update
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import count_parameters

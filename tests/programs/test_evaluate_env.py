@@ -129,7 +129,6 @@ def test_the_command_of_a_reply(text, command):
     "flags, line",
     [
         (["--levels", "deep"], "--levels deep"),
-        (["--eval_reps", "0"], "--eval_reps 0 must be at least 1"),
         (["--acting", "speed=3"], "--acting speed"),
         (["--acting", "temperature=0"], "--acting: --temperature 0"),
         (["--reflect_experiment_dir", "nowhere", "none"], "--reflect_experiment_dir"),

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from lightrlhf import export, sft
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.chat import render
 from lightrlhf.models import export_check, gguf_tokens, gguf_writer, lora
 from lightrlhf.models.export_check import largest_error
@@ -392,11 +392,6 @@ def refusal(capsys, flags: list[str]) -> str:
     [
         (["--to", "onnx"], "--to onnx"),
         (["--to", "gguf", "--gguf_type", "q3_k"], "--gguf_type q3_k"),
-        (["--to", "gguf", "--dtype", "bfloat16"], "--dtype bfloat16 is of --to merged, not of gguf"),
-        (["--to", "merged", "--gguf_type", "q8_0"], "--gguf_type q8_0 is of --to gguf and ollama, not of merged"),
-        (["--to", "gguf", "--temperature", "0.5"], "--temperature 0.5 is of --to ollama"),
-        (["--to", "ollama", "--temperature", "-1"], "--temperature -1.0 must lie in"),
-        (["--to", "merged", "--base_model_name", "a/b"], "--base_model_name a/b is of --to adapter"),
         (["--to", "adapter"], "holds no adapter but all weights; use --to merged"),
         ([], "--to"),
     ],

@@ -195,7 +195,7 @@ def test_a_stop_at_an_evaluation_of_a_reward_model_is_saved(tokenizer, tmp_path)
 
 
 def test_a_model_with_adapters_is_refused_and_frozen_weights_are_trained(tokenizer, tmp_path):
-    from lightrlhf.cli.args import ModelArgs
+    from lightrlhf.cli.groups import ModelArgs
     from lightrlhf.models.given import as_policy, critic_from
 
     model = model_of(tokenizer)

@@ -10,8 +10,8 @@ import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, metrics, rows_of
 from helpers.rollouts import rollout_of
 
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import joined
 from lightrlhf.data.scores import Scores
 from lightrlhf.generation.rollout import generate_rollout, row_means
@@ -343,21 +343,10 @@ def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, caps
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_generations": 1}, "--advantage std compares the responses to a prompt"),
-        ({"mini_batch_size": 16, "micro_batch_size": 8}, "--mini_batch_size 16 must not exceed the responses .* try 8"),
-        ({"loss_type": "cispoo"}, "--loss_type cispoo is none of clip, cispo, sapo, reinforce"),
-        ({"dual_clip": 3.0, "loss_type": "cispo"}, "--dual_clip 3.0 requires --loss_type clip"),
-        ({"dual_clip": 0.5}, "--dual_clip 0.5 must be above 1"),
-        ({"overlong_buffer": 12}, "--overlong_buffer 12 must be below --max_new_tokens 12"),
-        ({"clip_coeff": 0.0}, "--clip_coeff 0.0 must be a finite number above 0"),
-        (
-            {"resample_rounds": 2, "data_dir": ["x", "y"], "data_weights": [1.0, 2.0]},
-            "--resample_rounds 2 draws prompts",
-        ),
-        ({"kl_placement": "loss"}, "--kl_placement loss requires --init_kl_coeff above 0"),
-        ({"loss_type": "reinforce", "importance_sampling_level": "sequence"}, "--loss_type reinforce has no ratio"),
-        ({"advantage": "maxrl", "normalize_each_reward": True}, "which --normalize_each_reward makes 0"),
-        ({"resample_rounds": -1}, "--resample_rounds -1 must be at least 0"),
+        ({"num_generations": 1}, "--advantage std .*--num_generations"),
+        ({"mini_batch_size": 16, "micro_batch_size": 8}, "--mini_batch_size 16 .*try 8"),
+        ({"loss_type": "cispoo"}, "--loss_type cispoo"),
+        ({"overlong_buffer": 12}, "--overlong_buffer 12 .*--max_new_tokens 12"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_one_line(given, message):

@@ -335,7 +335,6 @@ def test_samples_are_seeded_spread_and_of_the_same_prompts(tmp_path):
         (["--judge", "reward"], "--judge reward needs --rm_experiment_dir"),
         (["--judge", "gpt"], "--judge gpt"),
         (["--judge", "nowhere:f"], "--judge nowhere:f cannot be imported"),
-        (["--max_per_subreddit", "5"], "--max_per_subreddit 5 requires --sample"),
         (["--sample", "5", "--max_per_subreddit", "5"], "has no column subreddit"),
         (["--judge", "human", "--mini_batch_size", "2"], "--rollout_mini_batch_size"),
         (["--responses_file", "nowhere.jsonl"], "--responses_file nowhere.jsonl does not exist"),

@@ -11,7 +11,7 @@ import torch
 from helpers import CPU, assert_same_gradients, last_checkpoint
 from helpers.updates import changes, descend, exact, exact_logprobs
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import decode, encode_response

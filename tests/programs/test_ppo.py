@@ -13,8 +13,8 @@ from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, l
 from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import ppo
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import response_batch
 from lightrlhf.generation.rollout import rollout_metrics, score_logprobs
 from lightrlhf.maths.macro_actions import fixed

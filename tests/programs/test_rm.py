@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, save_model, weights
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.data.splits import load_split
 from lightrlhf.models.loading import load_scalar

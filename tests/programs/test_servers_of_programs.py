@@ -146,10 +146,7 @@ def test_a_server_of_other_weights_is_refused(flags, runs, url, tmp_path, monkey
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--devices", "2"], "--devices 2 with --rollout_server: one process asks all servers"),
-        (["--rollout_engine", "openai", "--base_url", "http://a:1"], "and --rollout_engine openai: give one"),
         (["--rollout_server", "nowhere"], "--rollout_server nowhere is not an address"),
-        (["--health_timeout", "0"], "--health_timeout 0.0 must be a finite number above 0"),
         (["--max_staleness", "1"], "max_staleness"),
     ],
 )
@@ -306,7 +303,6 @@ def test_weights_multiply_what_decisions_contribute(trainer):
     [
         (["--max_staleness", "1"], "max_staleness"),
         (["--top_p", "0.9"], "--top_p 0.9 with --rollout_server"),
-        (["--sampling_bound", "1"], "--sampling_bound 1.0 must be above 1"),
     ],
 )
 def test_flags_of_reflect_rl_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path, capsys):

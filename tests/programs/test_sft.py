@@ -22,7 +22,7 @@ from helpers import (
     weights,
 )
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.splits import load_split
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer

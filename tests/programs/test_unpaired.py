@@ -25,8 +25,8 @@ from helpers import (
 )
 
 from lightrlhf import dpo
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import mismatched_rows
 from lightrlhf.data.splits import load_split, save_split
 from lightrlhf.dpo import DPOArgs, main

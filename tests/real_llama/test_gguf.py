@@ -12,7 +12,7 @@ from helpers.real_llama import ask_llama
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from lightrlhf import export
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.models.export_check import observe
 from lightrlhf.models.loading import load_policy

@@ -17,7 +17,7 @@ from helpers import CPU, metrics
 from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import grpo, ppo
-from lightrlhf.cli.args import AuditArgs
+from lightrlhf.cli.groups import AuditArgs
 from lightrlhf.rewards.audit import KEPT, DivergenceMonitor, Moments, RewardAudit, Step, change, moments
 from lightrlhf.training.ranks import LocalRanks
 

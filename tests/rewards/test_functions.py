@@ -17,9 +17,9 @@ import torch
 from helpers import ROOT, environment, rewards, rows_of
 from helpers.rollouts import EOS, rollout_of
 
-from lightrlhf.cli.args import RewardArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import check_columns, load_function
+from lightrlhf.cli.groups import RewardArgs
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.rewards import workers
 from lightrlhf.rewards.encoding import Sample
@@ -242,8 +242,6 @@ def test_names_are_unique_and_none_is_that_of_a_count():
         ),
         ({"rm_experiment_dir": ".", "reward_weights": [1.0]}, rewards.length, "give 2.*reward model first"),
         ({"reward_weights": [0.0]}, rewards.length, "are all 0"),
-        ({"reward_function": ["a:b", "a:b"]}, None, "a:b is given twice"),
-        ({"reward_timeout": -1.0}, rewards.length, "--reward_timeout -1.0 must be at least 0"),
         ({}, [rewards.length, 3], "reward is not a function"),
     ],
 )

@@ -12,9 +12,9 @@ from helpers import rows_of, save_model
 from helpers.rollouts import EOS, rollout_of
 
 from datasets_prep.cafe.tokenizer import train_tokenizer
-from lightrlhf.cli.args import ModelArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.tokens import encode_pair, encode_prompt, encode_response, pair_prompt
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.encoding import Encoding, Sample, same_tokenizer

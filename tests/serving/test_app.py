@@ -16,7 +16,7 @@ from helpers.processes import PATIENCE
 from helpers.trained import train_a_little
 from starlette.testclient import TestClient
 
-from lightrlhf.cli.args import GenerationArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.slots import Slots
@@ -106,9 +106,7 @@ def events(client, body: dict, path: str = TEXT) -> list[dict]:
 def test_choices_are_bitwise_those_of_the_engine_with_the_same_noise(client, policy, tokenizer, fields, flags):
     noise = torch.rand(6, 12)
     rows = [prompt for prompt in PROMPTS for _ in range(2)]
-    local = generate(
-        policy, rows, GenerationArgs(max_new_tokens=12, **flags), end_ids(tokenizer, policy.model), noise, 2
-    )
+    local = generate(policy, rows, DecodingArgs(max_new_tokens=12, **flags), end_ids(tokenizer, policy.model), noise, 2)
     body = {"model": "model", "prompt": PROMPTS, "n": 2, "max_tokens": 12, "noise": encoded(noise), "logprobs": 0}
     answer = ask(client, {**body, "return_token_ids": True, **fields})
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -187,7 +185,7 @@ def test_chat_is_rendered_by_the_template(client, policy, tokenizer):
     noise = torch.rand(2, 6)
     prompt = encode_prompt(tokenizer, HELLO)
     ends = end_ids(tokenizer, policy.model)
-    local = generate(policy, [prompt] * 2, GenerationArgs(max_new_tokens=6), ends, noise, 2)
+    local = generate(policy, [prompt] * 2, DecodingArgs(max_new_tokens=6), ends, noise, 2)
     parts = [{"role": "user", "content": [{"type": "text", "text": "a tea, "}, {"type": "text", "text": "please"}]}]
     for messages in (HELLO, parts):
         body = {"messages": messages, "max_completion_tokens": 6, "n": 2, "noise": encoded(noise), "logprobs": True}
@@ -613,7 +611,7 @@ def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, ada
     before, noise = ids_of(client), torch.rand(3, 8)
     assert load(client, "step.1", adapter).status_code == 200
     policy = load_policy(str(adapter), ModelArgs(finetune_mode="lora"), tokenizer).eval()
-    local = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=8), end_ids(tokenizer, policy.model), noise, 2)
+    local = generate(policy, PROMPTS, DecodingArgs(max_new_tokens=8), end_ids(tokenizer, policy.model), noise, 2)
     body = {"prompt": PROMPTS, "max_tokens": 8, "noise": encoded(noise), "logprobs": 0, "return_token_ids": True}
     answer = ask(client, {**body, "model": "step.1"})
     assert answer["model"] == "step.1"
@@ -686,7 +684,7 @@ def test_what_a_trainer_compares(client, policy, tokenizer, folder):
         noise = torch.rand(3, 8)
         with torch.autocast("cpu", torch.bfloat16):
             ends = end_ids(tokenizer, policy.model)
-            local = generate(policy, PROMPTS, GenerationArgs(max_new_tokens=8), ends, noise, 64)
+            local = generate(policy, PROMPTS, DecodingArgs(max_new_tokens=8), ends, noise, 64)
         body = {"prompt": PROMPTS, "max_tokens": 8, "noise": encoded(noise), "logprobs": 0, "return_token_ids": True}
         choices = ask(client, body)["choices"]
         assert [choice["logprobs"]["token_logprobs"] for choice in choices] == local.logprobs

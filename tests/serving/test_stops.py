@@ -9,7 +9,7 @@ from helpers import save_model
 from helpers.data import sentencepiece_like
 from starlette.testclient import TestClient
 
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy
 from lightrlhf.serving.app import App
 from lightrlhf.serving.engine import Engine, begun

@@ -11,8 +11,8 @@ from helpers import run_program
 from helpers.tiny_runs import TRAINED, TinyRuns
 from lightning.fabric.accelerators import MPSAccelerator
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.models.loading import find_device
 from lightrlhf.training.distributed import make_fabric
 

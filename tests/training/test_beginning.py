@@ -17,8 +17,8 @@ from helpers.programs import args_classes
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import grpo, ppo, rm, sft
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.training.beginning import SAME, Beginning, hash_rows

@@ -23,8 +23,8 @@ from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, ru
 from helpers.forks import started_program
 from helpers.processes import PATIENCE
 
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl

@@ -17,8 +17,8 @@ from helpers import CPU, metrics
 from helpers.killed import forked
 
 from lightrlhf import sft
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.latest import follow_latest
 from lightrlhf.plot import PlotArgs
 from lightrlhf.rm import RMArgs

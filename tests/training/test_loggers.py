@@ -13,7 +13,7 @@ from helpers.killed import main_of
 from helpers.tiny_runs import TinyRuns
 
 from lightrlhf import sft
-from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.loggers import LONGEST_TEXT, SHOWN_TEXTS, TensorBoardLogger, WandbLogger, flat
 from lightrlhf.training.run import Run

@@ -12,8 +12,8 @@ from helpers import CPU, last_checkpoint, metrics, weights
 from torch import nn
 
 from lightrlhf import online_dpo, ppo, sft
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.training import distributed, loss_scale
 from lightrlhf.training.run import Run
@@ -163,8 +163,8 @@ def test_without_a_gpu_it_is_refused_before_a_model_is_loaded(
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
 def test_sharded_models_are_refused(strategy, monkeypatch):
-    monkeypatch.setattr("lightrlhf.cli.args.find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=f"--precision 16-mixed scales losses, which --strategy {strategy}"):
+    monkeypatch.setattr("lightrlhf.cli.packages.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match=f"--precision 16-mixed excludes --strategy {strategy}"):
         TrainArgs(precision="16-mixed", strategy=strategy)
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import grpo, ppo, rm, sft
-from lightrlhf.cli.args import ModelArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.rounding import rounded_copy
 from lightrlhf.models.saving import export_for_servers, self_contained

@@ -16,7 +16,7 @@ from helpers.killed import main_of
 from helpers.rollouts import rollout_of, scores_of
 from helpers.tiny_runs import ITERATED, SAMPLING, TinyRuns
 
-from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.dialogues import Dialogue

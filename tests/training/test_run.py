@@ -17,8 +17,8 @@ from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, r
 from helpers.data import gpt2_like
 
 from lightrlhf import sft
-from lightrlhf.cli.args import TrainArgs
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.models.names import resolve
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.temporary import host

@@ -13,7 +13,7 @@ from helpers import CPU, ROOT, environment
 from helpers.processes import PATIENCE, started
 
 from lightrlhf import sft
-from lightrlhf.cli.args import TrainArgs
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.results import USUAL_METRICS, usual_metrics
 from lightrlhf.training.metric_log import IN_PROGRESS_BAR
 from lightrlhf.training.run import Run

@@ -1,0 +1,39 @@
+"""Groups of flags that programs share; each program's argument class is composed of them.
+
+The first line of a group's docstring is its title in `--help`, the docstring of a field its sentence.
+"""
+
+from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
+from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
+from lightrlhf.cli.groups.evaluation import EvalArgs
+from lightrlhf.cli.groups.model import ModelArgs, StartArgs
+from lightrlhf.cli.groups.optimizer import OptimizerArgs
+from lightrlhf.cli.groups.rewards import AuditArgs, RewardArgs
+from lightrlhf.cli.groups.run import DryRunArgs, RolloutLogArgs, RunArgs
+from lightrlhf.cli.groups.sampling import DecodingArgs, SamplingArgs
+from lightrlhf.cli.groups.servers import AheadServerArgs, RolloutServerArgs, ServerArgs, TimeoutArgs
+from lightrlhf.cli.groups.train import TrainArgs
+
+__all__ = [
+    "AheadServerArgs",
+    "AuditArgs",
+    "DataArgs",
+    "DataSetsArgs",
+    "DecodingArgs",
+    "DeviceArgs",
+    "DryRunArgs",
+    "EvalArgs",
+    "ModelArgs",
+    "OptimizerArgs",
+    "RewardArgs",
+    "RolloutLogArgs",
+    "RolloutServerArgs",
+    "RunArgs",
+    "SamplingArgs",
+    "SealArgs",
+    "ServerArgs",
+    "StartArgs",
+    "TensorParallelArgs",
+    "TimeoutArgs",
+    "TrainArgs",
+]

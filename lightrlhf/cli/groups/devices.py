@@ -1,0 +1,36 @@
+"""Flags of the devices, by the names of Lightning Fabric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightrlhf.cli.fields import Args, at_least, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceArgs(Args):
+    """Devices (Lightning Fabric)."""
+
+    accelerator: str = "auto"
+    """cpu, cuda, mps, or auto (a GPU if there is one)."""
+    devices: int = at_least(1, 1)
+    """Processes on this machine, one device each."""
+    num_nodes: int = at_least(1, 1, show="rarely")
+    """Machines."""
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = flag("auto", packages={"deepspeed": "deepspeed"})
+    """Whole models on each rank (ddp), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
+    ddp_timeout: int = at_least(1, 1800, show="rarely")
+    """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = flag(
+        "32-true", when="16-mixed", excludes={"strategy": ("fsdp", "deepspeed")}
+    )
+    """Precision of forward and backward passes; weights stay in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelArgs(Args):
+    """Devices (Lightning Fabric)."""
+
+    tensor_parallel: int = at_least(1, 1, needs={"strategy": "fsdp", "finetune_mode": "all"}, show="rarely")
+    """Ranks that share the matrices of each layer and read the same rows, within `strategy` fsdp."""

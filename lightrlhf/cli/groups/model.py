@@ -1,0 +1,113 @@
+"""Flags of the model, and which of its weights are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import Args, at_least, flag, positive
+from lightrlhf.cli.lists import items_of, names
+
+SHARDED = ("fsdp", "deepspeed")
+QUANTISED = {"strategy": SHARDED, "model_name": "tiny"}  # what weights in 8 or 4 bits exclude
+PARTS = ("pissa", "olora")  # adapters that begin as a part of the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs(Args):
+    """Model, and which of its weights are trained."""
+
+    model_name: str | None = flag(None, required="a model", show="first")
+    """Hub name, folder, experiment dir, GGUF file, `package:NAME` (the one in it), or `tiny` (a small new Llama)."""
+    trust_remote_code: bool = flag(False, show="rarely")
+    """Allow a hub model to run code of its own repository."""
+    disable_dropout: bool = flag(False, show="rarely")
+    """Set the probability of every dropout module to 0."""
+    finetune_mode: Literal["all", "last_layer", "lora"] = "all"
+    """Train all weights, last layer and head, or adapters."""
+    lora_rank: int = at_least(1, 8)
+    """Rank of the adapters."""
+    lora_alpha: float = positive(16.0)
+    """Scale of the adapters: alpha / rank."""
+    lora_dropout: float = at_least(0, 0.0, below=1, excludes={"disable_dropout": True}, show="rarely")
+    """Dropout on the input of the adapters."""
+    lora_targets: str = flag("all-linear", show="rarely")
+    """Modules with adapters, separated by commas; `all-linear`: every linear layer but the head."""
+    use_rslora: bool = flag(False, needs={"finetune_mode": "lora"}, show="rarely")
+    """Scale of the adapters: alpha / sqrt(rank), which suits high ranks (rsLoRA)."""
+    use_dora: bool = flag(
+        False,
+        needs={"finetune_mode": "lora"},
+        excludes={"load_in_8bit": True, "load_in_4bit": True, "base_dtype": "bfloat16", "init_lora_weights": PARTS},
+        show="rarely",
+    )
+    """Also train the length of each row of the adapted weights (DoRA); not where models share a backbone."""
+    init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = flag(
+        "default", needs={"finetune_mode": "lora"}, show="rarely"
+    )
+    """Initial adapters; pissa and olora: a part of the weights, subtracted again by a frozen adapter."""
+    load_in_8bit: bool = flag(
+        False,
+        needs={"finetune_mode": "lora"},
+        excludes={"load_in_4bit": True, "init_lora_weights": PARTS} | QUANTISED,
+        packages={True: "bitsandbytes"},
+        show="rarely",
+    )
+    """Frozen weights in 8 bits (bitsandbytes), with `finetune_mode` lora."""
+    load_in_4bit: bool = flag(
+        False,
+        needs={"finetune_mode": "lora"},
+        excludes={"init_lora_weights": PARTS} | QUANTISED,
+        packages={True: "bitsandbytes"},
+    )
+    """Frozen weights in 4 bits (nf4), with `finetune_mode` lora."""
+    base_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32",
+        needs={"finetune_mode": "lora"},
+        excludes={"load_in_8bit": True, "load_in_4bit": True, "init_lora_weights": PARTS, "strategy": SHARDED},
+    )
+    """Dtype in which frozen weights are held with `finetune_mode` lora; products follow `precision` all the same."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = flag(
+        "sdpa",
+        when="flash_attention_2",
+        excludes={"accelerator": ("cpu", "mps"), "precision": "32-true"},
+        packages={"flash_attention_2": "flash_attn"},
+        show="rarely",
+    )
+    """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
+    merge: bool = flag(False, needs={"finetune_mode": "lora"}, show="rarely")
+    """Save merged weights instead of a peft folder that names its base."""
+
+    def check_start(self, policy: object = None) -> None:
+        """Raises: UsageError unless `--model_name` names the model to start from or `policy` is one."""
+        if policy is None and self.model_name is None:
+            raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
+
+    def lora_target_names(self) -> list[str]:
+        """The items of `--lora_targets`, in brackets or not."""
+        return items_of([self.lora_targets], names)
+
+    def _check(self) -> None:
+        if self.init_lora_weights == "orthogonal" and self.lora_rank % 2:
+            raise ValueError(f"--init_lora_weights orthogonal needs an even rank, not --lora_rank {self.lora_rank}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartArgs(ModelArgs):
+    """Model, and which of its weights are trained."""
+
+    sft_experiment_dir: str | None = flag(None, required="a model", show="first")
+    """Experiment dir or checkpoint to start from, else `model_name`."""
+
+    def check_start(self, policy: object = None) -> None:
+        """Raises: UsageError unless a flag names the model to start from or `policy` is one."""
+        if isinstance(policy, str | Path):
+            raise UsageError(f"policy: {policy} is a name, not a model; give it as --model_name, or load it")
+        if policy is not None and self.sft_experiment_dir is not None:
+            raise UsageError(f"--sft_experiment_dir {self.sft_experiment_dir} contradicts policy; give one of them")
+        if policy is None and self.sft_experiment_dir is None and self.model_name is None:
+            raise UsageError("--sft_experiment_dir or --model_name is needed: the policy to start from")

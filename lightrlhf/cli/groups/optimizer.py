@@ -1,0 +1,46 @@
+"""Flags of the optimiser and of its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightrlhf.cli.fields import Args, at_least, between, flag, positive
+
+OF_BITSANDBYTES = ("AdamW8bit", "PagedAdamW32bit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerArgs(Args):
+    """Optimiser and schedule."""
+
+    optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = flag(
+        "AdamW",
+        packages=dict.fromkeys(OF_BITSANDBYTES, "bitsandbytes"),
+        when=OF_BITSANDBYTES,
+        excludes={"strategy": ("fsdp", "deepspeed")},
+        show="rarely",
+    )
+    """Optimiser class of `torch.optim`, or of bitsandbytes: 8-bit state, or state paged out of the GPU's memory."""
+    optimizer_beta1: float = at_least(0, 0.9, below=1, show="rarely")
+    """Decay of the first moment."""
+    optimizer_beta2: float = at_least(0, 0.95, below=1, show="rarely")
+    """Decay of the second moment."""
+    optimizer_eps: float = positive(1e-6, show="rarely")
+    """Added to the denominator of the optimiser's step."""
+    weight_decay: float = at_least(0, 0.0)
+    """Decoupled weight decay of matrices, not of biases and norms."""
+    gradient_clip_val: float = at_least(0, 1.0, show="rarely")
+    """Largest global gradient norm; 0 switches clipping off."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    """Learning-rate schedule (transformers.get_scheduler)."""
+    lr_warmup_ratio: float | None = between(0, 1, None)
+    """Share of all steps for a linear warm-up from 0."""
+    lr_warmup_steps: int | None = at_least(0, None, show="rarely")
+    """Steps of that warm-up, instead of `lr_warmup_ratio`."""
+
+    PRECEDENCE: ClassVar = {"lr_warmup_ratio": "lr_warmup_steps"}  # typed, the first drops a stored second
+
+    def _check(self) -> None:
+        if self.lr_warmup_steps is not None:
+            object.__setattr__(self, "lr_warmup_ratio", None)

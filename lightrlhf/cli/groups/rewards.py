@@ -1,0 +1,80 @@
+"""Flags of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import Args, at_least, flag
+from lightrlhf.cli.functions import check_columns, load_function
+from lightrlhf.cli.hub import is_gguf
+from lightrlhf.cli.latest import why_missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardArgs(Args):
+    """Reward."""
+
+    rm_experiment_dir: str | None = flag(None, required="a scorer", show="first")
+    """Experiment dir or checkpoint of the reward model."""
+    reward_function: list[str] = flag([], unique=True, required="a scorer", show="first")
+    """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
+    reward_weights: list[float] = flag([])
+    """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
+    reward_timeout: float = at_least(0, 0.0, show="rarely")
+    """Seconds a function has for one response, each in a process that can be killed; 0 calls it here, without limit."""
+
+    def check_reward(self, reward: object = None) -> None:
+        """Raises: UsageError unless flags or `reward` say what scores responses, each by something that can."""
+        functions: Any = self.reward_function if reward is None else reward
+        given = list(functions) if isinstance(functions, list | tuple) else [functions]
+        if not (given or self.rm_experiment_dir) or (reward is not None and (not given or self.reward_function)):
+            raise UsageError(
+                "--rm_experiment_dir or --reward_function (from Python: reward) is needed, of the last two only one: "
+                "what scores responses"
+            )
+        check_reward_model(self.rm_experiment_dir)
+        num_rewards = len(given) + (self.rm_experiment_dir is not None)
+        if self.reward_weights and len(self.reward_weights) != num_rewards:
+            weights = " ".join(map(str, self.reward_weights))
+            first = ", that of the reward model first" if self.rm_experiment_dir else ""
+            raise UsageError(f"--reward_weights {weights}: give {num_rewards}, one for each reward{first}")
+        if self.reward_weights and not any(self.reward_weights):
+            raise UsageError("--reward_weights are all 0; give at least one reward a weight")
+        for function in given:
+            if reward is None:
+                load_function(function, "--reward_function")
+            else:
+                check_columns(function, "reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditArgs(RewardArgs):
+    """Reward."""
+
+    audit_function: str | None = None
+    """Python function `package.module:name` that also scores the samples and is never trained on; see `audit/score`."""
+
+    def _check(self) -> None:
+        if self.audit_function in self.reward_function:
+            raise ValueError(f"--audit_function {self.audit_function} is the reward itself; give another one")
+
+    def check_reward(self, reward: object = None) -> None:
+        """As in training without an audit. Raises: UsageError also when the audit's function cannot be imported."""
+        super().check_reward(reward)
+        if self.audit_function is not None:
+            load_function(self.audit_function, "--audit_function")
+
+
+def check_reward_model(name: str | None, flag: str = "--rm_experiment_dir") -> None:
+    """Raises: UsageError when a reward model is no folder here; called before any model is loaded."""
+    if not name or Path(name).is_dir():
+        return
+    if is_gguf(name):
+        raise UsageError(
+            f"{flag} {name}: a GGUF file holds a language model, not a reward model; "
+            f"train one on it: python -m lightrlhf.rm --model_name {name}"
+        )
+    raise UsageError(f"{flag} {name} {why_missing(name)}")

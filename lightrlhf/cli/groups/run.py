@@ -1,0 +1,79 @@
+"""Flags of a run: its experiment dir, its steps, its checkpoints and its logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightrlhf.cli.fields import Args, at_least, flag, random_seed
+from lightrlhf.cli.hub import check_repository
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunArgs(Args):
+    """Run.
+
+    The flag of every program that can be tried before its work is done. The line above is the title of these flags in
+    `--help`, under which those of `RunArgs` follow.
+    """
+
+    dry_run: bool = False
+    """Do two steps or a batch, print what was done, and write nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs(DryRunArgs):
+    """Run."""
+
+    experiment_name: str = flag("lightrlhf", show="rarely")
+    """Folder below `log_dir` for the runs of one algorithm."""
+    log_dir: str = "logs"
+    """Root folder of all experiment dirs."""
+    output_dir: str | None = None
+    """Experiment dir itself, new or empty, instead of one below `log_dir`."""
+    resume_from: str | None = flag(None, excludes={"dry_run": True})
+    """Experiment dir of a run to resume; its arguments become the defaults."""
+    seed: int = random_seed(42)
+    """Seed of data order, new weights, dropout and sampling."""
+    epochs: int | None = at_least(1, None)
+    """Passes over the training data; 1 when `max_steps` is not given either."""
+    max_steps: int | None = at_least(1, None)
+    """Steps, over as many epochs as they take, but no more than `epochs`."""
+    mini_batch_size: int = at_least(1, 8)
+    """Examples per optimiser step and device."""
+    micro_batch_size: int = at_least(1, 8)
+    """Examples per forward and backward pass; never changes a gradient."""
+    save_interval: int = at_least(1, 500)
+    """Steps between checkpoints."""
+    save_minutes: float = at_least(0, 15.0, show="rarely")
+    """Minutes between checkpoints that are saved by time, besides those of `save_interval`; 0 disables this."""
+    keep_last: int = at_least(0, 2, show="rarely")
+    """Checkpoints to keep; 0 keeps all."""
+    log_interval: int = at_least(1, 5)
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
+    logger: Literal["tensorboard", "csv", "wandb"] = flag("tensorboard", packages={"wandb": "wandb"}, show="rarely")
+    """Where metrics and some samples go besides the files of the run; wandb has an extra, csv has metrics alone."""
+    wandb_project: str | None = flag(None, needs={"logger": "wandb"}, show="rarely")
+    """W&B project of the run; the name in `experiment_name` when not given."""
+    profile: bool = flag(False, show="rarely")
+    """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", show="rarely")
+    """Numbers of the weights in checkpoints; a resumed run goes on from its own exact ones all the same."""
+    push_to_hub: str | None = flag(None, check=check_repository)
+    """Hub repository OWNER/NAME for the last checkpoint; private if it is new."""
+
+    def _check(self) -> None:
+        if self.mini_batch_size % self.micro_batch_size:
+            fits = next(n for n in range(self.micro_batch_size, 0, -1) if self.mini_batch_size % n == 0)
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must be a multiple of --micro_batch_size "
+                f"{self.micro_batch_size}; try --micro_batch_size {fits}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLogArgs(Args):
+    """Kept samples."""
+
+    log_rollouts: int = at_least(0, 8, show="rarely")
+    """Samples kept of a logged step (`rollouts.jsonl`) and an evaluation (`samples.jsonl`); 30 bytes a token."""
