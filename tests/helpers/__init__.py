@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE
 
@@ -19,6 +18,12 @@ from helpers.processes import PATIENCE
 from lightrlhf.data.batch import Batch, response_batch
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.storage.temporary import MARK, host
+from lightrlhf.training.beginning import Beginning
+from lightrlhf.training.learners import Learner, Learners
+from lightrlhf.training.order import Order
+from lightrlhf.training.progress import Progress
+from lightrlhf.training.ranks import LocalRanks
+from lightrlhf.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ["--accelerator", "cpu", "--devices", "1"]
@@ -153,46 +158,36 @@ def assert_same_gradients(one: dict, other: dict, atol: float = 1e-6) -> None:
         assert gap <= atol * max(scale, 1.0), f"{name}: {gap} apart, largest gradient {scale}"
 
 
-class RunOfOneStep:
-    """A stand-in for `Run` within one step on one rank; keeps the gradients instead of stepping."""
+class KeptGradients(Learners):
+    """Learners of modules without an optimiser; an update keeps their gradients, by learner."""
 
-    world_size, rank, step, device = 1, 0, 0, torch.device("cpu")
-    is_first = False  # it writes nothing
-    dry = None
-
-    def __init__(self, args, **modules) -> None:
-        self.args, self.modules, self.gradients = args, modules, {}
-
-    def total(self, value: float) -> float:
-        return float(value)
-
-    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def shard(self, rows):
-        return list(rows)
-
-    def pad_passes(self, parts):
-        return list(parts)
-
-    def eval_rows(self, rows, batch_size: int):
-        return list(rows[: self.args.eval_iters * batch_size if self.args.eval_iters else None])
-
-    def accumulate(self, module, enabled: bool):
-        return nullcontext()
-
-    def autocast(self):
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor, places=None) -> None:
-        loss.backward()
+    def __init__(self, *parts, **options) -> None:
+        super().__init__(*parts, **options)
+        self.gradients: dict[str, dict[str, torch.Tensor]] = {}
 
     def optimize(self, name: str) -> float:
-        self.gradients[name] = gradients(self.modules[name])
+        self.gradients[name] = gradients(self[name].module)
         return 0.0
 
-    def generator(self, *key: int) -> torch.Generator:
-        return torch.Generator().manual_seed(sum(key))
+
+class RunOfOneStep(Run):
+    """A run within one step in this process, whose files are never opened; keeps gradients instead of stepping."""
+
+    kind = KeptGradients
+
+    def __init__(self, args, **modules) -> None:
+        from lightning.fabric import Fabric
+
+        self.args, self.dry = args, None
+        self.ranks, self.progress = LocalRanks(args.seed), Progress()
+        self.ranks.fabric, self.ranks.is_first = Fabric(accelerator="cpu", devices=1), False  # it writes nothing
+        self.order = Order(args, self.ranks, Beginning(args, 1, {}), ["data"])
+        self.learners = self.kind(args, self.ranks, self.order, self.progress, last_good=str)
+        self.learners.by_name = {name: Learner(module, None, None) for name, module in modules.items()}
+
+    @property
+    def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self.learners.gradients
 
 
 # ----------------------------------------------------------------------------------------------------------- programs

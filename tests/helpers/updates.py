@@ -7,25 +7,33 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from helpers import RunOfOneStep
+from helpers import KeptGradients, RunOfOneStep
 from helpers.rollouts import rollout_of
 from lightrlhf.data.batch import Rollout
 from lightrlhf.models.roles import Policy
 
 
-class RunOfSteps(RunOfOneStep):
-    """A stand-in for `Run` whose optimisers are plain gradient descent."""
+class Descent(KeptGradients):
+    """Learners whose updates are steps of plain gradient descent, by `rate`."""
 
-    def __init__(self, args, rate: float, **modules) -> None:
-        super().__init__(args, **modules)
-        self.rate = rate
+    rate: float
 
     def optimize(self, name: str) -> float:
-        descend(self.modules[name], self.rate)
+        descend(self[name].module, self.rate)
         return 0.0
 
     def skip_updates(self, number: int) -> None:
         """There is no schedule."""
+
+
+class RunOfSteps(RunOfOneStep):
+    """As `RunOfOneStep`, of steps of plain gradient descent."""
+
+    kind = Descent
+
+    def __init__(self, args, rate: float, **modules) -> None:
+        super().__init__(args, **modules)
+        self.rate = self.learners.rate = rate
 
 
 @torch.no_grad()

@@ -247,11 +247,6 @@ def test_the_chosen_nll_is_per_token():
 
 
 # -------------------------------------------------------------------------------------------------- rows and models
-class Run(RunOfOneStep):
-    def autocast(self):
-        return nullcontext()
-
-
 def with_columns(rows: list[dict]) -> list[dict]:
     """Rows with a reference of their own and annotated rewards."""
     rng = random.Random(1)
@@ -283,7 +278,7 @@ def test_the_gradient_of_a_step_equals_dpo_written_down_in_float64(cafe_data, to
     folder = save_model("llama", tmp_path, tokenizer)
     policy = load_policy(str(folder), ModelArgs(), tokenizer).eval()
     args = arguments(cafe_data, rpo_alpha=0.5, beta=0.2)
-    run = Run(args, policy=policy)
+    run = RunOfOneStep(args, policy=policy)
     found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
     model, total, nll = load_policy(str(folder), ModelArgs(), tokenizer).model.double().eval(), 0.0, 0.0
     for row in pairs:
@@ -309,7 +304,7 @@ def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(
     found, reported = [], []
     for micro_batch_size in (8, 1, 2):
         args = arguments(cafe_data, micro_batch_size=micro_batch_size, loss_type=loss_type, rpo_alpha=0.1, **extra)
-        run = Run(args, policy=policy)
+        run = RunOfOneStep(args, policy=policy)
         reported.append(dpo.train_step(run, policy, pairs, tokenizer.pad_token_id, baseline=0.3))
         found.append(run.gradients["policy"])
     for other in found[1:]:
@@ -321,7 +316,7 @@ def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(
 @pytest.mark.parametrize("loss_type", COUPLED)
 def test_a_ranked_loss_of_a_step_is_that_of_all_its_pairs_together(loss_type, cafe_data, tokenizer, pairs, tmp_path):
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
-    run = Run(arguments(cafe_data, micro_batch_size=2, loss_type=loss_type), policy=policy)
+    run = RunOfOneStep(arguments(cafe_data, micro_batch_size=2, loss_type=loss_type), policy=policy)
     found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
     logps = dpo.sequence_logps(policy, preference_batch(pairs, tokenizer.pad_token_id))
     loss = LOSSES[loss_type](make_pairs(run.args, pairs, logps)).mean()
@@ -336,7 +331,7 @@ def test_a_ranked_loss_with_dropout_has_the_slopes_of_the_pass_it_trains(loss_ty
     """The order of a step's pairs depends on what dropout has drawn: value and gradient are those of one pass."""
     tokenizer = load_tokenizer(str(cafe_data), str(noisy_model))
     policy = load_policy(str(noisy_model), ModelArgs(), tokenizer).train()
-    run = Run(arguments(cafe_data, loss_type=loss_type, disable_dropout=False, beta=0.5), policy=policy)
+    run = RunOfOneStep(arguments(cafe_data, loss_type=loss_type, disable_dropout=False, beta=0.5), policy=policy)
     torch.manual_seed(7)
     found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
     torch.manual_seed(7)
@@ -369,7 +364,7 @@ def test_padding_on_either_side_changes_no_log_probability(architecture):
 @torch.no_grad()
 def test_scores_come_back_in_the_order_of_the_rows(cafe_data, tokenizer, pairs, tmp_path):
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).train()
-    found = score_rows(Run(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
+    found = score_rows(RunOfOneStep(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
     expected = [float(logps_by_hand(policy.model, row, side)) for side in ("chosen", "rejected") for row in pairs]
     assert found.tolist() == pytest.approx(expected, abs=1e-3)
     assert policy.training and not found.requires_grad

@@ -119,12 +119,12 @@ def test_ranks_add_up_to_the_gradient_of_one(name, policy):
     parts = [slice(0, 5), slice(5, 8)]
     sums: list[list[torch.Tensor]] = [[], []]
 
-    class Rank(RunOfOneStep):
+    class Rank(LocalRanks):
         def __init__(self, index: int, whole: bool) -> None:
-            super().__init__(args, policy=policy)
+            super().__init__()
             self.index, self.whole, self.calls = index, whole, 0
 
-        def sum_over_ranks(self, value):
+        def sum(self, value):
             if not self.whole:
                 sums[self.index].append(value.clone())
                 return value
@@ -134,7 +134,8 @@ def test_ranks_add_up_to_the_gradient_of_one(name, policy):
     found: dict[str, torch.Tensor] = {}
     for whole in (False, True):
         for index, part in enumerate(parts):
-            run = Rank(index, whole)
+            run = RunOfOneStep(args, policy=policy)
+            run.ranks = Rank(index, whole)
             policy.zero_grad()
             update_minibatch(run, policy, batch.select(part), args.load_loss(), 3)
             policy.zero_grad()

@@ -185,4 +185,5 @@ def test_an_update_equals_one_in_float64(given, policy, rollout):
     batch = estimate_advantages(args, rollout, scores, GROUPS)
     update(run, trained, batch, args.load_loss(), GROUPS, step)
     expected = changes(policy, expected_policy(args, policy, rollout, run, step), RATE)
-    assert_same_gradients(expected, changes(policy, trained, RATE), atol=1e-5)
+    # a weight near 1 is stored to 6e-8, which the rate makes 3e-6 in each of up to 4 steps
+    assert_same_gradients(expected, changes(policy, trained, RATE), atol=1.5e-5)
