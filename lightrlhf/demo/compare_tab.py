@@ -20,14 +20,9 @@ def compare_tab(gr: Any, backend: DemoBackend, app: Any) -> tuple[Any, Any]:
     """Builds the tab of a page; returns its two model dropdowns."""
     safe = functools.partial(errors_to_toast, gr)
     pair, voted = gr.State(None), gr.State(None)
-    labels, newest = backend.cache.labels(), backend.cache.newest()
     start = welcome("Two answers, one vote", told="Enter your name and press Next pair. Keys 1 to 4 vote.")
     with gr.Column(elem_classes="rating"):
-        with gr.Row(elem_classes="raters"):
-            rater = gr.Textbox(label="Your name", max_lines=1, min_width=140)
-            one = gr.Dropdown(labels, value=newest[max(len(newest) - 2, 0)], label="First model", min_width=180)
-            other = gr.Dropdown(labels, value=newest[-1], label="Second model", min_width=180)
-            load = gr.Button("Next pair", variant="primary", min_width=110, scale=0)
+        rater, one, other, load = pair_inputs(gr, backend)
         shown = gr.HTML(start, elem_id="pair", apply_default_css=False)
         with gr.Row(elem_classes="verdicts"):
             buttons = [
@@ -43,32 +38,24 @@ def compare_tab(gr: Any, backend: DemoBackend, app: Any) -> tuple[Any, Any]:
         table = gr.HTML(tally_as_html(backend), elem_id="tally", apply_default_css=False)
     outputs = [pair, shown, *buttons]
 
-    def waiting() -> list[Any]:
-        return [None, cards_as_html(["Answer A", "Answer B"], ["", ""]), *[gr.update(interactive=False)] * len(buttons)]
-
-    def pair_shown(chosen: dict[str, Any]) -> list[Any]:
-        prompt = prompt_as_html(as_text(chosen["prompt"]))
-        cards = cards_as_html(["Answer A", "Answer B"], chosen["responses"])
-        return [chosen, prompt + cards, *[gr.update(interactive=True)] * len(buttons)]
-
     def show(one: str, other: str, rater: str) -> Iterator[list[Any]]:
-        yield waiting()
+        yield waiting(gr)
         try:
             found = backend.next_pair(one, other, rater)
         except Exception:
             yield [None, start, *[gr.update(interactive=False)] * len(buttons)]
             raise
-        yield pair_shown(found)
+        yield pair_shown(gr, found)
 
     def vote(verdict: str, pair: dict[str, Any] | None, comment: str) -> list[Any]:
         is_new = backend.vote(pair, verdict, comment)
         line = f"Voted: {CAPTIONS[verdict]}." if is_new else "You have already voted on this pair."
-        return [pair, line, "", gr.update(interactive=True), tally_as_html(backend), *waiting()]
+        return [pair, line, "", gr.update(interactive=True), tally_as_html(backend), *waiting(gr)]
 
     def withdraw(voted: dict[str, Any] | None) -> list[Any]:
         backend.withdraw(voted)
         line = "Your last vote is withdrawn; vote again."
-        return [None, line, gr.update(interactive=False), tally_as_html(backend), *pair_shown(voted or {})]
+        return [None, line, gr.update(interactive=False), tally_as_html(backend), *pair_shown(gr, voted or {})]
 
     quiet = {"show_progress": "hidden"}
     showing = safe(show), [one, other, rater], outputs
@@ -88,6 +75,30 @@ def compare_tab(gr: Any, backend: DemoBackend, app: Any) -> tuple[Any, Any]:
     refresh.__annotations__["request"] = gr.Request  # the annotation is a string, and gr is not a global name
     app.load(safe(refresh), None, [rater, table], api_visibility="private", **quiet)
     return one, other
+
+
+def pair_inputs(gr: Any, backend: DemoBackend) -> tuple[Any, Any, Any, Any]:
+    """Makes the inputs of the rater's name and both models, and the button for the next pair."""
+    labels, newest = backend.cache.labels(), backend.cache.newest()
+    with gr.Row(elem_classes="raters"):
+        rater = gr.Textbox(label="Your name", max_lines=1, min_width=140)
+        one = gr.Dropdown(labels, value=newest[max(len(newest) - 2, 0)], label="First model", min_width=180)
+        other = gr.Dropdown(labels, value=newest[-1], label="Second model", min_width=180)
+        load = gr.Button("Next pair", variant="primary", min_width=110, scale=0)
+    return rater, one, other, load
+
+
+def waiting(gr: Any) -> list[Any]:
+    """Values of the pair, its HTML and the buttons while a pair is made."""
+    cards = cards_as_html(["Answer A", "Answer B"], ["", ""])
+    return [None, cards, *[gr.update(interactive=False)] * len(CAPTIONS)]
+
+
+def pair_shown(gr: Any, chosen: dict[str, Any]) -> list[Any]:
+    """The same values for a pair."""
+    prompt = prompt_as_html(as_text(chosen["prompt"]))
+    cards = cards_as_html(["Answer A", "Answer B"], chosen["responses"])
+    return [chosen, prompt + cards, *[gr.update(interactive=True)] * len(CAPTIONS)]
 
 
 def tally_as_html(backend: DemoBackend) -> str:

@@ -27,8 +27,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrlhf.storage.jsonl import Row
-
 CHUNK = 2**21  # bytes that are parsed before the time is looked at
 NUMBERS = (  # of each sample; NaN where the program has none
     "step",
@@ -46,6 +44,7 @@ NUMBERS = (  # of each sample; NaN where the program has none
 MOST = 1e300  # a number beyond it would break sums
 SEPARATOR = b"\0"  # between two texts; in a text it is replaced
 WORD = rb"[0-9a-z_\x80-\xff]"  # a byte of a word without its case; those from 128 on are of other letters
+Row = dict[str, Any]  # that of storage/jsonl.py, which imports torch
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 

@@ -32,6 +32,7 @@ from lightrlhf.training.rollout_log import FILE, SAMPLES
 
 LONGEST_ADDRESS = 4000  # characters
 READ_SECONDS = 0.2  # that a view waits for what has been added to a file
+QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 INPUTS = ("run", "step", "all", "against", "q", "sort", "order", "colour")  # but for `all` as in an address
 
 
@@ -41,38 +42,18 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
     rollouts = Rollouts(backend)
     rollouts.read_ahead()
     now = gr.State("")  # the query of the view
-    with gr.Row(elem_classes="rollout-inputs"):
-        run = gr.Dropdown(rollouts.labels(), value=None, label="Run", scale=2)
-        step = gr.Slider(0, 1, 0, step=1, label="Step", scale=3, buttons=[])
-        every = gr.Checkbox(False, label="All steps")
-        against = gr.Number(None, label="Compare with step", precision=0, minimum=0)
-    with gr.Row(elem_classes="rollout-inputs"):
-        text = gr.Textbox("", label="Search prompts and responses", scale=3, max_length=LONGEST_TEXT)
-        sort = gr.Dropdown(list(SORTS), value="reward", label="Sort by")
-        order = gr.Dropdown(list(ORDERS), value=ORDERS[0], label="Order")
-        colour = gr.Dropdown(list(COLOURS), value="log-ratio", label="Colour of tokens")
-        reload = gr.Button("Reload", scale=0)
+    inputs, reload = view_inputs(gr, rollouts.labels())
+    run, step, every, against, text, sort, order, colour = inputs
     shown = gr.HTML(
         note("The samples are being read."),
         js_on_load=(ASSETS / "rollouts.js").read_text(encoding="utf-8"),
         apply_default_css=False,
     )
-    inputs = [run, step, every, against, text, sort, order, colour]
     parts = [*inputs, shown, now]
 
     def open_query(query: Mapping[str, str]) -> list[Any]:
-        view = rollouts.filled(query)
-        steps = rollouts.steps(view)
-        first, last = (steps[0], steps[-1]) if steps else (0, 0)
-        slider = gr.update(
-            minimum=first,
-            maximum=max(last, first + 1),
-            value=nearest(steps, view.step) if steps else 0,
-            interactive=len(steps) > 1,
-        )
-        run = gr.update(choices=rollouts.labels(), value=view.run if view.run in rollouts.labels() else None)
-        others = [view.all_steps, view.against, view.q, view.sort, view.order, view.colour]
-        return [run, slider, *others, rollouts.show(view), view.query()]
+        run, slider, *others = rollouts.open(query)
+        return [gr.update(**run), gr.update(**slider), *others]
 
     def reopen(query: str) -> list[Any]:
         return open_query(dict(parse_qsl(query)))
@@ -107,12 +88,7 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
     open_address.__annotations__["request"] = gr.Request
     # One queue for all events that make a view, so that the view shown is that of the last one: with a queue each, an
     # earlier event that takes longer would overwrite it.
-    quiet = {
-        "show_progress": "hidden",
-        "api_visibility": "private",
-        "concurrency_id": "rollouts",
-        "concurrency_limit": 1,
-    }
+    quiet = QUIET | {"concurrency_id": "rollouts", "concurrency_limit": 1}
     app.load(safe(open_address), None, [tabs, *parts], **quiet)
     tab.select(safe(entered), now, parts, **quiet)
     reload.click(safe(reopen), now, parts, **quiet)
@@ -122,6 +98,22 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
     text.change(safe(search), *looking, trigger_mode="always_last", **quiet)  # Gradio has no input event for a paste
     for part in (step, every, against, sort, order, colour):
         part.input(safe(look), *looking, trigger_mode="always_last", **quiet)
+
+
+def view_inputs(gr: Any, labels: list[str]) -> tuple[list[Any], Any]:
+    """Makes the inputs of a view, in the order of `INPUTS`, and the button that reads the files again."""
+    with gr.Row(elem_classes="rollout-inputs"):
+        run = gr.Dropdown(labels, value=None, label="Run", scale=2)
+        step = gr.Slider(0, 1, 0, step=1, label="Step", scale=3, buttons=[])
+        every = gr.Checkbox(False, label="All steps")
+        against = gr.Number(None, label="Compare with step", precision=0, minimum=0)
+    with gr.Row(elem_classes="rollout-inputs"):
+        text = gr.Textbox("", label="Search prompts and responses", scale=3, max_length=LONGEST_TEXT)
+        sort = gr.Dropdown(list(SORTS), value="reward", label="Sort by")
+        order = gr.Dropdown(list(ORDERS), value=ORDERS[0], label="Order")
+        colour = gr.Dropdown(list(COLOURS), value="log-ratio", label="Colour of tokens")
+        reload = gr.Button("Reload", scale=0)
+    return [run, step, every, against, text, sort, order, colour], reload
 
 
 def view_of(values: Sequence[Any]) -> View:
@@ -187,6 +179,18 @@ class Rollouts:
         samples = self.samples(view)
         colours = logged_colours(samples) if samples is not None else []
         return replace(view, colour=colours[0]) if colours and "colour" not in query else view
+
+    def open(self, query: Mapping[str, str]) -> list[Any]:
+        """Settings of the run's dropdown and of the steps' slider for an address, the other inputs, the view's HTML and
+        its own query."""
+        view, labels = self.filled(query), self.labels()
+        steps = self.steps(view)
+        first, last = (steps[0], steps[-1]) if steps else (0, 0)
+        slider = {"minimum": first, "maximum": max(last, first + 1), "interactive": len(steps) > 1}
+        slider["value"] = nearest(steps, view.step) if steps else 0
+        run = {"choices": labels, "value": view.run if view.run in labels else None}
+        others = [view.all_steps, view.against, view.q, view.sort, view.order, view.colour]
+        return [run, slider, *others, self.show(view), view.query()]
 
     def steps(self, view: View) -> list[int]:
         """The steps that the slider goes through."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -81,22 +81,10 @@ def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
     with gr.Accordion("Model card", open=False):
         text = gr.Markdown()
 
-    def draw(chosen: list[str], by_settings: bool, metric: str | None, axis: str, smoothing: float) -> list[Any]:
+    def draw(chosen: list[str], *settings: Any) -> list[Any]:
         folders = {label: folder for label, folder in backend.runs().items() if label in chosen}
-        lines = lines_of(folders, by_settings)
-        names = logged(lines)
-        metric = metric if metric in names else next(iter(usual_metrics(set(names))), None)
-        found = curves(metric, lines) if metric else {}
-        told = [each for label, folder in folders.items() for each in warned(label, folder)]
-        drawn = [line for line in (drawn_line(line, found, axis, told) for line in lines) if line]
-        return [
-            gr.update(choices=names, value=metric),
-            chart(metric or "", axis, drawn, max(1, min(int(smoothing), MAX_SMOOTHING))),
-            warnings_html(told),
-            scrolling(FINAL, final_values(metric, found) if metric else [], f"Values of {metric or 'no metric'}"),
-            scrolling(["step", *found], value_rows(found), f"{metric or 'no metric'} by step, as logged"),
-            scrolling(*argument_table(folders), "Arguments in which the runs differ"),
-        ]
+        names, metric, *html = views_of(folders, *settings)
+        return [gr.update(choices=names, value=metric), *html]
 
     def show(event: gr.EventData) -> str:
         asked, step = given(event).get("runs"), given(event).get("step")
@@ -129,6 +117,27 @@ def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- HTML
+def views_of(
+    folders: Mapping[str, str], by_settings: bool, metric: str | None, axis: str, smoothing: float
+) -> tuple[list[str], str | None, str, str, str, str, str]:
+    """Names of the metrics that runs have logged, the one that is shown, and HTML: its chart, warnings and tables."""
+    lines = lines_of(folders, by_settings)
+    names = logged(lines)
+    metric = metric if metric in names else next(iter(usual_metrics(set(names))), None)
+    found = curves(metric, lines) if metric else {}
+    told = [each for label, folder in folders.items() for each in warned(label, folder)]
+    drawn = [line for line in (drawn_line(line, found, axis, told) for line in lines) if line]
+    return (
+        names,
+        metric,
+        chart(metric or "", axis, drawn, max(1, min(int(smoothing), MAX_SMOOTHING))),
+        warnings_html(told),
+        scrolling(FINAL, final_values(metric, found) if metric else [], f"Values of {metric or 'no metric'}"),
+        scrolling(["step", *found], value_rows(found), f"{metric or 'no metric'} by step, as logged"),
+        scrolling(*argument_table(folders), "Arguments in which the runs differ"),
+    )
+
+
 def beside_html(content: str) -> str:
     return tag("section", content, class_="beside", aria_label="Samples of the point", aria_live="polite", tabindex=0)
 
