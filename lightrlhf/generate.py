@@ -37,7 +37,7 @@ from lightrlhf.data.responses import ROW, check_responses, is_prompt, read_respo
 from lightrlhf.data.splits import Row, check_data_folder, check_vocabulary, first_answer, load_split
 from lightrlhf.data.tokens import adds_bos, decode, encode_prompt, spelled_control
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
-from lightrlhf.generation.samplers import Alone, Sampler, ServedSampler, local_sampler
+from lightrlhf.generation.samplers import Sampler, ServedSampler, local_sampler
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.probes import check_room
@@ -300,16 +300,14 @@ class Served(Local):
 
     def __init__(self, args: GenerateArgs, device: torch.device) -> None:
         super().__init__(args, device)
-        self.alone = Alone(args)
-        self.served = ServedSampler(self.alone, self.policy, self.tokenizer)
+        self.served = ServedSampler(args, self.policy, self.tokenizer)
 
     def sampler(self, args: GenerateArgs) -> Sampler:
-        self.alone.args = args  # of another temperature
-        return self.served
+        return self.served.use(args)
 
     def close(self) -> None:
         """End what is under way, and remove the exchange folder."""
-        self.alone.close()
+        self.served.close()
 
 
 class Remote:

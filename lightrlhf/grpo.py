@@ -25,18 +25,18 @@ ready.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.fields import above, at_least, check_args, flag, positive
+from lightrlhf.cli.fields import above, at_least, flag, positive
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import (
     AheadServerArgs,
@@ -50,57 +50,28 @@ from lightrlhf.cli.groups import (
 )
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
-from lightrlhf.data.mixtures import interleaved
-from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.schema import share_columns
+from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
-from lightrlhf.generation.rollout import (
-    check_start,
-    evaluation_metrics,
-    failure_metrics,
-    response_kl,
-    reward_metrics,
-    rollout_metrics,
-    row_means,
-    sample_rollout,
-    score_logprobs,
-    store_sampling,
-)
-from lightrlhf.generation.served import ServedPolicy, serve
+from lightrlhf.data.splits import Row
+from lightrlhf.generation import rollout_metrics
+from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.maths import groups, policy_losses, sampling_gap
 from lightrlhf.maths.float64 import to_float64
-from lightrlhf.maths.groups import (
-    ADVANTAGES,
-    Estimator,
-    centred,
-    group_advantages,
-    group_moments,
-    leave_one_out,
-    standardised,
-)
 from lightrlhf.maths.ops import SumOverRanks, gae, kl_k3, whiten
-from lightrlhf.maths.policy_losses import (
-    LOSSES,
-    TokenLoss,
-    kl_loss,
-    make_loss,
-    sequence_log_ratio,
-    token_weights,
-)
 from lightrlhf.models.given import load_start
-from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_room, enable_packing
-from lightrlhf.models.roles import policy_inputs, vocabulary_size
-from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.audit import RewardAudit
+from lightrlhf.models.roles import policy_inputs
+from lightrlhf.rewards import kl
 from lightrlhf.rewards.functions import RewardFunctions, failure_of
-from lightrlhf.rewards.kl import bounded_scores, overlong, token_rewards
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin, check_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightrlhf.models.roles import Policy
 
 LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses"
 FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times that of full tuning is usual
@@ -108,8 +79,9 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 def check_loss(name: str, flag: str) -> None:
     """Raises: ValueError for a text that is neither a loss of this program nor the path of a function."""
-    if name not in LOSSES and ":" not in name:
-        raise ValueError(f"{flag} {name} is none of {', '.join(LOSSES)}, and no function package.module:name")
+    if name not in policy_losses.LOSSES and ":" not in name:
+        names = ", ".join(policy_losses.LOSSES)
+        raise ValueError(f"{flag} {name} is none of {names}, and no function package.module:name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +164,16 @@ class GRPOArgs(
                 f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
             )
 
-    def load_loss(self) -> TokenLoss:
+    def check_start(self, policy: object = None) -> None:
+        """Raises: UsageError, before a model is loaded, also when the loss cannot be loaded."""
+        super().check_start(policy)
+        self.load_loss()
+
+    def load_loss(self) -> policy_losses.TokenLoss:
         """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported or called."""
-        if self.loss_type not in LOSSES:
-            return own_loss(self.loss_type)
-        return make_loss(self.loss_type, self.clip_coeff, self.upper_range, self.dual_clip)
+        if self.loss_type not in policy_losses.LOSSES:
+            return load_own_loss(self.loss_type)
+        return policy_losses.make_loss(self.loss_type, self.clip_coeff, self.upper_range, self.dual_clip)
 
     @property
     def upper_range(self) -> float:
@@ -209,18 +186,18 @@ class GRPOBatch(Batch):
     """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
     group: Tensor  # (B,) int64
+    num_groups: int  # on all ranks
     logprobs: Tensor  # under the policy before the update
     ref_logprobs: Tensor
     advantages: Tensor
-    weights: Tensor  # of each token in the loss of its mini-batch
-    correction: Tensor | None = None  # factor of these, where servers sampled
+    correction: Tensor | None = None  # importance weights of the gap between sampler and trainer; None is 1
 
 
 def train(
     args: GRPOArgs,
     *,
-    policy: Any = None,
-    tokenizer: Any = None,
+    policy: PreTrainedModel | Policy | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     prompts: Given | None = None,
     reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
@@ -232,153 +209,82 @@ def train(
     logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, GRPOArgs)
-    if prompts is None:
-        check_data_dir(args)
-    args.check_start(policy)
-    args.check_reward(reward)
+    given = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
+    load = partial(load_splits, "prompts")
+    run, start = begin(args, GRPOArgs, "grpo", load, load_actor, check_prompts, given, on_step)
     loss = args.load_loss()
-    given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
-    data_dir = args.data_dir if prompts is None else None
-    tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)
-    sets = load_sets("prompts", "train", args, prompts, tokenizer)
-    examples = [row for one in sets for row in one]
-    held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
-    share_columns([*examples, *held_out])
-    run = Run(args, "grpo", on_step, given, data=None if prompts is None else "given/prompts")
-    actor = load_start(policy, args, tokenizer, args.strategy not in ("fsdp", "deepspeed"))
-    check_vocabulary(examples, vocabulary_size(actor), args.data_name)
-    check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
-    enable_packing(actor)
-    reference = run.freeze(actor.reference()) if args.init_kl_coeff else None
-    rewards = make_rewards(args, run, reward, backbone=actor)
-    if args.finetune_mode == "lora" and args.learning_rate <= FULL_TUNING_RATE:
-        run.print0(
-            f"warning: --learning_rate {args.learning_rate} is one for tuning all weights; adapters learn at about ten "
-            "times as much, such as 1e-5 to 1e-4"
-        )
+    reference = run.freeze(start.policy.reference()) if args.init_kl_coeff else None
+    rewards = make_rewards(args, run, reward, backbone=start.policy)
+    warn_of_low_rate(run)
+    num_steps = run.num_steps(start.rows, args.rollout_size)
+    per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
+    model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
+    sampler = RolloutSampler(run, model, reference, start, responses=args.num_generations)
+    run.keep(start.policy, start.tokenizer, rewards.state)
+    measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 
-    run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(examples, args.rollout_size), {}
-    per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
-    model = run.setup("policy", actor, args.learning_rate, num_steps * args.ppo_epochs * per_rollout)
-    served = serve(run, actor, tokenizer)
-    store_sampling(actor, args, tokenizer)
-    run.keep(actor, tokenizer, rewards.state)
     for step in run.steps(num_steps):
-        following = None
-        if args.max_staleness and step + 1 < num_steps:
-            coming = run.global_batch(range(len(examples)), step + 1, args.rollout_size)
-            following = group_rows(run, examples, coming, step + 1)  # before this step's, whose rows errors are to name
-        index = run.global_batch(range(len(examples)), step, args.rollout_size)  # of the prompts of all ranks
         with run.phase("rollout"):
-            rows, noise = group_rows(run, examples, index, step)
-            rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
-            rollout = numbered(run, rollout, range(len(index)))
-        if step == 0:
-            if reference:
-                check_start(rollout)
-            else:
-                check_start(rescored(run, model, rollout), "those of a forward pass")
+            rollout = sampler.sample(step)  # K responses to each prompt, (B, T)
         with run.phase("score"):
-            scores = rewards(rollout)  # (B, R), with their weights and the audit
-        metrics = group_metrics(run, rollout, scores, len(index), rewards.audit)  # of what was sampled first
-        with run.phase("resample"):
+            scores = rewards(rollout)  # (B,) by each reward, their weights, and the audit
+        metrics = group_metrics(run, rollout, scores, rewards)  # of what was sampled first
+        with run.phase("resample"):  # DAPO's dynamic sampling
             for number in range(1, args.resample_rounds + 1):
-                missing = find_equal_groups(run, rollout, scores, len(index))
-                if not missing:
+                equal = find_equal_groups(run, rollout, scores)  # numbers of groups, the same on all ranks
+                if not len(equal):
                     break
-                others = random_prompts(run, len(examples), len(missing), step, number)
-                rows, noise = group_rows(run, examples, others, step, number)
-                fresh = sample_rollout(run, model, reference, rows, noise, tokenizer, served)
-                fresh = numbered(run, fresh, missing)
-                keep = ~torch.isin(rollout.group, torch.tensor(missing, device=run.device))  # (B,)
-                metrics["sampling/prompts"] += len(missing)
+                fresh = sampler.replace(step, number, equal)  # other prompts for these groups
+                keep = ~torch.isin(rollout.group, equal)  # (B,)
+                metrics["sampling/prompts"] += len(equal)
                 metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
                 scores = scores.replaced(keep, rewards(fresh))
                 rollout = joined([rollout.select(keep), fresh])
-                for group, other in zip(missing, others):
-                    index[group] = other
         with run.phase("update"):
-            run.name_batch(index, own=[index[group] for group in rollout.group.tolist()])
-            batch = estimate_advantages(args, rollout, scores, len(index), run.sum_over_ranks)
+            gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
+            correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
+            batch = estimate_advantages(args, rollout, scores, correction, run.sum_over_ranks)
             log_rollouts(run, rollout, scores, batch.advantages)
-            metrics |= update(run, model, batch, loss, len(index), step) | failure_metrics(run, scores)
-
-        run.step += 1
-        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "resample", "update")}
-        tokens = run.total(int(rollout.attention_mask.sum()))
-        speed = {"time/tokens_per_second": tokens / sum(times.values())}
-        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
-        if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
-            run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+            metrics |= update(run, model, batch, loss, step) | rollout_metrics.failure_metrics(run, scores)
+        run.end_step(metrics, rollout, measure)
+    return run.finish()
 
 
-# ------------------------------------------------------------------------------------------------------ the rollout
-def group_rows(
-    run: Run[GRPOArgs], examples: Sequence[Row], index: Sequence[int], *key: int
-) -> tuple[list[Row], Tensor]:
-    """This rank's part of the prompts examples[index], each K times, and the noise (B, length) of their responses.
-
-    Those of a prompt are next to each other; where ranks share rows evenly, a group may lie on two.
-    """
-    k = run.args.num_generations
-    run.name_batch([i for i in index for _ in range(k)])
-    rows = run.shard([examples[i] for i in index for _ in range(k)])
-    return rows, run.noise(len(index) * k, run.args.max_new_tokens, *key)
+def load_actor(given: PreTrainedModel | Policy | None, args: GRPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    """The policy that is trained; with LoRA a reward model may share its backbone."""
+    return load_start(given, args, tokenizer, shares=args.strategy not in ("fsdp", "deepspeed"))
 
 
-def numbered(run: Run[GRPOArgs], rollout: Rollout, groups: Sequence[int]) -> Rollout:
-    """The rollout of `group_rows` with the numbers of its groups."""
-    numbers = torch.tensor(run.shard([group for group in groups for _ in range(run.args.num_generations)]))
-    return dataclasses.replace(rollout, group=numbers.to(rollout.group))
+def warn_of_low_rate(run: Run[GRPOArgs]) -> None:
+    """Warn of a learning rate at which adapters hardly learn."""
+    if run.args.finetune_mode == "lora" and run.args.learning_rate <= FULL_TUNING_RATE:
+        run.print0(
+            f"warning: --learning_rate {run.args.learning_rate} is one for tuning all weights; adapters learn at about "
+            "ten times as much, such as 1e-5 to 1e-4"
+        )
 
 
-def rescored(run: Run[GRPOArgs], model: nn.Module, rollout: Rollout) -> Rollout:
-    """The rollout with the policy as its own reference: what a forward pass gives for what was sampled.
-
-    Without groups, as where a pass gives the log-probabilities of the rollout: packed otherwise they round differently.
-    """
-    batch, module = rollout.extend(Batch, group=None), getattr(model, "module", model)
-    with run.autocast(), unsharded(module):  # ranks run different numbers of passes
-        scored = score_logprobs(model, batch, run.args.temperature, run.args.rollout_mini_batch_size)
-    return dataclasses.replace(rollout, ref_logprobs=scored)
-
-
-def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int) -> list[int]:
-    """Numbers of the groups without two different scores, before penalties of length; the same on all ranks."""
-    total = combine_scores(run.args, rollout, scores, num_groups, run.sum_over_ranks)  # (B,)
-    moments = group_moments(total, rollout.group, num_groups, run.sum_over_ranks)
-    differ = torch.zeros(num_groups, dtype=torch.int64, device=run.device)
+# ------------------------------------------------------------------------------------------- scores and advantages
+def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> Tensor:
+    """Numbers of the groups without two different scores, before penalties of length, (G,); the same on all ranks."""
+    total = combine_scores(run.args, rollout, scores, run.sum_over_ranks)  # (B,)
+    moments = groups.group_moments(total, rollout.group, rollout.num_groups, run.sum_over_ranks)
+    differ = torch.zeros(rollout.num_groups, dtype=torch.int64, device=run.device)
     differ.index_add_(0, rollout.group, moments.informative.to(differ))
-    return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0].tolist()
-
-
-def random_prompts(run: Run[GRPOArgs], num_examples: int, number: int, *key: int) -> list[int]:
-    """Numbers of examples, drawn with replacement; the same on all ranks and in a resumed run."""
-    return torch.randint(num_examples, (number,), generator=run.generator(*key, -1)).tolist()
+    return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0]
 
 
 def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     """Scores (B,) less the penalties of length; NaN stays NaN."""
-    scores = bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
+    scores = kl.bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
     if not args.overlong_buffer:
         return scores
-    over = overlong(rollout.action_mask.sum(1), args.max_new_tokens, args.overlong_buffer)  # (B,)
+    over = kl.overlong(rollout.action_mask.sum(1), args.max_new_tokens, args.overlong_buffer)  # (B,)
     return scores - args.overlong_penalty * over
 
 
 def combine_scores(
-    args: GRPOArgs,
-    rollout: Rollout,
-    scores: Scores,
-    num_groups: int,
-    sum_over_ranks: SumOverRanks | None = None,
+    args: GRPOArgs, rollout: Rollout, scores: Scores, sum_over_ranks: SumOverRanks | None = None
 ) -> Tensor:
     """The weighted sum of the rewards, (B,), of each first made mean 0 and deviation 1 in its group on request (GDPO).
 
@@ -390,8 +296,8 @@ def combine_scores(
     parts = []
     for part, weight in zip(scores.parts.T, scores.weights):
         known = torch.where(part.isfinite() & ~total.isnan(), part, math.nan)  # (B,); one of weight 0 may be infinite
-        moments = group_moments(known, rollout.group, num_groups, sum_over_ranks)
-        parts.append(weight * group_advantages(known, moments, standardised))
+        moments = groups.group_moments(known, rollout.group, rollout.num_groups, sum_over_ranks)
+        parts.append(weight * groups.group_advantages(known, moments, groups.standardised))
     return torch.where(total.isnan(), total, torch.stack(parts).sum(0).to(total.dtype))
 
 
@@ -399,7 +305,7 @@ def estimate_advantages(
     args: GRPOArgs,
     rollout: Rollout,
     scores: Scores,
-    num_groups: int,
+    correction: Tensor | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> GRPOBatch:
     """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
@@ -408,12 +314,12 @@ def estimate_advantages(
     baseline (REINFORCE++) each action gets the reward to go, through tokens that are no actions.
     """
 
-    def advantages_of(values: Tensor, estimator: Estimator) -> Tensor:
+    def advantages_of(values: Tensor, estimator: groups.Estimator) -> Tensor:
         """(B,), NaN where there is none -> (B,)."""
-        return group_advantages(values, group_moments(values, rollout.group, num_groups, sum_over_ranks), estimator)
+        moments = groups.group_moments(values, rollout.group, rollout.num_groups, sum_over_ranks)
+        return groups.group_advantages(values, moments, estimator)
 
-    total = combine_scores(args, rollout, scores, num_groups, sum_over_ranks)
-    total = penalize_length(args, rollout, total)
+    total = penalize_length(args, rollout, combine_scores(args, rollout, scores, sum_over_ranks))  # (B,)
     if args.advantage == "maxrl" and bool((total < 0).any()):
         raise RunFailure(
             f"--advantage maxrl divides by the mean score of a prompt, but a score, less penalties, is "
@@ -422,14 +328,14 @@ def estimate_advantages(
     scored = rollout.masked(~total.isnan())
     kl_coeff = args.init_kl_coeff if args.kl_placement == "reward" else 0.0
     if args.advantage == "none":
-        rewards = token_rewards(scored, total, kl_coeff)  # (B, T-1)
-        advantages = gae(rewards, torch.zeros_like(rewards), scored.action_mask, gamma=1.0, lambd=1.0)[0]
+        by_token = kl.token_rewards(scored, total, kl_coeff)  # (B, T-1)
+        advantages = gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
     else:
-        advantages = advantages_of(total, ADVANTAGES[args.advantage])  # (B,)
+        advantages = advantages_of(total, groups.ADVANTAGES[args.advantage])  # (B,)
         if kl_coeff:
-            baseline = leave_one_out if args.advantage == "rloo" else centred
-            kl = torch.where(total.isnan(), total, response_kl(rollout))  # (B,)
-            advantages = advantages - kl_coeff * advantages_of(kl, baseline)
+            baseline = groups.leave_one_out if args.advantage == "rloo" else groups.centred
+            response_kl = torch.where(total.isnan(), total, rollout_metrics.response_kl(rollout))  # (B,)
+            advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
         exact = to_float64(advantages)
@@ -437,11 +343,11 @@ def estimate_advantages(
         advantages = whitened.to(advantages)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
-    return learned.extend(GRPOBatch, advantages=advantages, weights=torch.zeros_like(advantages))
+    return learned.extend(GRPOBatch, advantages=advantages, correction=correction)
 
 
 # ------------------------------------------------------------------------------------------------------- the update
-def own_loss(path: str) -> TokenLoss:
+def load_own_loss(path: str) -> policy_losses.TokenLoss:
     """A loss by its import path. Raises: UsageError unless it gives losses for a trial batch.
 
     The loss that is returned raises RunFailure where the function fails, or returns anything but a loss for each token.
@@ -470,43 +376,40 @@ def own_loss(path: str) -> TokenLoss:
     return loss
 
 
-def update(
-    run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: TokenLoss, num_groups: int, step: int
-) -> Metrics:
-    """All optimiser steps of one rollout; returns means over those that a metric is known of."""
+def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_losses.TokenLoss, step: int) -> Metrics:
+    """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
     num_rows = math.ceil(run.total(len(batch)) / run.world_size)
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, num_groups, run.generator(step, epoch, -2))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.generator(step, epoch, -2))
     )
-    metrics = [update_minibatch(run, model, minibatch, loss, num_groups) for minibatch in parts]
+    metrics = [update_minibatch(run, model, minibatch, loss) for minibatch in parts]
     known = {name: [row[name] for row in metrics if not math.isnan(row[name])] for name in metrics[0]}
     return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 
 
-def minibatches(
-    batch: GRPOBatch, size: int, num_rows: int, num_groups: int, generator: torch.Generator
-) -> Iterator[GRPOBatch]:
-    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, sets their number."""
-    place = torch.randperm(num_groups, generator=generator).to(batch.group.device)  # (G,)
+def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
+    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, fixes how many."""
+    place = torch.randperm(batch.num_groups, generator=generator).to(batch.group.device)  # (G,)
     order = place[batch.group].argsort(stable=True)  # (B,)
     for rows in order.tensor_split(math.ceil(num_rows / size)):
         yield batch.select(rows)
 
 
 def update_minibatch(
-    run: Run[GRPOArgs], model: nn.Module, minibatch: GRPOBatch, loss: TokenLoss, num_groups: int
+    run: Run[GRPOArgs], model: nn.Module, minibatch: GRPOBatch, loss: policy_losses.TokenLoss
 ) -> Metrics:
     """One optimiser step; the gradient does not depend on how micro-batches are cut."""
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
-    counted = (minibatch.action_mask, minibatch.group, num_groups)
-    minibatch.weights = token_weights(*counted, args.aggregation, args.max_new_tokens, run.sum_over_ranks)  # (b, T-1)
+    counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
+    weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.sum_over_ranks)
     if minibatch.correction is not None:
-        minibatch.weights = minibatch.weights * minibatch.correction
-    if args.loss_type in LOSSES and not kl_coeff:  # a response without an advantage has no gradient
-        minibatch = minibatch.select((minibatch.advantages != 0).any(1).nonzero()[:, 0])
+        weights = weights * minibatch.correction  # (b, T-1)
+    if args.loss_type in policy_losses.LOSSES and not kl_coeff:  # a response without an advantage has no gradient
+        learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]
+        minibatch, weights = minibatch.select(learned), weights[learned]
     sums = torch.zeros(5, device=run.device)
     micros = run.pad_passes(minibatch.by_group(args.micro_batch_size))
     for i, rows in enumerate(micros):
@@ -516,11 +419,11 @@ def update_minibatch(
             logprobs = model(**policy_inputs(micro), temperature=args.temperature).logprobs  # (b, T-1)
             difference = torch.where(mask, logprobs - micro.logprobs, 0.0)  # (b, T-1)
             is_sequence = args.importance_sampling_level == "sequence"
-            log_ratio = sequence_log_ratio(difference, mask) if is_sequence else difference
+            log_ratio = policy_losses.sequence_log_ratio(difference, mask) if is_sequence else difference
             losses = loss(logprobs, log_ratio, micro.advantages, mask)
             if kl_coeff:
-                losses = losses + kl_coeff * kl_loss(logprobs, micro.ref_logprobs, difference)
-            total = (micro.weights * losses)[mask].sum()
+                losses = losses + kl_coeff * policy_losses.kl_loss(logprobs, micro.ref_logprobs, difference)
+            total = (weights[rows, : mask.shape[1]] * losses)[mask].sum()
             run.backward(total, micro.places)
         with torch.no_grad():
             ratio, used = difference[mask].exp(), log_ratio[mask].exp()
@@ -534,41 +437,29 @@ def update_minibatch(
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation
-def group_metrics(
-    run: Run[GRPOArgs], rollout: Rollout, scores: Scores, num_groups: int, audit: RewardAudit | None
-) -> Metrics:
-    """Metrics of a rollout over all ranks."""
+def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards: Rewards) -> Metrics:
+    """Metrics of a rollout over all ranks, and the audit's comparison."""
     args = run.args
     penalized = penalize_length(args, rollout, scores.total)  # (B,)
     if args.init_kl_coeff and args.kl_placement == "reward":
-        penalized = penalized - args.init_kl_coeff * response_kl(rollout)
-    metrics = rollout_metrics(run, rollout, scores.total, penalized[:, None])
+        penalized = penalized - args.init_kl_coeff * rollout_metrics.response_kl(rollout)
+    metrics = rollout_metrics.rollout_metrics(run, rollout, scores.total, penalized[:, None])
     if args.init_kl_coeff:
         k3 = torch.where(rollout.action_mask, kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
-        (metrics["objective/kl_k3"],) = row_means(run, [k3], torch.ones_like(rollout.truncated))
-    equal = len(find_equal_groups(run, rollout, scores, num_groups))
-    counts = {"sampling/prompts": float(num_groups), "sampling/wasted_tokens": 0.0}
-    metrics |= reward_metrics(run, scores, audit)
-    return metrics | {"objective/zero_std_ratio": equal / num_groups} | counts
+        everyone = torch.ones_like(rollout.truncated)
+        (metrics["objective/kl_k3"],) = rollout_metrics.row_means(run, [k3], everyone)
+    equal = len(find_equal_groups(run, rollout, scores))
+    counts = {"sampling/prompts": float(rollout.num_groups), "sampling/wasted_tokens": 0.0}
+    metrics |= rollout_metrics.reward_metrics(run, scores, rewards.audit)
+    return metrics | {"objective/zero_std_ratio": equal / rollout.num_groups} | counts
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run[GRPOArgs],
-    model: nn.Module,
-    reference: nn.Module | None,
-    rewards: Rewards,
-    rows: list[Row],
-    tokenizer: Any,
-    served: ServedPolicy | None = None,
-) -> Metrics:
+def evaluate(run: Run[GRPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: list[Row]) -> Metrics:
     """Score, KL and length of one response to each held-out prompt, with the same noise each time."""
-    args = run.args
-    rows = run.eval_rows(rows, args.rollout_mini_batch_size)
-    noise = run.noise(len(rows), args.max_new_tokens, -1)
-    rollout = sample_rollout(run, model, reference, run.shard(rows), noise, tokenizer, served)
-    scores = penalize_length(args, rollout, rewards(rollout, audited=False).total)  # (B,)
-    return evaluation_metrics(run, rollout, scores)
+    rollout = sampler.sample_held_out(rows)
+    scores = penalize_length(run.args, rollout, rewards(rollout, audited=False).total)  # (B,)
+    return rollout_metrics.evaluation_metrics(run, rollout, scores)
 
 
 @one_line_errors

@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -52,7 +53,7 @@ from lightrlhf.generation.dialogues import (
     score_turns,
     sharing_columns,
 )
-from lightrlhf.generation.samplers import Alone, ServedSampler
+from lightrlhf.generation.samplers import ServedSampler
 from lightrlhf.generation.users import load_user
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
@@ -185,13 +186,12 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
         if len(writer.rows) < size:
             policy = load_frozen(args, it.policy, it.tokenizer, rows)
             user = user or load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
-            alone = Alone(args)
-            try:
-                sample = ServedSampler(alone, policy, it.tokenizer) if args.rollout_server else None
+            with ExitStack() as stack:
+                sample = None
+                if args.rollout_server:
+                    sample = stack.enter_context(closing(ServedSampler(args, policy, it.tokenizer)))
                 work = functools.partial(branch, args, policy, it.tokenizer, user, sample)
                 writer.extend(openings, CHUNK, work, f"generate {it.number}", " dialogues")
-            finally:
-                alone.close()
 
 
 def rank(it: Iteration[IterativeRefuelArgs], reward: RewardFunctions | None) -> None:

@@ -127,7 +127,7 @@ def train(
     num_steps = run.num_steps(rows, args.rollout_size)
     parts = math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
-    sample = ServedSampler(run, policy, tokenizer) if args.rollout_server else None
+    sample = ServedSampler(args, policy, tokenizer, run) if args.rollout_server else None
     run.keep(policy, tokenizer)
 
     def measure() -> Metrics:

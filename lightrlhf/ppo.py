@@ -25,14 +25,15 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
+from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.groups import (
     AheadServerArgs,
     AuditArgs,
@@ -46,37 +47,30 @@ from lightrlhf.cli.groups import (
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
-from lightrlhf.data.mixtures import interleaved
-from lightrlhf.data.rows import Given, load_sets
-from lightrlhf.data.schema import share_columns
+from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
-from lightrlhf.generation.rollout import (
-    check_start,
-    evaluation_metrics,
-    reward_metrics,
-    rollout_metrics,
-    sample_rollout,
-    store_sampling,
-)
-from lightrlhf.generation.served import ServedPolicy, serve
+from lightrlhf.data.splits import Row
+from lightrlhf.generation import rollout_metrics
+from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import macro_actions as macro
-from lightrlhf.maths.ops import SumOverRanks, explained_variance, gae, policy_loss, whiten
+from lightrlhf.maths import ops, sampling_gap
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_room, enable_packing
-from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs, vocabulary_size
+from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
 from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards import kl
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, bounded_scores, token_rewards
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin, check_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PARSING_CUTOFF = 5  # tokens of the largest constituent that is one macro action
 REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actions in a response
@@ -173,7 +167,7 @@ class PPOBatch(Batch):
     advantages: Tensor
     returns: Tensor
     segments: Tensor  # int64, number of each action's macro action in its row, -1 off actions
-    correction: Tensor | None = None  # weight of each action's policy loss, where servers sampled
+    correction: Tensor | None = None  # importance weights of the gap between sampler and trainer; None is 1
 
     @property
     def num_segments(self) -> int:
@@ -184,8 +178,8 @@ class PPOBatch(Batch):
 def train(
     args: PPOArgs,
     *,
-    policy: Any = None,
-    tokenizer: Any = None,
+    policy: PreTrainedModel | Policy | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     prompts: Given | None = None,
     reward: RewardFunctions | None = None,
     on_step: OnStep | None = None,
@@ -197,103 +191,74 @@ def train(
     metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, PPOArgs)
-    if prompts is None:
-        check_data_dir(args)
-    args.check_start(policy)
-    args.check_reward(reward)
-    given = given_objects(policy=policy, tokenizer=tokenizer, prompts=prompts, reward=reward)
-    data_dir = args.data_dir if prompts is None else None
-    tokenizer = load_tokenizer(data_dir, starting_model(args)[0], tokenizer, args.verify)
-    sets = load_sets("prompts", "train", args, prompts, tokenizer)
-    examples = [row for one in sets for row in one]
-    held_out = interleaved(load_sets("prompts", "validation", args, prompts, tokenizer)) if args.eval_interval else []
-    share_columns([*examples, *held_out])
-    run = Run(args, "ppo", on_step, given, data=None if prompts is None else "given/prompts")
-    shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
-    actor = load_start(policy, args, tokenizer, shares)
-    check_vocabulary(examples, vocabulary_size(actor), args.data_name)
-    check_room(actor.model, [row["input_ids"] for row in examples + held_out], args)
-    enable_packing(actor)
-    reference = run.freeze(actor.reference())
-    rewards = make_rewards(args, run, reward, backbone=actor, keeps_infinite=args.clip_rewards)
+    given = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
+    load = partial(load_splits, "prompts")
+    run, start = begin(args, PPOArgs, "ppo", load, load_actor, check_prompts, given, on_step)
+    reference = run.freeze(start.policy.reference())
+    rewards = make_rewards(args, run, reward, backbone=start.policy, keeps_infinite=args.clip_rewards)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
-    critic = load_critic(args, tokenizer, actor, given=policy is not None)
-    enable_packing(critic)
-
-    run.mix([len(one) for one in sets])
-    num_steps, results = run.num_steps(examples, args.rollout_size), {}
+    critic = load_critic(args, start.tokenizer, start.policy, is_given=policy is not None)
+    num_steps = run.num_steps(start.rows, args.rollout_size)
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
-    model = run.setup("policy", actor, args.actor_learning_rate, num_updates)
+    model = run.setup("policy", start.policy, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
-    stored = run.resumed["extra"] if run.resumed else {}
-    init_kl = stored.get("kl_coeff", args.init_kl_coeff)
-    kl_coeff = AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else FixedKL(init_kl)
-    served = serve(run, actor, tokenizer)
-
-    def asked(step: int) -> tuple[list[Row], Tensor]:
-        """This rank's prompts of a step, and noise (B, length)."""
-        rows = run.global_batch(examples, step, args.rollout_size)
-        return run.shard(rows), run.noise(len(rows), args.max_new_tokens, step)
-
-    store_sampling(actor, args, tokenizer)
-    run.keep(actor, tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
+    init_kl = start.resumed.get("kl_coeff", args.init_kl_coeff)
+    kl_coeff = kl.AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else kl.FixedKL(init_kl)
+    sampler = RolloutSampler(run, model, reference, start)
+    run.keep(start.policy, start.tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
+    measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 
     for step in run.steps(num_steps):
-        # first the next rollout, then this one, whose rows errors are to name
-        following = asked(step + 1) if args.max_staleness and step + 1 < num_steps else None
-        rows, noise = asked(step)
-        num_rows = int(run.total(len(rows)))  # of all ranks
         with run.phase("rollout"):
-            rollout = sample_rollout(run, model, reference, rows, noise, tokenizer, served, following)
-        if step == 0:
-            check_start(rollout)
+            rollout = sampler.sample(step)  # a response to each prompt, (B, T)
+            num_rows = int(run.total(len(rollout)))  # of all ranks
         with run.phase("score"):
-            scores = bound_scores(args, rollout, rewards(rollout))  # (B, R), with their weights and the audit
+            scores = bound_scores(args, rollout, rewards(rollout))  # (B,) by each reward, their weights, and the audit
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
-            by_token = token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            noise = run.noise(num_rows, REPEATED_LENGTHS, step, -1)
-            segments, parse_failures = segment_responses(args, scored, noise, tokenizer, parser)  # (B, T-1)
-            batch = estimate_advantages(args, scored, by_token, values, segments, run.sum_over_ranks)
+            by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
+            lengths = run.noise(num_rows, REPEATED_LENGTHS, step, -1)  # of macro actions, where they are random
+            segments, parse_failures = segment_responses(args, scored, lengths, start.tokenizer, parser)  # (B, T-1)
+            gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
+            correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
+            batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.sum_over_ranks)
         log_rollouts(run, rollout, scores, batch.advantages, values)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
-        metrics |= rollout_metrics(run, rollout, scores.total, by_token)
-        metrics |= reward_metrics(run, scores, rewards.audit) | macro_metrics(run, batch, parse_failures)
-        metrics["objective/kl_coeff"] = kl_coeff.value
+        metrics |= rollout_metrics.rollout_metrics(run, rollout, scores.total, by_token)
+        metrics |= rollout_metrics.reward_metrics(run, scores, rewards.audit)
+        metrics |= macro_metrics(run, batch, parse_failures) | {"objective/kl_coeff": kl_coeff.value}
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
             kl_coeff.update(metrics["objective/kl"], num_rows)
-
-        run.step += 1
-        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "score", "update")}
-        tokens = run.total(int(rollout.attention_mask.sum()))
-        speed = {"time/tokens_per_second": tokens / sum(times.values())}
-        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
-        if held_out and run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, model, reference, rewards, held_out, tokenizer, served)
-            run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+        run.end_step(metrics, rollout, measure)
+    return run.finish()
 
 
-def load_critic(args: PPOArgs, tokenizer: Any, policy: Policy, given: bool = False) -> ScalarModel:
+def load_actor(given: PreTrainedModel | Policy | None, args: PPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    """The policy that is trained; with LoRA critic, reference and reward model may share its backbone."""
+    shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
+    return load_start(given, args, tokenizer, shares)
+
+
+def load_critic(
+    args: PPOArgs, tokenizer: PreTrainedTokenizerBase, policy: Policy, is_given: bool = False
+) -> ScalarModel:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
-    if args.rm_experiment_dir and args.critic_init != "policy":
-        return load_scalar(args.rm_experiment_dir, args, tokenizer, args.seed, "--rm_experiment_dir", backbone=policy)
-    if given:
-        return critic_from(policy, args, args.seed)
-    source, flag = starting_model(args)
-    return load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
+    reward_model = args.rm_experiment_dir if args.critic_init != "policy" else None
+    if is_given and not reward_model:
+        critic = critic_from(policy, args, args.seed)
+    else:
+        source, flag = (reward_model, "--rm_experiment_dir") if reward_model else starting_model(args)
+        critic = load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
+    enable_packing(critic)
+    return critic
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
 def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
     """Scores with their totals (B,) clipped, less the penalty for a missing end; NaN stays NaN."""
     limit = args.reward_clip_value if args.clip_rewards else None
-    total = bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
+    total = kl.bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
     return dataclasses.replace(scores, total=total)
 
 
@@ -308,41 +273,43 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
 
 
 def segment_responses(
-    args: PPOArgs, rollout: Rollout, noise: Tensor, tokenizer: Any, parser: Parser | None
+    args: PPOArgs, rollout: Rollout, lengths: Tensor, tokenizer: PreTrainedTokenizerBase, parser: Parser | None
 ) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
-    noise: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
+    lengths: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
     """
     if parser is not None:
         return parsed_segments(rollout, tokenizer, parser, PARSING_CUTOFF, args.ngram)
     if args.termination_condition == "ppl":
         return macro.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":
-        return macro.randomized(rollout.action_mask, noise), 0
+        return macro.randomized(rollout.action_mask, lengths), 0
     return macro.fixed(rollout.action_mask, args.ngram), 0
 
 
 def estimate_advantages(
     args: PPOArgs,
     rollout: Rollout,
-    rewards: Tensor,
+    by_token: Tensor,
     values: Tensor,
     segments: Tensor,
-    sum_over_ranks: SumOverRanks | None = None,
+    correction: Tensor | None = None,
+    sum_over_ranks: ops.SumOverRanks | None = None,
 ) -> PPOBatch:
     """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks.
 
-    rewards, values, segments: (B, T-1).
+    by_token: rewards; values, segments, correction: all (B, T-1).
     """
-    macro_rewards = macro.discounted_sum(rewards, segments, args.gae_gamma)  # (B, M)
+    macro_rewards = macro.discounted_sum(by_token, segments, args.gae_gamma)  # (B, M)
     macro_values = macro.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
     mask = macro.segment_mask(segments)  # (B, M) bool
-    by_segment = gae(macro_rewards, macro_values, mask, args.gae_gamma, args.gae_lambd)  # (B, M) each
+    by_segment = ops.gae(macro_rewards, macro_values, mask, args.gae_gamma, args.gae_lambd)  # (B, M) each
     advantages, returns = (macro.broadcast(part, segments) for part in by_segment)  # (B, T-1) each
     if args.normalize_advantages:
-        advantages = whiten(advantages, rollout.action_mask, sum_over_ranks=sum_over_ranks)
-    return rollout.extend(PPOBatch, values=values, advantages=advantages, returns=returns, segments=segments)
+        advantages = ops.whiten(advantages, rollout.action_mask, sum_over_ranks=sum_over_ranks)
+    columns = {"advantages": advantages, "returns": returns, "segments": segments, "correction": correction}
+    return rollout.extend(PPOBatch, values=values, **columns)
 
 
 # ------------------------------------------------------------------------------------------------------- the update
@@ -393,7 +360,7 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
             advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
             terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (B, T-1) each
-            loss = policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
+            loss = ops.policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
             run.backward(loss / count, micro.places)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
@@ -420,7 +387,7 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
 def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Metrics:
     """Mean length of macro actions, share of scored responses not parsed, and explained variance, over all ranks."""
     num_scored = int(batch.action_mask.any(1).sum())
-    variance = explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
+    variance = ops.explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
     return {
         "completions/macro_length": run.total(batch.num_actions) / max(run.total(batch.num_segments), 1.0),
         "completions/parse_failures": run.total(parse_failures) / max(run.total(num_scored), 1.0),
@@ -429,21 +396,11 @@ def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Me
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run[PPOArgs],
-    actor: nn.Module,
-    reference: nn.Module,
-    rewards: Rewards,
-    rows: list[Row],
-    tokenizer: Any,
-    served: ServedPolicy | None = None,
-) -> Metrics:
+def evaluate(run: Run[PPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: list[Row]) -> Metrics:
     """Score, KL and length on held-out prompts, with the same noise each time."""
-    args = run.args
-    rows = run.eval_rows(rows, args.rollout_mini_batch_size)
-    noise = run.noise(len(rows), args.max_new_tokens, -1)
-    rollout = sample_rollout(run, actor, reference, run.shard(rows), noise, tokenizer, served)
-    return evaluation_metrics(run, rollout, bound_scores(args, rollout, rewards(rollout, audited=False)).total)
+    rollout = sampler.sample_held_out(rows)
+    scores = bound_scores(run.args, rollout, rewards(rollout, audited=False))
+    return rollout_metrics.evaluation_metrics(run, rollout, scores.total)
 
 
 @one_line_errors

@@ -24,26 +24,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
 from lightrlhf.cli.groups import EvalArgs, RolloutLogArgs, RolloutServerArgs, StartArgs, TrainArgs
 from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch
-from lightrlhf.envs import TextEnv, check_option, make_env, read_options
+from lightrlhf.envs import TextEnv, check_option, curriculum, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
-from lightrlhf.envs.curriculum import Stage, curriculum, split_stages, starts_of
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
-from lightrlhf.generation.rollout import gap_metrics, refuse_gap
-from lightrlhf.generation.served import ServedPolicy, serve
-from lightrlhf.maths.groups import group_advantages, group_moments, standardised
-from lightrlhf.maths.ops import SumOverRanks, episode_gae, explained_variance, policy_loss, whiten
-from lightrlhf.maths.sampling_gap import importance_weights
+from lightrlhf.envs.log import episode_metrics, log_episodes
+from lightrlhf.generation.rollout import gap_metrics, measure_gap, refuse_gap
+from lightrlhf.generation.served import ServedPolicy
+from lightrlhf.maths import groups, ops, sampling_gap
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import critic_from, load_start
 from lightrlhf.models.loading import load_scalar
@@ -54,8 +52,8 @@ from lightrlhf.models.value_head import ValueHead
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start_check import check_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,7 +123,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Weight a replayed decision by the ratio of its probabilities now and when played, at most 2; otherwise by 1."""
     levels: list[str] = flag([], excludes={"stages": ...})
     """Names of the environment's levels to train on, all in one stage; all levels when not given."""
-    stages: str | None = flag(None, check=split_stages)
+    stages: str | None = flag(None, check=curriculum.split_stages)
     """Curriculum, each stage for an equal share of the iterations: "a; b+c". "a/1" ends episodes after one decision."""
     leaveout_prob: float = between(0, 1, 0.0, show="rarely")
     """Share of an episode's distractors that is hidden in training, in environments that support it."""
@@ -157,9 +155,10 @@ class DecisionBatch(PlayedBatch):
     values: Tensor  # (B,) of the state before the decision
     advantages: Tensor  # (B,)
     returns: Tensor  # (B,) targets of the critic
+    correction: Tensor | None = None  # (B, T-1) importance weights of the gap between sampler and trainer; None is 1
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Values (B, T-1) or (B, 1) of the loss, times the weights of decisions that servers sampled."""
+        """Values (B, T-1) or (B, 1) of the loss, times the importance weights."""
         return values if self.correction is None else values * self.correction
 
 
@@ -185,7 +184,7 @@ def train(
     check_args(args, ReflectRLArgs)
     args.check_start(policy and tokenizer)
     made = make_envs(args, envs)
-    stages = curriculum(made[0].levels, args.levels, args.stages)
+    stages = curriculum.curriculum(made[0].levels, args.levels, args.stages)
     pools = {level: made[0].starts("train", level) for stage in stages for level in stage.levels}
     name = args.env.rpartition(":")[2] if envs is None else type(made[0]).__name__
     given = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
@@ -201,44 +200,35 @@ def train(
     replay = Replay(args.replay_buffer_size)
     if run.resumed:
         replay.load(run.resumed["extra"])
-    agent.served = serve(run, agent.policy, agent.tokenizer)
+    if args.rollout_server:
+        agent.served = ServedPolicy(args, agent.policy, agent.tokenizer, run, only_labels=args.shrink_head)
     run.keep(agent.policy, agent.tokenizer, replay.state)
-    results: Metrics = {}
+    measure = functools.partial(evaluate, run, made, agent, stages)
+
     for step in run.steps(num_steps):
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
-        starts = starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
+        starts = curriculum.starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
         run.name_batch(starts, "starts")
         with run.phase("rollout"), run.autocast():
             seed = f"{args.seed}/train/{step}/{run.rank}"
             episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
             agent.wait_for_others()
         with run.phase("update"):
-            played = agent.batch(episodes).to(run.device)
-            if agent.served is not None:
-                played = corrected(run, actor, played, agent, agent.served)
-            elif step == 0:
-                check_start(run, actor, played, agent)
+            played = compare_sampler(run, actor, agent.batch(episodes).to(run.device), agent)  # decisions, (B, T)
+            gap = played.sampling_gap, played.action_mask, args.sampling_correction, args.sampling_bound
+            correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             log_ratio = reference_ratio(run, played, reference, agent)  # (B, T-1)
-            rewards = penalized_rewards(args, played, log_ratio)  # (B,)
+            penalized = penalize_rewards(args, played, log_ratio)  # (B,)
             values = predict_values(run, value_model, played)  # (B,)
-            batch = estimate_advantages(args, played, rewards, values, run.sum_over_ranks)
-            log_episodes(run, episodes, batch, log_ratio, agent.tokenizer)
+            batch = estimate_advantages(args, played, penalized, values, correction, run.sum_over_ranks)
+            columns = {"advantages": batch.advantages} | ({"values": values} if args.use_critic else {})
+            log_episodes(run, episodes, batch, agent.tokenizer, args.num_generations, log_ratio, **columns)
             metrics = update(run, actor, value_model, batch, agent, step)
-            metrics |= replay_step(run, actor, replay, episodes, agent, stage) | gap_metrics(run, batch)
-        run.step += 1
-        metrics |= episode_metrics(run, episodes, made[0].levels)
-        metrics["curriculum/stage"] = stage_index
-        times = {f"time/{phase}": run.seconds[phase] for phase in ("rollout", "update")}
-        speed = {"time/steps_per_second": run.total(len(batch)) / sum(times.values())}
-        run.log_step({**metrics, **times, **speed, "train/lr": run.learning_rate("policy")}, num_steps)
-        if run.due(args.eval_interval, num_steps):
-            with run.phase("evaluation"):
-                results = evaluate(run, made, agent, stages)
-            run.log(results)
-        if run.save_due(num_steps):
-            run.save()
-    return run.finish(results)
+            metrics |= replay_step(run, actor, replay, episodes, agent, stage)
+        metrics |= gap_metrics(run.ranks, batch, args) | episode_metrics(run, episodes, made[0].levels)
+        run.end_step(metrics | {"curriculum/stage": stage_index}, len(batch), measure)
+    return run.finish()
 
 
 def make_envs(args: ReflectRLArgs, envs: Sequence[TextEnv] | Callable[[], TextEnv] | None) -> Sequence[TextEnv]:
@@ -286,28 +276,18 @@ def score(run: Run[ReflectRLArgs], policy: nn.Module, batch: PlayedBatch, agent:
     return logprobs
 
 
-def check_start(run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, agent: ModelAgent) -> None:
-    """Raises: RunFailure when sampling and scoring differ before the first update."""
-    gap = float((score(run, actor, batch, agent) - batch.logprobs).abs().max())
-    if not gap < (1e-2 if run.args.precision == "32-true" else 0.5):
-        raise RunFailure(f"log-probabilities differ by {gap} between sampling and scoring of the same weights")
+def compare_sampler(run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, agent: ModelAgent) -> PlayedBatch:
+    """Compare the sampler with the policy: servers at each step, whose gap is measured, this process at the first.
 
-
-def corrected(
-    run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, agent: ModelAgent, served: ServedPolicy
-) -> PlayedBatch:
-    """Decisions that servers sampled, with the trainer's log-probabilities and the weights for the gap between both.
-
-    Raises: RunFailure when the gap is too large.
+    Raises: RunFailure when they differ by too much.
     """
     args = run.args
-    scored = score(run, actor, batch, agent)  # (B, T-1)
-    gap = torch.where(batch.action_mask, scored - batch.logprobs, 0.0)
-    batch = dataclasses.replace(batch, sampling_gap=gap)
-    if args.sampling_correction != "none":
-        weights = importance_weights(gap, batch.action_mask, args.sampling_correction, args.sampling_bound)
-        batch = dataclasses.replace(batch, logprobs=scored, correction=weights)
-    refuse_gap(run, batch, served)
+    if agent.served is not None:
+        batch = measure_gap(batch, score(run, actor, batch, agent), args.sampling_correction)
+        refuse_gap(agent.served, batch)
+    elif run.step == 0:
+        gap = float((score(run, actor, batch, agent) - batch.logprobs).abs().max())
+        check_start(gap, 1e-2 if args.precision == "32-true" else 0.5, "those it sampled with")
     return batch
 
 
@@ -318,7 +298,7 @@ def reference_ratio(
     return None if reference is None else (batch.logprobs - score(run, reference, batch, agent)) * batch.action_mask
 
 
-def penalized_rewards(args: ReflectRLArgs, batch: PlayedBatch, log_ratio: Tensor | None) -> Tensor:
+def penalize_rewards(args: ReflectRLArgs, batch: PlayedBatch, log_ratio: Tensor | None) -> Tensor:
     """Rewards minus the weighted log-ratio to the starting policy: (B,)."""
     return batch.rewards if log_ratio is None else batch.rewards - args.init_kl_coeff * log_ratio.sum(1)
 
@@ -329,20 +309,23 @@ def estimate_advantages(
     batch: PlayedBatch,
     rewards: Tensor,
     values: Tensor,
-    sum_over_ranks: SumOverRanks | None = None,
+    correction: Tensor | None = None,
+    sum_over_ranks: ops.SumOverRanks | None = None,
 ) -> DecisionBatch:
     """GAE from rewards and values (B,), then whitened over all ranks, or replaced by the advantages of each group."""
-    advantages, returns = episode_gae(rewards, values, batch.episode, args.gae_gamma, args.gae_lambd)  # (B,) each
+    advantages, returns = ops.episode_gae(rewards, values, batch.episode, args.gae_gamma, args.gae_lambd)  # (B,) each
     if args.num_generations > 1:
         lengths = batch.episode.bincount()  # (E,)
         episode_returns = returns[lengths.cumsum(0) - lengths]  # (E,) at the first decision of each episode
         start = torch.arange(len(lengths), device=returns.device) // args.num_generations  # (E,) of each episode
-        moments = group_moments(episode_returns, start, int(start.max()) + 1)
-        advantages = group_advantages(episode_returns, moments, standardised).repeat_interleave(lengths)  # (B,)
+        moments = groups.group_moments(episode_returns, start, int(start.max()) + 1)
+        by_episode = groups.group_advantages(episode_returns, moments, groups.standardised)  # (E,)
+        advantages = by_episode.repeat_interleave(lengths)  # (B,)
     elif args.normalize_advantages:
         counted = torch.ones_like(advantages, dtype=torch.bool)
-        advantages = whiten(advantages, counted, sum_over_ranks=sum_over_ranks)
-    return batch.extend(DecisionBatch, values=values, advantages=advantages, returns=returns)
+        advantages = ops.whiten(advantages, counted, sum_over_ranks=sum_over_ranks)
+    columns = {"advantages": advantages, "returns": returns, "correction": correction}
+    return batch.extend(DecisionBatch, values=values, **columns)
 
 
 def predict_values(run: Run[ReflectRLArgs], critic: nn.Module | None, batch: Batch) -> Tensor:
@@ -359,50 +342,6 @@ def state_values(critic: nn.Module, batch: Batch) -> Tensor:
     """Values (B,) at the last tokens of the prompts, which do not depend on the actions."""
     values = critic(batch.input_ids, batch.attention_mask)  # (B, T)
     return values.gather(1, batch.action_mask.long().argmax(1, keepdim=True))[:, 0].float()
-
-
-# ------------------------------------------------------------------------------------------------------------ the log
-def log_episodes(
-    run: Run[ReflectRLArgs], episodes: Sequence[Episode], batch: DecisionBatch, log_ratio: Tensor | None, tokenizer: Any
-) -> None:
-    """Log whole episodes, a row each; log_ratio: (B, T-1) of the decisions.
-
-    The first prompt is the row's prompt; its response has each action and, between them, the next whole prompt.
-    """
-    kept = episodes[: num_logged(run, len(episodes))]
-    if not kept:
-        return
-    with writing_rollouts(run):
-        rows = []
-        for number, episode in enumerate(kept):
-            at = (batch.episode == number).nonzero()[:, 0]
-            shown = [[], *(one.prompt_ids for one in episode.decisions[1:])]
-            acted = [one.response_ids for one in episode.decisions]
-            numbers = [batch.advantages[at].tolist(), batch.values[at].tolist()]
-            advantages, values = (spread(shown, [[x] * len(a) for x, a in zip(column, acted)]) for column in numbers)
-            ratios = None if log_ratio is None else [log_ratio[i][batch.action_mask[i]].tolist() for i in at]
-            score = sum(one.reward for one in episode.decisions)
-            rows.append(
-                rollout_row(
-                    tokenizer,
-                    episode.decisions[0].prompt_ids,
-                    [token for prompt, action in zip(shown, acted) for token in (*prompt, *action)],
-                    group=number // run.args.num_generations,
-                    mask=spread(shown, [[1] * len(action) for action in acted]),
-                    log_ratio=None if ratios is None else spread(shown, ratios),
-                    advantages=advantages,
-                    values=values if run.args.use_critic else None,
-                    score=score,
-                    rewards={"environment": score},
-                    columns={name: getattr(episode, name) for name in ("task", "level", "success", "cost")},
-                )
-            )
-        append_rollouts(run, rows)
-
-
-def spread(shown: Sequence[Sequence[int]], acted: Sequence[Sequence[Any]]) -> list[Any]:
-    """What belongs to the tokens of each action, with 0 for each token that was shown before it."""
-    return [value for before, values in zip(shown, acted) for value in (*[0] * len(before), *values)]
 
 
 # --------------------------------------------------------------------------------------------------------- the losses
@@ -424,7 +363,7 @@ def ppo_loss(
     entropy = stats.entropy if stats.entropy is None else batch.weighted(stats.entropy)  # (B, T-1)
     log_ratio = (stats.logprobs - batch.logprobs).detach()[batch.action_mask]  # (N,)
     ratio = log_ratio.exp()
-    return policy_loss(*terms, clip_coeff, entropy, entropy_coeff), {
+    return ops.policy_loss(*terms, clip_coeff, entropy, entropy_coeff), {
         "policy/clipfrac": ((ratio - 1).abs() > clip_coeff).float(),
         "policy/approxkl": ratio - 1 - log_ratio,
         "policy/ratio": ratio,
@@ -464,7 +403,7 @@ def update(
     metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     if critic is not None:
         counted = torch.ones_like(batch.returns, dtype=torch.bool)
-        explained = explained_variance(batch.values, batch.returns, counted, run.sum_over_ranks)
+        explained = ops.explained_variance(batch.values, batch.returns, counted, run.sum_over_ranks)
         metrics["value/explained_variance"] = float(explained)
     return metrics
 
@@ -530,7 +469,7 @@ def replay_step(
     replay: Replay,
     episodes: Sequence[Episode],
     agent: ModelAgent,
-    stage: Stage,
+    stage: curriculum.Stage,
 ) -> Metrics:
     """One step of the policy on past successes; then adds this iteration's.
 
@@ -545,7 +484,7 @@ def replay_step(
         order = torch.randperm(len(replay.episodes), generator=run.generator(run.step, -2)).tolist()
         played = agent.batch([replay.episodes[i] for i in order[: len(episodes)]]).to(run.device)
         values = torch.zeros_like(played.rewards)
-        advantages, returns = episode_gae(played.rewards, values, played.episode, args.gae_gamma, args.gae_lambd)
+        advantages, returns = ops.episode_gae(played.rewards, values, played.episode, args.gae_gamma, args.gae_lambd)
         batch = played.extend(DecisionBatch, values=values, advantages=advantages, returns=returns)
         loss = functools.partial(replay_loss, entropy_coeff=args.entropy_coeff, importance=args.replay_importance)
         row = update_minibatch(run, actor, None, batch, agent, loss)
@@ -554,20 +493,10 @@ def replay_step(
     return metrics
 
 
-# ------------------------------------------------------------------------------------------------------------ metrics
-def episode_metrics(run: Run[ReflectRLArgs], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
-    """Success, cost, length and invalid actions; neither the entropy bonus nor the KL penalty enters them."""
-    overall, by_level = rates_by_level(episodes, levels, run.sum_over_ranks, run.device)
-    logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
-    entropy = run.total(-sum(logprobs)) / max(run.total(len(logprobs)), 1.0)
-    metrics = {"objective/score": overall.pop("reward"), "objective/entropy": entropy}
-    metrics |= {f"episodes/{name}": value for name, value in overall.items()}
-    for level, row in by_level.items():
-        metrics |= {f"success/{level}": row["success"], f"cost/{level}": row["cost"]}
-    return metrics
-
-
-def evaluate(run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent, stages: Sequence[Stage]) -> Metrics:
+# --------------------------------------------------------------------------------------------------------- evaluation
+def evaluate(
+    run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent, stages: Sequence[curriculum.Stage]
+) -> Metrics:
     """Sampled episodes from validation starts of all the curriculum's levels, with the same random numbers each time.
 
     Writes four of them as text to `trajectories/`.

@@ -97,11 +97,10 @@ class Batch:
 
 @dataclass(kw_only=True)
 class SampledBatch(Batch):
-    """Sampled actions, and how far the trainer's probabilities are from those of servers that sampled them."""
+    """Sampled actions, and how far the trainer's probabilities are from a server's that sampled them."""
 
     logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, 0 off actions
     sampling_gap: Tensor | None = None  # (B, T-1) log of the trainer's probability over that of a server, 0 off actions
-    correction: Tensor | None = None  # (B, T-1) weight of each token in the loss for that gap; None is 1
     staleness: int = 0  # steps that the policy took between the weights that sampled and those of this process
 
 
@@ -110,6 +109,7 @@ class Rollout(SampledBatch):
     """Prompts with sampled responses: `[prompt][response][padding]` in each row."""
 
     group: Tensor  # (B,) int64 number of the prompt among those of the step on all ranks
+    num_groups: int = 0  # of the step on all ranks
     prompt_len: Tensor  # (B,) int64
     truncated: Tensor  # (B,) bool: stopped by length; no end token is appended
     ref_logprobs: Tensor  # (B, T-1) as `logprobs`, under the reference; NaN where there is none

@@ -29,7 +29,7 @@ from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowe
 from lightrlhf.generation.engine import Completions, generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
 from lightrlhf.generation.sampling import check_sampled, sample
-from lightrlhf.generation.served import ServedPolicy
+from lightrlhf.generation.served import Request, ServedPolicy
 from lightrlhf.models.forward import inference
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
@@ -161,7 +161,7 @@ class ModelAgent:
 
     def wait_for_others(self) -> None:
         """Take part in what other ranks ask servers, until all have played their episodes."""
-        while self.served is not None and self.served.run.total(0):
+        while self.served is not None and self.served.ranks.total(0):
             self._ask_for(self.served, [], [])
 
     def batch(self, episodes: Sequence[Episode]) -> PlayedBatch:
@@ -264,7 +264,7 @@ class ModelAgent:
 
     def _ask(self, served: ServedPolicy, seats: Sequence[Seat], decisions: list[Decision]) -> None:
         """Labels or written commands, from servers."""
-        served.run.total(len(seats))  # other ranks, which may have none left, take part
+        served.ranks.total(len(seats))  # other ranks, which may have none left, take part
         sampled = self._ask_for(served, seats, decisions)
         for seat, one, response, logprobs in zip(seats, decisions, sampled.responses, sampled.logprobs):
             one.response_ids, one.logprobs = response, logprobs
@@ -276,7 +276,7 @@ class ModelAgent:
         allowed = None
         if self.labels and self.args.shrink_head:
             allowed = [sorted(self.label_ids[one.allowed].tolist()) for one in decisions]
-        return served.sample([one.prompt_ids for one in decisions], uniforms, allowed=allowed)[0]
+        return served.sample(Request([one.prompt_ids for one in decisions], uniforms), allowed=allowed)[0]
 
 
 def num_choices(env: TextEnv, args: ActingArgs) -> int:

@@ -13,87 +13,107 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.errors import RunFailure, ServersGone, UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.batch import SampledBatch
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
-from lightrlhf.generation.rollout_servers import RolloutServers
+from lightrlhf.generation.rollout_servers import RolloutServers, ServersGone
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tied import would_untie
 from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.training.ranks import LocalRanks
 from lightrlhf.training.run import Run
 
-Prompts = Sequence[list[int]]
-Asked = tuple[Prompts, Tensor]  # a rank's prompts, and uniform numbers (B, max_new_tokens)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Result = TypeVar("Result")
 CHECKED_ROWS = 8  # responses that servers score a second time where a gap is found
 
 
-class Ahead(NamedTuple):
-    """A rollout that is sampled while another one is learned from."""
+class Request(NamedTuple):
+    """Prompts to answer, one response each, and the random numbers to sample them with."""
 
     prompts: list[list[int]]
-    uniforms: Tensor
+    noise: Tensor  # (B, max_new_tokens) uniform
+
+
+class Ahead(NamedTuple):
+    """A request that servers answer while the rollout before it is learned from."""
+
+    request: Request  # of all ranks
     step: int  # of the weights that sample it
     future: Future[Completions]
 
 
 class ServedPolicy:
-    """The policy of a run, as servers sample from it.
+    """A policy as servers sample from it.
 
+    args: `SamplingArgs` and `ServerArgs`. run: the training, whose current weights servers get; without one weights
+    never change, and `close` must be called. only_labels: responses are labels out of few allowed tokens.
     Raises: RunFailure when a server cannot be used, UsageError when the exchange folder cannot be written.
     """
 
-    def __init__(self, run: Run[Any], policy: Policy, tokenizer: Any) -> None:
-        self.run, self.policy = run, policy
+    def __init__(
+        self,
+        args: Any,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        run: Run[Any] | None = None,
+        only_labels: bool = False,
+    ) -> None:
+        self.args, self.policy, self.run, self.only_labels = args, policy, run, only_labels
+        self.ranks = run.ranks if run else LocalRanks()
         self.ends = end_ids(tokenizer, policy.model)
         self.step_of_servers: int | None = None  # whose weights they have
         self.ahead: Ahead | None = None  # on the first rank
         self.is_asleep = False
         self._on_first(self._connect)
-        run.on_end(self.close)
+        if run:
+            run.on_end(self.close)
+
+    @property
+    def step(self) -> int:
+        """Number of steps that the policy has learned."""
+        return self.run.step if self.run else 0
 
     def sample(
-        self,
-        prompts: Prompts,
-        uniforms: Tensor,
-        following: Asked | None = None,
-        allowed: Sequence[list[int]] | None = None,
+        self, request: Request, ahead: Request | None = None, allowed: Sequence[list[int]] | None = None
     ) -> tuple[Completions, int]:
-        """A response to each of this rank's prompts, and how many steps old the weights were that sampled them.
+        """The responses to this rank's request, and how many steps old the weights were that sampled them.
 
-        following: what the next call will ask for, which is sampled from now on; allowed: see `RolloutServers.start`.
+        ahead: the request of the next call, which servers answer from now on; allowed: see `RolloutServers.start`.
         Raises: ServersGone, on all ranks, when no server is left.
         """
-        run = self.run
-        parts = run.gather((list(prompts), uniforms))
-        everyone = of_all_ranks(parts)
-        allowed_of_all = None if allowed is None else [ids for own in run.gather(list(allowed)) for ids in own]
-        is_ahead = self._on_first(lambda: self._is_ahead(*everyone))
+        ranks = self.ranks
+        parts = ranks.gather(request)
+        whole = join_requests(parts)
+        allowed_of_all = None if allowed is None else [ids for own in ranks.gather(list(allowed)) for ids in own]
+        is_ahead = self._on_first(lambda: self._is_ahead(whole))
         self._wake()
         if not is_ahead:
             self._publish()
         completions, step = self._on_first(
-            lambda: self._take_ahead() if is_ahead else self._sample(*everyone, allowed_of_all)
+            lambda: self._take_ahead() if is_ahead else self._sample(whole, allowed_of_all)
         )
-        coming = run.gather(following)
-        if following is not None:
+        parts_ahead = [one for one in ranks.gather(ahead) if one is not None]  # of all ranks, or of none
+        if ahead is not None:
             self._publish()
-            self._on_first(lambda: self._sample_ahead(*of_all_ranks(coming)))
-        elif run.args.server_sleep:
+            self._on_first(lambda: self._sample_ahead(join_requests(parts_ahead)))
+        elif self.args.server_sleep:
             self._on_first(lambda: self.servers.sleep(True))
             self.is_asleep = True
-        start = sum(len(own) for own, _ in parts[: run.rank])
-        mine = slice(start, start + len(prompts))
+        start = sum(len(own.prompts) for own in parts[: ranks.rank])
+        mine = slice(start, start + len(request.prompts))
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
-        return Completions(*columns, removed_mass=0.0), run.step - step
+        return Completions(*columns, removed_mass=0.0), self.step - step
 
     def diagnose(self, rollout: SampledBatch, limit: float) -> str:
         """What explains a gap between servers and trainer, and what to do; limit: of the KL a token."""
@@ -101,7 +121,7 @@ class ServedPolicy:
 
     def close(self) -> None:
         """End what is under way, and remove the exchange folder."""
-        if self.run.is_first:
+        if self.ranks.is_first:
             if self.is_asleep:
                 with suppress(UsageError):
                     self.servers.sleep(False)
@@ -111,21 +131,19 @@ class ServedPolicy:
     # --------------------------------------------------------------------------------------------------- weights
     def _publish(self) -> None:
         """Give servers the weights of the current step, unless they have them."""
-        run = self.run
-        if self.step_of_servers == run.step:
+        if self.step_of_servers == self.step:
             return
         with torch.autocast(self.policy.model.device.type, enabled=False):  # adapters are merged in full precision
-            full = run.full(self.policy)
+            full = self.run.full(self.policy) if self.run else self.policy
             self._on_first(lambda: self._load(full))
-        self.step_of_servers = run.step
+        self.step_of_servers = self.step
 
     def _load(self, full: Policy) -> None:
-        run = self.run
         if self.ahead is not None:  # no weights change under a rollout
             self.ahead.future.result()
+        folder = self.run.directory if self.run and not self.run.dry else self.exchange.folder
         try:
-            base = (self.exchange.folder if run.dry else run.directory) / "base"
-            target = self.exchange.write(full, run.step, base, run.args.exchange_adapter)
+            target = self.exchange.write(full, self.step, folder / "base", self.args.exchange_adapter)
         except UsageError as problem:
             raise ServersGone(str(problem)) from None
         self.servers.load(target)
@@ -136,19 +154,17 @@ class ServedPolicy:
             self.is_asleep = False
 
     # -------------------------------------------------------------------------------------------------- sampling
-    def _sample(
-        self, prompts: list[list[int]], uniforms: Tensor, allowed: list[list[int]] | None
-    ) -> tuple[Completions, int]:
-        return self.servers.sample(prompts, self.run.args, self.ends, uniforms, allowed), self.run.step
+    def _sample(self, request: Request, allowed: list[list[int]] | None) -> tuple[Completions, int]:
+        return self.servers.sample(request.prompts, self.args, self.ends, request.noise, allowed), self.step
 
-    def _sample_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> None:
-        future = self.servers.start(prompts, self.run.args, self.ends, uniforms)
-        self.ahead = Ahead(prompts, uniforms, self.run.step, future)
+    def _sample_ahead(self, request: Request) -> None:
+        future = self.servers.start(request.prompts, self.args, self.ends, request.noise)
+        self.ahead = Ahead(request, self.step, future)
 
-    def _is_ahead(self, prompts: list[list[int]], uniforms: Tensor) -> bool:
-        """Whether just this is being sampled."""
-        ahead = self.ahead
-        return ahead is not None and ahead.prompts == prompts and torch.equal(ahead.uniforms, uniforms)
+    def _is_ahead(self, request: Request) -> bool:
+        """Whether servers answer just this request."""
+        known = self.ahead and self.ahead.request
+        return known is not None and known.prompts == request.prompts and torch.equal(known.noise, request.noise)
 
     def _take_ahead(self) -> tuple[Completions, int]:
         assert self.ahead is not None
@@ -157,7 +173,7 @@ class ServedPolicy:
 
     def _diagnosis(self, rollout: SampledBatch, limit: float) -> str:
         """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
-        precision = str(compute_dtype(self.run.args)).removeprefix("torch.")
+        precision = str(compute_dtype(self.args)).removeprefix("torch.")
         for url, settings in self.servers.settings():
             dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
             if dtype != precision:
@@ -165,13 +181,12 @@ class ServedPolicy:
                     f"{url} computes in {dtype}, this run in {precision}: start it with --dtype {precision}, or allow "
                     f"the gap by a --max_sampling_kl above it"
                 )
-        is_restricted = getattr(self.run.args, "shrink_head", False)  # to labels, which servers score no text by
-        if self.run.args.temperature != 1 or rollout.sampling_gap is None or is_restricted:
+        if self.args.temperature != 1 or rollout.sampling_gap is None or self.only_labels:  # servers score whole texts
             return "check that servers have the run's model and --dtype, and reset their prefix caches"
         first = rollout.select(slice(0, CHECKED_ROWS))
         texts = [ids[mask].tolist() for ids, mask in zip(first.input_ids, first.attention_mask)]
         gap = rollout.sampling_gap[: len(first), : first.action_mask.shape[1]]
-        is_bypassed = self.run.args.sampling_correction == "none"
+        is_bypassed = self.args.sampling_correction == "none"
         pi = first.logprobs + gap if is_bypassed else first.logprobs  # (b, T-1) of the trainer's pass
         found = self.servers.score(texts)
         if not found:
@@ -190,14 +205,14 @@ class ServedPolicy:
 
     def _suspect(self) -> str:
         """Why a server may have other weights than it was given."""
-        if self.run.args.exchange_adapter:
+        if self.args.exchange_adapter:
             return "an adapter's name was used before, or its base is not that of this run; restart it on the same base"
         return "does another trainer use it? restart it on the model that this run starts from"
 
     # ----------------------------------------------------------------------------------------------------- ranks
     def _connect(self) -> None:
         """Find the servers. Raises: RunFailure when one samples from another distribution than the run's."""
-        args = self.run.args
+        args = self.args
         model, started_from = self.policy.model, [name for name, _ in self.policy.loaded.values()]
         unties = would_untie(model, self.policy.adapters) and not would_untie(model, started_from)
         if unties and not args.exchange_adapter:
@@ -209,7 +224,7 @@ class ServedPolicy:
         try:
             for url, settings in self.servers.settings():
                 mode = settings.get("logprobs_mode")
-                is_other = args.temperature != 1 or getattr(args, "shrink_head", False)
+                is_other = args.temperature != 1 or self.only_labels
                 if is_other and mode not in (None, "processed_logprobs"):
                     raise RunFailure(
                         f"--rollout_server {url} reports log-probabilities of another distribution than it samples "
@@ -223,22 +238,18 @@ class ServedPolicy:
     def _on_first(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""
         answer: tuple[Any, UsageError | None] | None = None
-        if self.run.is_first:
+        if self.ranks.is_first:
             try:
                 answer = work(), None
             except UsageError as problem:
                 answer = None, problem
-        result, raised = self.run.broadcast(answer)
+        result, raised = self.ranks.broadcast(answer)
         if raised is not None:
             raise raised
         return result
 
 
-def serve(run: Run[Any], policy: Policy, tokenizer: Any) -> ServedPolicy | None:
-    """The policy on the servers of `--rollout_server`; None when this process samples itself."""
-    return ServedPolicy(run, policy, tokenizer) if run.args.rollout_server else None
-
-
-def of_all_ranks(parts: Sequence[Any]) -> tuple[list[list[int]], Tensor]:
-    """What all ranks ask for, in their order."""
-    return [prompt for prompts, _ in parts for prompt in prompts], torch.cat([uniforms for _, uniforms in parts])
+def join_requests(requests: Sequence[Request]) -> Request:
+    """The requests of all ranks as one, in their order."""
+    prompts = [prompt for request in requests for prompt in request.prompts]
+    return Request(prompts, torch.cat([request.noise for request in requests]))

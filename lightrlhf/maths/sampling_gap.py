@@ -66,13 +66,16 @@ CORRECTIONS: dict[str, Correction] = {
 }
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, kind: str, bound: float) -> Tensor:
+def importance_weights(log_ratio: Tensor | None, mask: Tensor, kind: str, bound: float) -> Tensor | None:
     """Weight of each action in the loss, in the type of `log_ratio` and without a gradient, 0 elsewhere: (B, T-1).
 
     log_ratio: (B, T-1) of log pi - log mu, both at the temperature of sampling and over the same tokens, mu finite at
-    actions (mask, bool). kind: a name of `CORRECTIONS`; bound: C, above 1, infinity for none. A weight is
-    exactly 1 where pi = mu, and never NaN, since a ratio that overflows is out of bounds.
+    actions (mask, bool); None where mu is pi. kind: a name of `CORRECTIONS`, or none; bound: C, above 1, infinity for
+    none. A weight is exactly 1 where pi = mu, and never NaN, since a ratio that overflows is out of bounds. None stands
+    for weights that are all 1.
     """
+    if log_ratio is None or kind == "none":
+        return None
     level, cut = CORRECTIONS[kind]
     return torch.where(mask, cut(level(of_actions(log_ratio, mask)), bound).to(log_ratio), 0.0)
 

@@ -85,6 +85,7 @@ def make_rewards(
     if args.audit_function:
         state = run.resumed["extra"].get("audit") if run.resumed else None
         rewards.audit = RewardAudit(args, run.ranks, state)
+    run.on_end(rewards.close)
     return rewards
 
 

@@ -47,6 +47,12 @@ class Rewards:
             failures=self.failures,
         )
 
+    def close(self) -> None:
+        """End the processes in which functions are called; a later call starts new ones."""
+        for scorer in [*self.scorers, *([self.audit.scorer] if self.audit else [])]:
+            if isinstance(scorer, FunctionScorer):
+                scorer.close()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the audit, as plain values."""
         return {"audit": self.audit.state() if self.audit else None}

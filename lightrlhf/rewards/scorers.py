@@ -161,6 +161,12 @@ class FunctionScorer:
         values, self.failures = self.ranks.once(lambda: (self._scored(samples), self.failures))
         return values
 
+    def close(self) -> None:
+        """End the processes in which the function is called, if there are any."""
+        if self.workers:
+            self.workers.close()
+            self.workers = None
+
     def _scored(self, samples: Sequence[Sample]) -> list[float | None]:
         responses = [as_seen(sample, self.takes_messages) for sample in samples]
         self.failures = Counter()

@@ -19,7 +19,7 @@ from helpers.rollouts import advantages_of
 from lightrlhf import judge, ppo, refuel, rm
 from lightrlhf.demo.votes import tally
 from lightrlhf.evaluation.answers import perplexity
-from lightrlhf.generation.rollout import response_kl, rollout_metrics
+from lightrlhf.generation.rollout_metrics import response_kl, rollout_metrics
 from lightrlhf.maths import head as heads
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
@@ -378,7 +378,7 @@ def rollout_of(g: torch.Generator, rows: int = 4, width: int = 8) -> ppo.Rollout
 
 
 class OneRank:
-    args = None  # read where servers sampled, of which no rollout here is
+    args = ranks = None  # read where servers sampled, of which no rollout here is
     world_size = 1
     total = staticmethod(float)
     sum_over_ranks = staticmethod(lambda tensor: tensor)

@@ -62,8 +62,8 @@ def exact_entropy(policy: Policy, prompt: list[int], response: list[int], temper
 
 
 @torch.no_grad()
-def sampled_by_others(policy: Policy, prompts, responses, truncated, temperature: float) -> Rollout:
-    """A rollout of other weights than the policy's, so that ratios are not 1, weighed as where servers sampled."""
+def sampled_by_others(policy: Policy, prompts, responses, truncated, temperature: float) -> tuple[Rollout, Tensor]:
+    """A rollout of other weights than the policy's, so that ratios are not 1, and weights as where servers sampled."""
     torch.manual_seed(2)
     rollout = rollout_of(prompts, responses, truncated=truncated)
     mask, noise = rollout.action_mask, torch.randn(2, *rollout.action_mask.shape)
@@ -71,13 +71,12 @@ def sampled_by_others(policy: Policy, prompts, responses, truncated, temperature
         rollout.logprobs[row][mask[row]] = exact_logprobs(policy, *response, temperature)
     rollout.ref_logprobs = torch.where(mask, rollout.logprobs + 0.5 * noise[0], 0.0)
     rollout.logprobs = torch.where(mask, rollout.logprobs + 0.2 * noise[1], 0.0)
-    rollout.correction = torch.where(mask, 0.25 + 1.5 * torch.rand(mask.shape), 0.0)
-    return rollout
+    return rollout, torch.where(mask, 0.25 + 1.5 * torch.rand(mask.shape), 0.0)
 
 
-def numbers_in(rollout: Rollout, row: int) -> list[list[float]]:
+def numbers_in(rollout: Rollout, correction: Tensor, row: int) -> list[list[float]]:
     """Of each token of a response its log-probabilities under policy and reference, and its weight."""
-    columns = (rollout.logprobs, rollout.ref_logprobs, rollout.correction)
+    columns = (rollout.logprobs, rollout.ref_logprobs, correction)
     return [column[row][rollout.action_mask[row]].tolist() for column in columns]
 
 

@@ -14,7 +14,8 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import joined
 from lightrlhf.data.scores import Scores
-from lightrlhf.generation.rollout import generate_rollout, row_means
+from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.generation.rollout_metrics import row_means
 from lightrlhf.grpo import (
     GRPOArgs,
     GRPOBatch,
@@ -47,7 +48,7 @@ def grpo_args(**changes) -> GRPOArgs:
 
 
 def rollout():
-    return dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP)
+    return dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP, num_groups=3)
 
 
 def scores_of(*parts: list[float]) -> Scores:
@@ -60,7 +61,7 @@ def scores_of(*parts: list[float]) -> Scores:
 def batch_of(args: GRPOArgs, seed: int = 0) -> GRPOBatch:
     torch.manual_seed(seed)
     scores = scores_of([1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0])
-    return estimate_advantages(args, rollout(), scores, 3)
+    return estimate_advantages(args, rollout(), scores)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def policy(base_model, tokenizer):
 def gradients_of(policy, args: GRPOArgs, batch: GRPOBatch) -> dict[str, torch.Tensor]:
     run = RunOfOneStep(args, policy=policy)
     policy.zero_grad()
-    update_minibatch(run, policy, dataclasses.replace(batch), args.load_loss(), 3)
+    update_minibatch(run, policy, dataclasses.replace(batch), args.load_loss())
     policy.zero_grad()
     return run.gradients["policy"]
 
@@ -137,7 +138,7 @@ def test_ranks_add_up_to_the_gradient_of_one(name, policy):
             run = RunOfOneStep(args, policy=policy)
             run.ranks = Rank(index, whole)
             policy.zero_grad()
-            update_minibatch(run, policy, batch.select(part), args.load_loss(), 3)
+            update_minibatch(run, policy, batch.select(part), args.load_loss())
             policy.zero_grad()
             if whole:
                 for key, value in run.gradients["policy"].items():
@@ -192,9 +193,9 @@ def test_rewards_to_go_and_whitening_make_reinforce_plus_plus():
 
 def test_whitened_advantages_of_equal_scores_are_exactly_zero():
     args = grpo_args(advantage="none", normalize_advantages=True)
-    many = dataclasses.replace(rollout_of(PROMPTS * 12, RESPONSES * 12), group=GROUP.repeat(12))
+    many = dataclasses.replace(rollout_of(PROMPTS * 12, RESPONSES * 12), group=GROUP.repeat(12), num_groups=3)
     for score in (0.1, 0.2, 0.3, 0.6, 0.7, 0.9):
-        batch = estimate_advantages(args, many, scores_of([score] * 96), 3)
+        batch = estimate_advantages(args, many, scores_of([score] * 96))
         assert batch.advantages.abs().max() == 0
 
 
@@ -205,7 +206,7 @@ def test_each_reward_can_be_normalised_before_the_sum():
     scores = scores_of(large, small)
     total = torch.tensor([1000.0, 1.0, 0, 0, 0, 0, 0, 0])
     scores = dataclasses.replace(scores, total=total, weights=torch.tensor([1.0, 2.0]))
-    batch = estimate_advantages(args, rollout(), scores, 3)
+    batch = estimate_advantages(args, rollout(), scores)
     found = batch.advantages[:3, :].sum(1) / batch.action_mask[:3].sum(1)
     root = 0.5**0.5
     third = 3**0.5 / 3
@@ -217,13 +218,14 @@ def test_each_reward_can_be_normalised_before_the_sum():
 def test_a_response_whose_other_reward_failed_is_in_no_baseline(advantage):
     """As if it had not been sampled; nor is a response in one whose reward, of weight 0, is beyond float32."""
     accuracy, failing = [0.0, 0.0, 1.0, 0.0, 1.0], [0.2, 0.9, 0.4, 0.5, math.nan]
-    whole = dataclasses.replace(rollout_of([[5]] * 5, [[6]] * 5), group=torch.zeros(5, dtype=torch.int64))
+    one_group = {"group": torch.zeros(5, dtype=torch.int64), "num_groups": 1}
+    whole = dataclasses.replace(rollout_of([[5]] * 5, [[6]] * 5), **one_group)
     args = grpo_args(normalize_each_reward=True, advantage=advantage)
 
     def found(rollout, weights: tuple[float, ...], *rewards: list[float]) -> list[float]:
         scores = scores_of(*rewards)
         scores = dataclasses.replace(scores, total=scores.parts[:, :2].sum(1), weights=torch.tensor(weights))
-        return estimate_advantages(args, rollout, scores, 1).advantages[:, 0].tolist()
+        return estimate_advantages(args, rollout, scores).advantages[:, 0].tolist()
 
     expected = found(whole.select(slice(0, 4)), (1.0, 1.0), accuracy[:4], failing[:4])
     assert found(whole, (1.0, 1.0), accuracy, failing) == pytest.approx([*expected, 0.0])
@@ -239,12 +241,12 @@ def test_normalised_rewards_decide_whether_a_group_has_a_signal():
     scores = dataclasses.replace(scores, weights=torch.tensor([1.0, 2.0]))
     for changes, expected in (({}, [0, 1, 2]), ({"normalize_each_reward": True}, [1, 2])):
         args = grpo_args(**changes)
-        assert find_equal_groups(RunOfOneStep(args), rollout(), scores, 3) == expected
+        assert find_equal_groups(RunOfOneStep(args), rollout(), scores).tolist() == expected
 
 
 def test_a_score_beyond_float32_is_no_score():
     scores = scores_of([math.inf, 0.0, 0.5, 0, 0, 0, 0, 0])
-    batch = estimate_advantages(grpo_args(), rollout(), scores, 3)
+    batch = estimate_advantages(grpo_args(), rollout(), scores)
     assert not batch.action_mask[0].any() and batch.advantages.isfinite().all() and batch.advantages[2].max() > 0
 
 
@@ -254,16 +256,16 @@ def test_length_is_penalised_softly_and_cut_responses_can_be_left_out():
     lengths = torch.tensor([len(row) for row in RESPONSES])
     expected = -2.0 * ((lengths - 2) / 4).clamp(0, 1) - made.truncated.float()
     assert torch.allclose(penalize_length(args, made, torch.zeros(8)), expected)
-    filtered = estimate_advantages(grpo_args(overlong_filter=True), made, scores_of([1.0, 0.0, 0.5, 0, 0, 0, 0, 0]), 3)
+    filtered = estimate_advantages(grpo_args(overlong_filter=True), made, scores_of([1.0, 0.0, 0.5, 0, 0, 0, 0, 0]))
     assert not filtered.action_mask[1].any() and filtered.advantages[0].max() > 0
 
 
 def test_groups_without_two_scores_are_found():
     run = RunOfOneStep(grpo_args())
     equal = scores_of([1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.0, 5.0])
-    assert find_equal_groups(run, rollout(), equal, 3) == [0, 2]
+    assert find_equal_groups(run, rollout(), equal).tolist() == [0, 2]
     unscored = scores_of([1.0, math.nan, math.nan, 0.0, 1.0, 0.0, 0.0, 5.0])
-    assert find_equal_groups(run, rollout(), unscored, 3) == [0, 2]
+    assert find_equal_groups(run, rollout(), unscored).tolist() == [0, 2]
 
 
 def test_rollouts_of_different_widths_are_joined():
@@ -276,7 +278,7 @@ def test_rollouts_of_different_widths_are_joined():
 
 def test_minibatches_keep_groups_together_and_hold_every_row_once():
     batch = batch_of(grpo_args())
-    parts = list(minibatches(batch, 4, 8, 3, torch.Generator().manual_seed(1)))
+    parts = list(minibatches(batch, 4, 8, torch.Generator().manual_seed(1)))
     assert len(parts) == 2
     seen = torch.cat([part.logprobs[part.action_mask] for part in parts])
     assert sorted(seen.tolist()) == sorted(batch.logprobs[batch.action_mask].tolist())
@@ -285,7 +287,7 @@ def test_minibatches_keep_groups_together_and_hold_every_row_once():
 
 def test_a_mean_score_as_divisor_refuses_scores_below_zero():
     with pytest.raises(RunFailure, match="maxrl divides by the mean score of a prompt, .* is -1.0; give scores"):
-        estimate_advantages(grpo_args(advantage="maxrl"), rollout(), scores_of([-1.0] + [0.0] * 7), 3)
+        estimate_advantages(grpo_args(advantage="maxrl"), rollout(), scores_of([-1.0] + [0.0] * 7))
 
 
 # ---------------------------------------------------------------------------------------------------------- programs

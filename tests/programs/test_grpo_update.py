@@ -53,14 +53,14 @@ def policy():
 
 
 @pytest.fixture(scope="module")
-def rollout(policy) -> Rollout:
-    made = sampled_by_others(policy, PROMPTS, RESPONSES, TRUNCATED, 0.7)
-    return dataclasses.replace(made, group=torch.tensor(GROUP))
+def sampled(policy) -> tuple[Rollout, torch.Tensor]:
+    rollout, correction = sampled_by_others(policy, PROMPTS, RESPONSES, TRUNCATED, 0.7)
+    return dataclasses.replace(rollout, group=torch.tensor(GROUP), num_groups=GROUPS), correction
 
 
-def rows_in(rollout: Rollout) -> list[Row]:
+def rows_in(sampled: tuple[Rollout, torch.Tensor]) -> list[Row]:
     given = zip(PROMPTS, RESPONSES, GROUP, SCORES, TRUNCATED)
-    return [Row(*one, *numbers_in(rollout, i)) for i, one in enumerate(given)]
+    return [Row(*one, *numbers_in(*sampled, i)) for i, one in enumerate(given)]
 
 
 # --------------------------------------------------------------------------------------------------------- the papers
@@ -141,9 +141,9 @@ def loss_of(args: GRPOArgs, policy, rows: list[Row]):
     return total
 
 
-def expected_policy(args: GRPOArgs, policy, rollout: Rollout, run: RunOfSteps, step: int):
+def expected_policy(args: GRPOArgs, policy, sampled: tuple, run: RunOfSteps, step: int):
     """The policy after the update, in float64."""
-    policy, rows = exact(policy), set_advantages(args, rows_in(rollout))
+    policy, rows = exact(policy), set_advantages(args, rows_in(sampled))
     count = GROUPS * SIZE // args.mini_batch_size
     for epoch in range(args.ppo_epochs):
         place = torch.randperm(GROUPS, generator=run.generator(step, epoch, -2)).tolist()
@@ -175,15 +175,16 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
-def test_an_update_equals_one_in_float64(given, policy, rollout):
+def test_an_update_equals_one_in_float64(given, policy, sampled):
     sizes = {"num_generations": SIZE, "rollout_size": GROUPS, "mini_batch_size": 6, "micro_batch_size": 3}
     paths = {"data_dir": "x", "model_name": "tiny", "reward_function": ["x:y"]}
     args = GRPOArgs(**(paths | sizes | {"max_new_tokens": LONGEST, "temperature": 0.7} | given))
     trained, step = copy.deepcopy(policy), 5
     run = RunOfSteps(args, RATE, policy=trained)
     scores = scores_of(SCORES)
-    batch = estimate_advantages(args, rollout, scores, GROUPS)
-    update(run, trained, batch, args.load_loss(), GROUPS, step)
-    expected = changes(policy, expected_policy(args, policy, rollout, run, step), RATE)
+    rollout, correction = sampled
+    batch = estimate_advantages(args, rollout, scores, correction)
+    update(run, trained, batch, args.load_loss(), step)
+    expected = changes(policy, expected_policy(args, policy, sampled, run, step), RATE)
     # a weight near 1 is stored to 6e-8, which the rate makes 3e-6 in each of up to 4 steps
     assert_same_gradients(expected, changes(policy, trained, RATE), atol=1.5e-5)

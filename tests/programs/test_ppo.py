@@ -13,10 +13,11 @@ from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, l
 from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import ppo
-from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import response_batch
-from lightrlhf.generation.rollout import rollout_metrics, score_logprobs
+from lightrlhf.generation.rollout import score_logprobs
+from lightrlhf.generation.rollout_metrics import rollout_metrics
+from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths.macro_actions import fixed
 from lightrlhf.maths.ops import gae, policy_loss, whiten
 from lightrlhf.models import packing, roles
@@ -25,7 +26,6 @@ from lightrlhf.ppo import (
     PPOArgs,
     PPOBatch,
     bound_scores,
-    check_start,
     estimate_advantages,
     load_critic,
     main,
@@ -272,17 +272,6 @@ def test_minibatches_hold_every_row_once_and_are_as_many_on_every_rank(rows, siz
     assert max(map(len, parts)) <= size
 
 
-def test_a_policy_that_differs_from_its_reference_before_the_first_update_stops_the_run():
-    rollout = rollout_of(PROMPTS, RESPONSES)
-    with pytest.raises(RunFailure, match="before the first update"):
-        check_start(rollout)
-    rollout.ref_logprobs = torch.full_like(rollout.logprobs, math.nan)
-    with pytest.raises(RunFailure, match="before the first update"):
-        check_start(rollout)
-    rollout.ref_logprobs = rollout.logprobs
-    check_start(rollout)
-
-
 # ------------------------------------------------------------------------------------------------------- the program
 SMALL = ["--max_steps", "2", "--rollout_size", "8", "--mini_batch_size", "8", "--micro_batch_size", "4"]
 SMALL += ["--rollout_mini_batch_size", "4", "--max_new_tokens", "8", "--log_interval", "1", "--eval_interval", "2"]
@@ -415,8 +404,8 @@ def test_actor_critic_reference_and_reward_model_compute_packed_texts(
         return found
 
     monkeypatch.setattr(roles.Role, "_inputs", noted)
-    sample = ppo.sample_rollout
-    monkeypatch.setattr(ppo, "sample_rollout", lambda *given: packed.clear() or sample(*given))  # leaves out the trials
+    sample = RolloutSampler.sample
+    monkeypatch.setattr(RolloutSampler, "sample", lambda *given: packed.clear() or sample(*given))  # not of the trials
     monkeypatch.setattr(packing, "MOST_COST", 9.0)  # whether it pays or not
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     main([*flags, "--rm_experiment_dir", rm_dir, *SMALL, "--eval_interval", "0", *CPU])

@@ -59,7 +59,7 @@ def roles():
 
 
 @pytest.fixture(scope="module")
-def rollout(roles) -> Rollout:
+def sampled(roles) -> tuple[Rollout, torch.Tensor]:
     return sampled_by_others(roles[0], PROMPTS, RESPONSES, TRUNCATED, 0.7)
 
 
@@ -115,11 +115,11 @@ def loss_of(args: PPOArgs, actor, critic, rows: list[Row]):
     return policy_loss / count, args.vf_coeff * value_loss / count, kl / count
 
 
-def expected_roles(args: PPOArgs, roles, rollout: Rollout, run: RunOfSteps) -> tuple:
+def expected_roles(args: PPOArgs, roles, sampled: tuple, run: RunOfSteps) -> tuple:
     """Actor and critic after the update, in float64, and how many steps it had."""
     actor, critic = map(exact, roles)
     given = zip(PROMPTS, RESPONSES, SCORES, TRUNCATED)
-    rows = [Row(*one, *numbers_in(rollout, i)) for i, one in enumerate(given)]
+    rows = [Row(*one, *numbers_in(*sampled, i)) for i, one in enumerate(given)]
     scored = [row for row in rows if not math.isnan(row.score)]
     set_advantages(args, scored, critic)
     steps = 0
@@ -147,19 +147,20 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
-def test_an_update_equals_one_in_float64(given, roles, rollout):
+def test_an_update_equals_one_in_float64(given, roles, sampled):
     sizes = {"rollout_size": 6, "mini_batch_size": 6, "micro_batch_size": 3, "max_new_tokens": 7, "temperature": 0.7}
     args = PPOArgs(**({"data_dir": "x", "model_name": "tiny", "reward_function": ["x:y"]} | sizes | given))
     actor, critic = map(copy.deepcopy, roles)
     run = RunOfSteps(args, RATE, policy=actor, critic=critic)
     scores = scores_of(SCORES)
+    rollout, correction = sampled
     total = bound_scores(args, rollout, scores).total
     scored = rollout.masked(~total.isnan())
     rewards = token_rewards(scored, total, args.init_kl_coeff, args.kl_estimator)
     segments, _ = segment_responses(args, scored, torch.zeros(6, 4), None, None)
-    batch = estimate_advantages(args, scored, rewards, predict_values(critic, scored, 4), segments)
+    batch = estimate_advantages(args, scored, rewards, predict_values(critic, scored, 4), segments, correction)
     steps = update(run, actor, critic, batch, STEP)["policy/updates"]
-    *expected, expected_steps = expected_roles(args, roles, rollout, run)
+    *expected, expected_steps = expected_roles(args, roles, sampled, run)
     assert steps == expected_steps and (steps < args.ppo_epochs * 6 / args.mini_batch_size) == (args.max_kl is not None)
     for before, after, reference in zip(roles, (actor, critic), expected):
         assert_same_gradients(changes(before, reference, RATE), changes(before, after, RATE), atol=1e-5)

@@ -156,7 +156,7 @@ def test_the_penalty_is_taken_off_the_reward_and_a_state_has_its_last_token_s_va
     batch = response_batch([[5, 6], [7]], [[3], [4, 2]], 0)
     played = SimpleNamespace(rewards=torch.tensor([1.0, 2.0]))
     log_ratio = torch.tensor([[0.2, 0.4], [0.0, -1.0]])
-    charged = reflect_rl.penalized_rewards(SimpleNamespace(init_kl_coeff=0.5), played, log_ratio)
+    charged = reflect_rl.penalize_rewards(SimpleNamespace(init_kl_coeff=0.5), played, log_ratio)
     assert charged.tolist() == pytest.approx([0.7, 2.5])
     assert reflect_rl.state_values(lambda input_ids, attention_mask: input_ids, batch).tolist() == [6.0, 7.0]
 

@@ -1,0 +1,85 @@
+"""The log of episodes that a policy learned from, and their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightrlhf.data.splits import Row
+from lightrlhf.envs.episodes import Episode, PlayedBatch, rates_by_level
+from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
+from lightrlhf.training.run import Metrics, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def log_episodes(
+    run: Run[Any],
+    episodes: Sequence[Episode],
+    played: PlayedBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    group_size: int,
+    log_ratio: Tensor | None,
+    **columns: Tensor,
+) -> None:
+    """Log whole episodes, a row each; log_ratio: (B, T-1) of their decisions, columns: `advantages` and others, (B,).
+
+    The first prompt is the row's prompt; its response has each action and, between them, the next whole prompt.
+    """
+    kept = episodes[: num_logged(run, len(episodes))]
+    if not kept:
+        return
+    with writing_rollouts(run):
+        rows = []
+        for number, episode in enumerate(kept):
+            at = (played.episode == number).nonzero()[:, 0]
+            numbers = {name: [[x] for x in column[at].tolist()] for name, column in columns.items()}
+            if log_ratio is not None:
+                numbers["log_ratio"] = [log_ratio[i][played.action_mask[i]].tolist() for i in at]
+            rows.append(episode_row(episode, tokenizer, number // group_size, numbers))
+        append_rollouts(run, rows)
+
+
+def episode_row(
+    episode: Episode, tokenizer: PreTrainedTokenizerBase, group: int, numbers: dict[str, list[list[float]]]
+) -> Row:
+    """An episode as a row of `rollouts.jsonl`; numbers: for each decision one, or one of each token of its action."""
+    shown = [[], *(one.prompt_ids for one in episode.decisions[1:])]
+    acted = [one.response_ids for one in episode.decisions]
+
+    def spread(values: Sequence[Sequence[Any]]) -> list[Any]:
+        """Values of the actions' tokens, with 0 for each token that was shown before an action."""
+        row = []
+        for before, action, own in zip(shown, acted, values):
+            row += [0] * len(before) + (list(own) if len(own) == len(action) else [*own] * len(action))
+        return row
+
+    score = sum(one.reward for one in episode.decisions)
+    return rollout_row(
+        tokenizer,
+        episode.decisions[0].prompt_ids,
+        [token for prompt, action in zip(shown, acted) for token in (*prompt, *action)],
+        group=group,
+        mask=spread([[1]] * len(acted)),
+        score=score,
+        rewards={"environment": score},
+        columns={name: getattr(episode, name) for name in ("task", "level", "success", "cost")},
+        log_ratio=spread(numbers["log_ratio"]) if "log_ratio" in numbers else None,
+        advantages=spread(numbers["advantages"]),
+        values=spread(numbers["values"]) if "values" in numbers else None,
+    )
+
+
+def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
+    """Success, cost, length and invalid actions; neither the entropy bonus nor the KL penalty enters them."""
+    overall, by_level = rates_by_level(episodes, levels, run.sum_over_ranks, run.device)
+    logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
+    entropy = run.total(-sum(logprobs)) / max(run.total(len(logprobs)), 1.0)
+    metrics = {"objective/score": overall.pop("reward"), "objective/entropy": entropy}
+    metrics |= {f"episodes/{name}": value for name, value in overall.items()}
+    for level, row in by_level.items():
+        metrics |= {f"success/{level}": row["success"], f"cost/{level}": row["cost"]}
+    return metrics

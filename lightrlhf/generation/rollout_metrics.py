@@ -1,0 +1,79 @@
+"""Metrics of rollouts over all ranks: of a step's samples and their scores, and of answers to held-out prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrlhf.data.batch import Rollout
+from lightrlhf.data.scores import Scores
+from lightrlhf.generation.rollout import gap_metrics
+from lightrlhf.maths.ops import masked_mean
+from lightrlhf.rewards.audit import RewardAudit
+from lightrlhf.training.rollout_log import log_samples, rollout_rows
+from lightrlhf.training.run import Metrics, Run
+
+
+def response_kl(rollout: Rollout) -> Tensor:
+    """k1 estimate of the KL to the reference, summed over each response, in nats: (B,); NaN without a reference."""
+    return ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
+
+
+def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Tensor) -> Metrics:
+    """Means over the responses of all ranks; scores: (B,), NaN where there is none, rewards: (B, T-1).
+
+    Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
+    means over all that were sampled, so the rollout is the one with the actions of them all.
+    """
+    entropy = -masked_mean(rollout.logprobs, rollout.action_mask, 1)
+    columns = [response_kl(rollout), entropy, rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
+    kl, entropy_mean, length, truncated, valid = row_means(run, columns, torch.ones_like(rollout.truncated))
+    metrics = {
+        "objective/kl": kl,
+        "objective/entropy": entropy_mean,
+        "objective/valid_ratio": valid,
+        "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
+        "completions/mean_length": length,
+        "completions/truncated_ratio": truncated,
+        "completions/eos_ratio": 1 - truncated,
+    } | gap_metrics(run.ranks, rollout, run.args)
+    score, reward = row_means(run, [scores, rewards.sum(1)], ~scores.isnan())
+    return {"objective/score": score, "objective/reward": reward} | metrics
+
+
+def reward_metrics(run: Run[Any], scores: Scores, audit: RewardAudit | None) -> Metrics:
+    """`reward/{name}`: means over the responses of all ranks to which a reward gave a number; how many failed.
+
+    And the audit of the step, which may warn.
+    """
+    means = {}
+    for name, part in scores.by_name().items():
+        (means[f"reward/{name}"],) = row_means(run, [part], ~part.isnan())
+    return means | failure_metrics(run, scores) | (audit.compare(run.step + 1, scores) if audit else {})
+
+
+def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
+    """`reward/timeouts` and the like: responses of all ranks that have no score because a function failed."""
+    return {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
+
+
+def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metrics:
+    """Means over held-out responses of all ranks, as in `rollout_metrics`; keeps the first ones in `samples.jsonl`."""
+    columns = [response_kl(rollout), rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
+    means = row_means(run, columns, torch.ones_like(rollout.truncated))
+    if run.is_first and run.args.log_rollouts:
+        log_samples(run, rollout_rows(rollout, run.args.log_rollouts, scores))
+    metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
+    return dict(zip(("val/score",), row_means(run, [scores], ~scores.isnan()))) | metrics
+
+
+def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list[float]:
+    """Mean of each column (B,) over the counted rows of all ranks, (B,) bool; NaN where there is none."""
+    values = torch.stack([column.float() for column in columns], 1)  # (B, C)
+    kept = torch.where(counted[:, None], values, torch.zeros_like(values))  # NaN times 0 would be NaN
+    *sums, count = run.sum_over_ranks(torch.cat([kept.sum(0), counted.sum()[None].float()])).tolist()
+    return [total / count if count else math.nan for total in sums]

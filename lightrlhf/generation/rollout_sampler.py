@@ -1,0 +1,149 @@
+"""The sampler of a run's rollouts: which prompts, which random numbers, in this process or on rollout servers.
+
+Prompts and noise follow from the step and the seed alone, so a resumed run needs no state of the sampler, and servers
+can be asked for the next rollout while this one is learned from (`--max_staleness 1`). The first rollout is compared
+with what policy and reference give it, which start from the same weights.
+
+Left out: importance weights of servers' responses, which are a line of the loop (`maths.sampling_gap`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.data.batch import Batch, Rollout
+from lightrlhf.data.splits import Row
+from lightrlhf.generation.rollout import (
+    generate_rollout,
+    make_rollout,
+    measure_gap,
+    prompt_ids,
+    refuse_gap,
+    sampled_batch,
+    score_logprobs,
+    store_sampling,
+)
+from lightrlhf.generation.served import Request, ServedPolicy
+from lightrlhf.models.sharding import unsharded
+from lightrlhf.training.run import Run
+from lightrlhf.training.start import Start
+from lightrlhf.training.start_check import check_start
+
+
+class RolloutSampler:
+    """Samples `responses` responses to each prompt of a step, with the weights that are trained.
+
+    model: the policy as `run.setup` returned it; reference: None leaves `ref_logprobs` NaN.
+    Raises: RunFailure when a server cannot be used, UsageError when weights cannot be written for it.
+    """
+
+    def __init__(
+        self, run: Run[Any], model: nn.Module, reference: nn.Module | None, start: Start[Any, Row], responses: int = 1
+    ) -> None:
+        self.run, self.model, self.reference = run, model, reference
+        self.tokenizer, self.prompts, self.responses = start.tokenizer, start.rows, responses
+        self.served = ServedPolicy(run.args, start.policy, start.tokenizer, run) if run.args.rollout_server else None
+        self._drawn: list[int] = []  # the prompt of each group of the step
+        self._group: list[int] = []  # of each of this rank's rows
+        store_sampling(start.policy, run.args, start.tokenizer)
+
+    def sample(self, step: int) -> Rollout:
+        """This rank's rollout of a step, counted from 0; the responses to a prompt are next to each other.
+
+        Where ranks share rows evenly, a group may lie on two. Raises: RunFailure when log-probabilities of the first
+        rollout are not those of the weights; ServersGone when no server is left.
+        """
+        run, ahead = self.run, None
+        if run.args.max_staleness and step + 1 < run.order.planned_steps:
+            rows, noise = self._draw(self._prompts_of(step + 1), step + 1)
+            ahead = Request(prompt_ids(rows), noise)
+        self._drawn, self._group = self._prompts_of(step), []
+        rollout = self._respond(self._drawn, range(len(self._drawn)), (step,), ahead)
+        if step == 0:
+            self._check_start(rollout)
+        return rollout
+
+    def replace(self, step: int, number: int, groups: Tensor) -> Rollout:
+        """Responses to other prompts, drawn with replacement, for groups (G,) of the step; number: of the round.
+
+        Their rows stand behind those of the other groups from now on.
+        """
+        run, replaced = self.run, groups.tolist()
+        size, generator = len(self.prompts), run.generator(step, number, -1)
+        drawn = torch.randint(size, (len(replaced),), generator=generator).tolist()
+        self._group = [group for group in self._group if group not in {*replaced}]
+        return self._respond(drawn, replaced, (step, number))
+
+    def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
+        """A response to each of the first `--eval_iters` batches of held-out prompts, by the same noise each time."""
+        run, args = self.run, self.run.args
+        rows = run.eval_rows(rows, args.rollout_mini_batch_size)
+        return self._generate(run.shard(rows), run.noise(len(rows), args.max_new_tokens, -1))
+
+    # -------------------------------------------------------------------------------------------------- drawing
+    def _prompts_of(self, step: int) -> list[int]:
+        """Indices of the prompts of a step, on all ranks."""
+        return self.run.global_batch(range(len(self.prompts)), step, self.run.args.rollout_size)
+
+    def _draw(self, drawn: Sequence[int], *key: int) -> tuple[list[Row], Tensor]:
+        """This rank's rows of the drawn prompts, each as often as it has responses, and their noise (B, length)."""
+        rows = self.run.shard([self.prompts[i] for i in drawn for _ in range(self.responses)])
+        return rows, self.run.noise(len(drawn) * self.responses, self.run.args.max_new_tokens, *key)
+
+    def _respond(
+        self, drawn: Sequence[int], groups: Sequence[int], key: tuple[int, ...], ahead: Request | None = None
+    ) -> Rollout:
+        """Responses to the drawn prompts, numbered as `groups`, which from now on are among the groups of the step."""
+        own = self.run.shard([group for group in groups for _ in range(self.responses)])
+        prompt_of = dict(zip(groups, drawn))
+        self.run.name_batch(drawn, own=[prompt_of[group] for group in own])  # errors in sampling name these
+        rollout = self._generate(*self._draw(drawn, *key), ahead)
+        for group, prompt in prompt_of.items():
+            self._drawn[group] = prompt
+        self._group += own
+        self.run.name_batch(self._drawn, own=[self._drawn[group] for group in self._group])
+        return dataclasses.replace(rollout, group=torch.tensor(own).to(rollout.group), num_groups=len(self._drawn))
+
+    # ------------------------------------------------------------------------------------------------- sampling
+    def _generate(self, rows: Sequence[Row], noise: Tensor, ahead: Request | None = None) -> Rollout:
+        run, args = self.run, self.run.args
+        with run.autocast():
+            if self.served is None:
+                settings = (args, self.tokenizer, noise, args.rollout_mini_batch_size)
+                return generate_rollout(self.model, self.reference, rows, *settings)
+            rollout = self._ask(self.served, rows, noise, ahead)
+        if not rollout.staleness:
+            refuse_gap(self.served, rollout)
+        return rollout
+
+    def _ask(self, served: ServedPolicy, rows: Sequence[Row], noise: Tensor, ahead: Request | None) -> Rollout:
+        """A rollout that servers sample, with the gap between their log-probabilities and those of this process."""
+        args, prompts = self.run.args, prompt_ids(rows)
+        sampled, staleness = served.sample(Request(prompts, noise), ahead)
+        batch = sampled_batch(prompts, sampled, self.tokenizer.pad_token_id, self.run.device)
+        with unsharded(getattr(self.model, "module", self.model)):
+            scored = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
+        batch = dataclasses.replace(measure_gap(batch, scored, args.sampling_correction), staleness=staleness)
+        settings = (self.tokenizer, self.reference, args.temperature, args.rollout_mini_batch_size)
+        return make_rollout(batch, rows, sampled, *settings)
+
+    def _check_start(self, rollout: Rollout) -> None:
+        """Compare the first rollout with the reference's log-probabilities, without one with those of a forward pass.
+
+        The pass is without groups, as those that gave the rollout's log-probabilities: packed otherwise they round
+        differently.
+        """
+        args, other, name = self.run.args, rollout.ref_logprobs, "the reference's"
+        if self.reference is None:
+            batch, name = rollout.extend(Batch, group=None), "those of a forward pass"
+            with self.run.autocast(), unsharded(getattr(self.model, "module", self.model)):
+                other = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
+        logprobs = rollout.logprobs
+        if rollout.sampling_gap is not None and args.sampling_correction == "none":  # a server's; their gap is checked
+            logprobs = logprobs + rollout.sampling_gap
+        check_start(float((logprobs - other).abs().max()), 1e-2, name)
