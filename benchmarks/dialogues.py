@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.inputs import SIZES, write_models
-from lightrlhf.cli.groups import DecodingArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, FrozenArgs
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.generation.dialogues import Dialogue, roll_out, user_turn_ids
 from lightrlhf.models.loading import load_policy
@@ -59,7 +59,7 @@ def main() -> None:
         name = f"{folder}/policy"
         tokenizer = load_tokenizer(None, name)
         tokenizer.chat_template = TEMPLATE
-        policy = load_policy(name, ModelArgs(), tokenizer).eval()
+        policy = load_policy(name, FrozenArgs(), tokenizer).eval()
     sampling = DecodingArgs(max_new_tokens=args.max_new_tokens)
     openings = []
     for index in range(args.num_dialogues):

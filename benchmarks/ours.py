@@ -40,14 +40,14 @@ def train(work: dict[str, Any], gate: Gate) -> None:
 
 def generate(work: dict[str, Any], gate: Gate) -> None:
     """Run the generation engine on all prompts, `samples` times each."""
-    from lightrlhf.cli.groups import DecodingArgs, ModelArgs
+    from lightrlhf.cli.groups import DecodingArgs, FrozenArgs
     from lightrlhf.data.splits import load_prompts
     from lightrlhf.generation.engine import generate
     from lightrlhf.models.loading import load_policy
     from lightrlhf.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(work["data"])
-    policy = load_policy(work["model"], ModelArgs(), tokenizer).to(work["device"])
+    policy = load_policy(work["model"], FrozenArgs(), tokenizer).to(work["device"])
     prompts = [row["input_ids"].tolist() for row in load_prompts(work["data"], "train")]
     prompts = [prompt for prompt in prompts for _ in range(work["samples"])]
     args = DecodingArgs(max_new_tokens=work["max_new_tokens"])

@@ -26,7 +26,7 @@ import torch
 
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.lists import pairs, texts
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.tokens import decode, encode_prompt
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     envs = [make_env(args.env, **read_options(args.env_options)) for _ in range(args.num_envs)]
     starts = (envs[0].starts("train") * args.num_envs)[: args.num_envs]
     tokenizer = load_tokenizer(None, sources[0])
-    policy, reflector = (load_policy(source, ModelArgs(), tokenizer).eval() for source in sources)
+    policy, reflector = (load_policy(source, FrozenArgs(), tokenizer).eval() for source in sources)
     ratios = {}
     for way in args.ways:
         acting = ActingArgs(**WAYS[way])

@@ -141,9 +141,9 @@ class DPOLossArgs(TrainArgs, StartArgs):
     """Length correction: reward per token that is attributed to length alone (R-DPO)."""
     rpo_alpha: float = at_least(0, 0.0, needs={"loss_type": LOSSES}, show="rarely")
     """Weight of the chosen response's negative log-likelihood per token, added to the loss (RPO)."""
-    max_length: int | None = at_least(1, None)
+    max_length: int | None = at_least(1, None, show="rarely")
     """Longest prompt with response, in tokens; the rest is truncated."""
-    max_prompt_length: int | None = at_least(1, None)
+    max_prompt_length: int | None = at_least(1, None, show="rarely")
     """Longest prompt, in tokens."""
     truncation_mode: Literal["keep_end", "keep_start"] = flag("keep_end", show="rarely")
     """End of a prompt that truncation to `max_prompt_length` keeps."""

@@ -34,7 +34,7 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
-from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, ModelArgs, SealArgs
+from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file, check_folder
@@ -248,7 +248,7 @@ def evaluate_policy(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Results of a language model and one record per prompt (prompt, response, scores)."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
     batch_size = args.rollout_mini_batch_size
     results: dict[str, Any] = {}
     if Path(data_dir, f"finetune_{args.split}.pt").is_file():
@@ -262,7 +262,7 @@ def evaluate_policy(
     reference_dir, flag = reference_of(args, name)
     reference = policy
     if reference_dir is not None:
-        reference = load_policy(reference_dir, ModelArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
+        reference = load_policy(reference_dir, FrozenArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
         has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
         if has_reward and Path(data_dir, f"preference_{args.split}.pt").is_file():
             pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
@@ -312,7 +312,7 @@ def evaluate_reward_model(
     """Accuracy (ties half), loss and margin of a reward model on pairs, and one record per pair."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     source = resolve(name, "--experiment_dir")
-    model = load_scalar(source, ModelArgs(), tokenizer, args.seed, "--experiment_dir")
+    model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
     model = model.requires_grad_(False).eval().to(device)
     pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):

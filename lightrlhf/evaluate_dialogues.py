@@ -20,7 +20,7 @@ import torch
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, ModelArgs, SealArgs
+from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
@@ -117,7 +117,7 @@ def hold_dialogues(
 ) -> list[Dialogue]:
     """Dialogues of `num_turns` turns between a model and the user, one from each opening."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
     check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
     return roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.rollout_mini_batch_size)
 

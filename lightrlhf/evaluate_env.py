@@ -19,7 +19,7 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, positive, random_seed
-from lightrlhf.cli.groups import DryRunArgs, ModelArgs
+from lightrlhf.cli.groups import DryRunArgs, FrozenArgs
 from lightrlhf.cli.lists import pairs, paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.envs import check_option, make_env, prompts, read_options
@@ -180,7 +180,7 @@ def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.dev
     name, given, slots = args.experiment_dir[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
     reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
     tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
-    policy = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
     sampled = acting_args(name, read_options(args.acting))
     loaded = None if reflector_dir in (None, "none") else load_reflector(reflector_dir, sampled, slots, device)
 

@@ -19,7 +19,7 @@ import torch
 
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, between, check_args, flag
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import writes_date
@@ -226,7 +226,7 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def model_args(args: ExportArgs) -> ModelArgs:
-    return ModelArgs(trust_remote_code=args.trust_remote_code)
+    return FrozenArgs(trust_remote_code=args.trust_remote_code)
 
 
 def auto_class(source: str) -> Any:

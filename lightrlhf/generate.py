@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
-from lightrlhf.cli.groups import DecodingArgs, DeviceArgs, DryRunArgs, ModelArgs, SealArgs, ServerArgs
+from lightrlhf.cli.groups import DecodingArgs, DeviceArgs, DryRunArgs, FrozenArgs, SealArgs, ServerArgs
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse
@@ -275,7 +275,7 @@ class Local:
 
     def __init__(self, args: GenerateArgs, device: torch.device) -> None:
         self.tokenizer = load_tokenizer(args.data_dir, args.model_name, verify=args.verify)
-        models = ModelArgs(trust_remote_code=args.trust_remote_code)
+        models = FrozenArgs(trust_remote_code=args.trust_remote_code)
         self.policy: Policy = load_policy(args.model_name, models, self.tokenizer).eval().to(device)
         self.scorer = reward_model(args, device)
 

@@ -96,9 +96,9 @@ class GRPOArgs(
     """Responses per prompt (K)."""
     rollout_size: int = at_least(1, 16)
     """Prompts per rollout and device."""
-    rollout_mini_batch_size: int = at_least(1, 32)
+    rollout_mini_batch_size: int = at_least(1, 32, show="rarely")
     """Slots of the generation engine, and at most so many rows per scoring pass."""
-    ppo_epochs: int = at_least(1, 1)
+    ppo_epochs: int = at_least(1, 1, show="rarely")
     """Passes over each rollout."""
     mini_batch_size: int = 128
     """Responses per optimiser step and device."""
@@ -114,7 +114,7 @@ class GRPOArgs(
         "std", when="maxrl", excludes={"normalize_each_reward": True}
     )
     """Baseline and scale: the group's mean and deviation, its mean, and the batch's deviation; see howto/algorithms."""
-    normalize_advantages: bool = False
+    normalize_advantages: bool = flag(False, show="rarely")
     """Whiten advantages over all tokens of the rollout of all ranks."""
     normalize_rewards: bool = flag(False, show="rarely")
     """Shift and scale a reward model's scores by the mean and deviation stored with it."""
@@ -128,15 +128,15 @@ class GRPOArgs(
     """Weight of a token in the loss: the same for all, or the same for all responses or prompts."""
     clip_coeff: float = positive(0.2)
     """Lower clip range of the ratio, which is 1 - this; of 1 and more there is no lower bound."""
-    clip_coeff_high: float | None = positive(None)
+    clip_coeff_high: float | None = positive(None, show="rarely")
     """Upper clip range of the ratio, which is 1 + this; that of `clip_coeff` when not given."""
     dual_clip: float | None = above(1, None, remedy="3 is usual", needs={"loss_type": "clip"}, show="rarely")
     """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
     init_kl_coeff: float = at_least(0, 0.0)
     """Weight of the KL penalty; 0 needs no reference model and logs no KL."""
-    kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff")
+    kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff", show="rarely")
     """KL of a response in its reward, or KL of each token in the loss."""
-    missing_eos_penalty: float = at_least(0, 0.0)
+    missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
     """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
     overlong_buffer: int = at_least(0, 0, show="rarely")
     """Last tokens below `max_new_tokens` over which a penalty of length grows from 0 to `overlong_penalty` (DAPO)."""
@@ -144,7 +144,7 @@ class GRPOArgs(
     """Penalty of a response of `max_new_tokens`, with `overlong_buffer`."""
     overlong_filter: bool = flag(False, show="rarely")
     """Keep truncated responses out of the loss; they stay in their group's baseline."""
-    resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1})
+    resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1}, show="rarely")
     """Times that groups whose scores are equal are replaced by other prompts (DAPO's dynamic sampling)."""
 
     def _check(self) -> None:

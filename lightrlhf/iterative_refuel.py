@@ -29,7 +29,7 @@ import torch
 from lightrlhf import refuel
 from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, save_split
@@ -171,7 +171,7 @@ def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
 
 def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Sequence[Dialogue]) -> Policy:
     """A policy in eval mode that knows the tokens of these dialogues."""
-    frozen = ModelArgs(trust_remote_code=args.trust_remote_code)
+    frozen = FrozenArgs(trust_remote_code=args.trust_remote_code)
     policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))
     check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
     return policy

@@ -31,7 +31,7 @@ from lightrlhf import annotate, dpo, generate, sft
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import ModelArgs, RewardArgs, SamplingArgs, ServerArgs
+from lightrlhf.cli.groups import FrozenArgs, RewardArgs, SamplingArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import epoch_order
 from lightrlhf.data.responses import ROW
@@ -93,15 +93,15 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
     """Reward subtracted per token of length, for `max_min_p`."""
-    training_step: Literal["dpo", "raft"] = "dpo"
+    training_step: Literal["dpo", "raft"] = flag("dpo", show="rarely")
     """Learn from pairs, or (raft) by cross-entropy from the best response to each prompt with unequal scores."""
     reference: Literal["initial", "moving"] = flag("initial", excludes={"ref_model": ...})
     """Reference policy: the initial policy (or `ref_model`), or the previous iteration's."""
-    responder: str = flag("last", check=check_responder)
+    responder: str = flag("last", check=check_responder, show="rarely")
     """Policy that responds: `last` (online), `initial` (offline, the initial policy), or the directory of another."""
-    rollout_mini_batch_size: int = at_least(1, 64)
+    rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
-    eval_prompts: int = at_least(1, 200)
+    eval_prompts: int = at_least(1, 200, show="rarely")
     """Prompts of the evaluation after each iteration: the first ones of the validation split."""
     epochs: int | None = None
     """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
@@ -296,7 +296,7 @@ def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFuncti
         return None
     args, tokenizer = it.args, it.tokenizer
     device = find_device(args.accelerator)
-    models = ModelArgs(trust_remote_code=args.trust_remote_code)
+    models = FrozenArgs(trust_remote_code=args.trust_remote_code)
     current, start = (load_policy(name, models, tokenizer).eval().to(device) for name in (it.policy, it.initial))
     check_vocabulary(rows, vocabulary_size(current), args.data_dir)
     noise = torch.rand(len(rows), args.max_new_tokens, generator=torch.Generator().manual_seed(args.seed))

@@ -92,7 +92,7 @@ class PPOArgs(
     """With `--finetune_mode lora`: all roles on one set of base weights where possible; not with fsdp or deepspeed."""
     rollout_size: int = at_least(1, 128)
     """Prompts per rollout and device."""
-    rollout_mini_batch_size: int = at_least(1, 32)
+    rollout_mini_batch_size: int = at_least(1, 32, show="rarely")
     """Slots of the generation engine, and at most so many rows per scoring pass."""
     ppo_epochs: int = at_least(1, 1)
     """Passes over each rollout."""
@@ -124,7 +124,7 @@ class PPOArgs(
     """Weight of the critic's loss."""
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy bonus in the policy's loss."""
-    gae_gamma: float = between(0, 1, 1.0)
+    gae_gamma: float = between(0, 1, 1.0, show="rarely")
     """Discount per token."""
     gae_lambd: float = between(0, 1, 0.95)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
@@ -140,13 +140,13 @@ class PPOArgs(
     """A macro action's value: mean of its tokens' values (weighted to the last or first), the last or first one."""
     normalize_rewards: bool = flag(True, show="rarely")
     """Shift and scale scores by the mean and deviation stored with the reward model."""
-    normalize_advantages: bool = True
+    normalize_advantages: bool = flag(True, show="rarely")
     """Whiten advantages over the rollout of all ranks."""
     clip_rewards: bool = flag(True, show="rarely")
     """Clip scores to +-`reward_clip_value`."""
     reward_clip_value: float = positive(5.0, show="rarely")
     """Largest absolute score after normalisation."""
-    missing_eos_penalty: float = at_least(0, 0.0)
+    missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
     """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
 
     def _check(self) -> None:

@@ -71,7 +71,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Environment: dangerous_taxi, auto_explore, alfworld, or your own `package.module:Class`."""
     env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value, such as pickup_bonus=1."""
-    horizon: int | None = at_least(1, None)
+    horizon: int | None = at_least(1, None, show="rarely")
     """Maximum steps of an episode; the environment's own limit when not given."""
     reflect_experiment_dir: str | None = flag(None, check=check_model_exists)
     """Experiment dir or checkpoint of the reflector; without it the policy acts alone."""
@@ -81,9 +81,9 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Iterations; when not given, `epochs` passes over the training starts."""
     rollout_size: int = at_least(1, 64)
     """Episodes per iteration and device."""
-    num_envs: int = at_least(1, 64)
+    num_envs: int = at_least(1, 64, show="rarely")
     """Environments played at once."""
-    rollout_mini_batch_size: int = at_least(1, 64)
+    rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
     """Maximum prompts per forward pass while playing, and slots of the reflector's generation engine."""
     num_generations: int = at_least(1, 1, excludes={"use_critic": True})
     """K, episodes from the same start; above 1 advantages are normalised in a group, and whitening is switched off."""
@@ -91,15 +91,15 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Subtract a critic's value of the state from the return."""
     shared_critic: bool = flag(False, needs={"use_critic": True}, show="rarely")
     """Make the critic a linear head on the policy's last hidden state instead of a model of its own."""
-    gae_gamma: float = between(0, 1, 1.0)
+    gae_gamma: float = between(0, 1, 1.0, show="rarely")
     """Discount per decision."""
     gae_lambd: float = between(0, 1, 1.0, needs={"use_critic": True}, show="rarely")
     """GAE's lambda; below 1 needs `use_critic`."""
-    normalize_advantages: bool = True
+    normalize_advantages: bool = flag(True, show="rarely")
     """Whiten the advantages of an iteration over all ranks; ignored when `num_generations` is above 1."""
     learning_rate: float = positive(2e-4)
     """Peak learning rate of the policy."""
-    critic_learning_rate: float = positive(1e-3)
+    critic_learning_rate: float = positive(1e-3, show="rarely")
     """Peak learning rate of the critic."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
@@ -111,13 +111,13 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Passes over an iteration's decisions, for ppo."""
     clip_coeff: float = positive(0.1)
     """Clip range of the probability ratio, for ppo."""
-    entropy_coeff: float = at_least(0, 0.0)
+    entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy of the choice in the loss; it enters no reward and no metric."""
     init_kl_coeff: float = at_least(0, 0.0)
     """Weight of the log-ratio to the starting policy, subtracted from each reward before advantages are estimated."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
-    replay_buffer_size: int = at_least(0, 0, excludes={"devices": ..., "num_nodes": ...})
+    replay_buffer_size: int = at_least(0, 0, excludes={"devices": ..., "num_nodes": ...}, show="rarely")
     """Past successful episodes to keep; each iteration replays as many of them as it plays. 0 keeps none."""
     replay_importance: bool = flag(True, show="rarely")
     """Weight a replayed decision by the ratio of its probabilities now and when played, at most 2; otherwise by 1."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import positive
-from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, StartArgs, TensorParallelArgs, TrainArgs
+from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, FrozenArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleaved
@@ -190,7 +190,7 @@ def load_reward_model(
         source, flag = starting_model(args)
         reward_model = load_scalar(source, args, tokenizer, args.seed, flag)
     else:
-        reward_model = critic_from(as_policy(policy, ModelArgs(), tokenizer), args, args.seed)
+        reward_model = critic_from(as_policy(policy, FrozenArgs(), tokenizer), args, args.seed)
     if args.loss_type == "pair":
         config: Any = reward_model.model.config
         config.compares_pairs = True

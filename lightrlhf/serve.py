@@ -27,7 +27,7 @@ import torch
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, at_least, between, check_args, flag
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.loading import find_device, load_policy
@@ -152,7 +152,7 @@ def run_own(args: ServeArgs, source: str) -> None:
 def load_engine(args: ServeArgs, source: str) -> Engine:
     """The model on its device."""
     tokenizer = load_tokenizer(None, source)
-    policy = load_policy(source, ModelArgs(trust_remote_code=args.trust_remote_code), tokenizer)
+    policy = load_policy(source, FrozenArgs(trust_remote_code=args.trust_remote_code), tokenizer)
     is_adapter = (Path(source) / ADAPTER_CONFIG).is_file()
     return Engine(
         policy.to(find_device(args.accelerator)),

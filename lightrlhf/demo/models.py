@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import DecodingArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, FrozenArgs, ModelArgs
 from lightrlhf.data.batch import Rollout, response_batch, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.macro_parsers import make_parser, parsed_segments, token_ends
@@ -101,7 +101,7 @@ class ModelCache:
         verify: bool = True,
     ) -> None:
         self.folders, self.device, self.capacity = list(folders), device, capacity
-        self.model_args, self.data_dir, self.reference_dir = model_args or ModelArgs(), data_dir, reference_dir
+        self.model_args, self.data_dir, self.reference_dir = model_args or FrozenArgs(), data_dir, reference_dir
         self.verify = verify
         self.lock = threading.Lock()
         self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first

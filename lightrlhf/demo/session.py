@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import ModelArgs, SamplingArgs
+from lightrlhf.cli.groups import FrozenArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
@@ -76,7 +76,7 @@ class DemoBackend:
     @classmethod
     def open(cls, args: DemoArgs) -> DemoBackend:
         """Backend of the flags. Raises: UsageError when an experiment dir has a reward model or is not one."""
-        model_args = ModelArgs(
+        model_args = FrozenArgs(
             trust_remote_code=args.trust_remote_code,
             load_in_8bit=args.load_in_8bit,
             load_in_4bit=args.load_in_4bit,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.fields import at_least, between, flag
-from lightrlhf.cli.groups import DecodingArgs, ModelArgs, SamplingArgs
+from lightrlhf.cli.groups import DecodingArgs, FrozenArgs, SamplingArgs
 from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.envs import TextEnv, prompts
@@ -58,7 +58,7 @@ class ActingArgs(SamplingArgs):
     """Show the earlier actions and their results."""
     reflect_prob: float = between(0, 1, 1.0, show="rarely")
     """Share of decisions on which the reflector comments."""
-    reflect_max_new_tokens: int = at_least(1, 100)
+    reflect_max_new_tokens: int = at_least(1, 100, show="rarely")
     """Longest comment, end token included."""
     reflect_do_sample: bool = flag(False, show="rarely")
     """Sample comments; when false take the most likely one, generated once for each observation."""
@@ -293,6 +293,6 @@ def load_reflector(
     """
     source = resolve(name, "--reflect_experiment_dir")
     tokenizer = load_tokenizer(None, source)
-    frozen = ModelArgs(trust_remote_code=trust_remote_code)
+    frozen = FrozenArgs(trust_remote_code=trust_remote_code)
     model = load_policy(source, frozen, tokenizer, "--reflect_experiment_dir").requires_grad_(False).eval()
     return Reflector(model.to(device), tokenizer, args, num_slots)

@@ -17,7 +17,7 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.fields import Args, flag
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import Row
 from lightrlhf.evaluation.benchmarks import alpaca_eval, arena_hard, mt_bench
@@ -113,9 +113,9 @@ def write_for(args: Any, data_dir: str, device: torch.device) -> list[dict[str, 
         check_kind(args.harness, name, holds_reward_model(source))
         tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
         if args.harness == "rewardbench":
-            model: Any = load_scalar(source, ModelArgs(), tokenizer, args.seed, "--experiment_dir")
+            model: Any = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
         else:
-            model = load_policy(name, ModelArgs(), tokenizer, "--experiment_dir")
+            model = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir")
         folder = harness_folder(args, name)
         with writing(folder):
             make_folder(folder)

@@ -44,7 +44,7 @@ class PairArgs(RunArgs, SamplingArgs, UserArgs, DialogueArgs):
     """Whose dialogue precedes the trained turn: the policy's own, or the data's."""
     turn: Literal["random", "last"] = "random"
     """Turn that is trained: uniform up to the horizon, or the last turn alone."""
-    validation_percentage: float = at_least(0, 0.05, below=0.5, remedy="try 0.05")
+    validation_percentage: float = at_least(0, 0.05, below=0.5, remedy="try 0.05", show="rarely")
     """Share of dialogues whose pairs go into the validation split; the test split gets the same share."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.fields import at_least
+from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed, seeded_noise
 from lightrlhf.data.chat import render
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 class DialogueArgs(RewardArgs):
     """Dialogues and their scores."""
 
-    rm_chat_template: bool = False
+    rm_chat_template: bool = flag(False, show="rarely")
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
-    total_length: int = at_least(1, 2048)
+    total_length: int = at_least(1, 2048, show="rarely")
     """Longest dialogue up to the trained turn, in tokens; longer ones are dropped."""
-    rollout_mini_batch_size: int = at_least(1, 64)
+    rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
     """Slots of the generation engine, and at most so many rows per pass of the reward model."""
-    eval_dialogues: int = at_least(0, 100)
+    eval_dialogues: int = at_least(0, 100, show="rarely")
     """Dialogues of each evaluation: the first ones of the validation split; 0 switches evaluation off."""
 
 

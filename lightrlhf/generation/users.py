@@ -14,7 +14,7 @@ import torch
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.fields import at_least, flag, positive
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import ModelArgs, SamplingArgs
+from lightrlhf.cli.groups import FrozenArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt
@@ -166,7 +166,7 @@ def load_user(args: UserArgs, device: torch.device, num_slots: int) -> User:
         return ServedUser(servers, args.user_temperature, args.user_max_new_tokens)
     if args.user_model:
         tokenizer = load_tokenizer(None, args.user_model)
-        policy = load_policy(args.user_model, ModelArgs(), tokenizer, "--user_model").eval().to(device)
+        policy = load_policy(args.user_model, FrozenArgs(), tokenizer, "--user_model").eval().to(device)
         sampling = SamplingArgs(max_new_tokens=args.user_max_new_tokens, temperature=args.user_temperature)
         return ModelUser(policy, tokenizer, sampling, num_slots)
     return recorded_user

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
@@ -128,8 +128,8 @@ def _merged_from(folder: str) -> PreTrainedModel:
     is_scalar = holds_reward_model(folder)
     auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     options: dict[str, Any] = {"num_labels": 1} if is_scalar else {}
-    model, _, loaded = load_model(auto_class, folder, "the adapter", ModelArgs(merge=True), None, **options)
-    choose_trainable(model, ModelArgs(), loaded, "")  # merges
+    model, _, loaded = load_model(auto_class, folder, "the adapter", FrozenArgs(merge=True), None, **options)
+    choose_trainable(model, FrozenArgs(), loaded, "")  # merges
     return model
 
 

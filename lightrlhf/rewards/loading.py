@@ -13,7 +13,7 @@ from torch import nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
@@ -187,7 +187,7 @@ def load_scorer(
         model, tokenizer = _load_custom(source, flag)
         config = model.config
     else:
-        frozen = ModelArgs(trust_remote_code=trust_remote_code)
+        frozen = FrozenArgs(trust_remote_code=trust_remote_code)
         model = load_scalar(source, frozen, None, 0, flag, needs_head=single, backbone=backbone, may_be_encoder=True)
         config = model.model.config
         if hasattr(model.model, "score") or model.shares:

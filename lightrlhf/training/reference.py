@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preference_batch, unpaired_batch
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
 from lightrlhf.maths.preference import REFERENCE_FREE
@@ -147,7 +147,7 @@ def reference_logps(
             run.args.ref_model,
             verify=run.args.verify,
         )  # refuses a model with another tokenizer
-        plain = ModelArgs(trust_remote_code=run.args.trust_remote_code, base_dtype=run.args.base_dtype)
+        plain = FrozenArgs(trust_remote_code=run.args.trust_remote_code, base_dtype=run.args.base_dtype)
         reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
         check_vocabulary(rows, vocabulary_size(reference), run.args.data_name)
         check_positions(rows, reference, run.args.data_name)

@@ -12,7 +12,7 @@ from lightrlhf.cli.fields import Args, at_least, flag
 class DeviceArgs(Args):
     """Devices (Lightning Fabric)."""
 
-    accelerator: str = "auto"
+    accelerator: str = flag("auto", show="rarely")
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
     devices: int = at_least(1, 1)
     """Processes on this machine, one device each."""

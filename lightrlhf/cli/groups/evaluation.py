@@ -25,7 +25,7 @@ def best_metric(keep_best: str, flag: str = "--keep_best") -> tuple[str, bool]:
 class EvalArgs(Args):
     """Evaluation during training."""
 
-    eval_interval: int = at_least(0, 100)
+    eval_interval: int = at_least(0, 100, show="rarely")
     """Steps between evaluations on validation data; 0: none."""
     eval_iters: int | None = at_least(1, None, show="rarely")
     """Micro-batches per evaluation; all data when not given."""

@@ -29,7 +29,7 @@ class ModelArgs(Args):
     """Train all weights, last layer and head, or adapters."""
     lora_rank: int = at_least(1, 8)
     """Rank of the adapters."""
-    lora_alpha: float = positive(16.0)
+    lora_alpha: float = positive(16.0, show="rarely")
     """Scale of the adapters: alpha / rank."""
     lora_dropout: float = at_least(0, 0.0, below=1, excludes={"disable_dropout": True}, show="rarely")
     """Dropout on the input of the adapters."""
@@ -61,15 +61,17 @@ class ModelArgs(Args):
         needs={"finetune_mode": "lora"},
         excludes={"init_lora_weights": PARTS} | QUANTISED,
         packages={True: "bitsandbytes"},
+        show="rarely",
     )
     """Frozen weights in 4 bits (nf4), with `finetune_mode` lora."""
     base_dtype: Literal["float32", "bfloat16"] = flag(
         "float32",
         needs={"finetune_mode": "lora"},
         excludes={"load_in_8bit": True, "load_in_4bit": True, "init_lora_weights": PARTS, "strategy": SHARDED},
+        show="rarely",
     )
     """Dtype in which frozen weights are held with `finetune_mode` lora; products follow `precision` all the same."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = flag(False, show="rarely")
     """Recompute activations in the backward pass: less memory, more time."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = flag(
         "sdpa",
@@ -94,6 +96,20 @@ class ModelArgs(Args):
     def _check(self) -> None:
         if self.init_lora_weights == "orthogonal" and self.lora_rank % 2:
             raise ValueError(f"--init_lora_weights orthogonal needs an even rank, not --lora_rank {self.lora_rank}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenArgs(ModelArgs):
+    """How a model is loaded that nothing trains: what saves memory needs no adapters."""
+
+    load_in_8bit: bool = flag(False, needs={})
+    """Weights in 8 bits (bitsandbytes)."""
+    load_in_4bit: bool = flag(False, needs={})
+    """Weights in 4 bits (nf4)."""
+    base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
+    """Dtype in which weights are held."""
+    merge: bool = flag(False, needs={})
+    """Merge adapters into the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

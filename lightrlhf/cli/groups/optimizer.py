@@ -28,13 +28,13 @@ class OptimizerArgs(Args):
     """Decay of the second moment."""
     optimizer_eps: float = positive(1e-6, show="rarely")
     """Added to the denominator of the optimiser's step."""
-    weight_decay: float = at_least(0, 0.0)
+    weight_decay: float = at_least(0, 0.0, show="rarely")
     """Decoupled weight decay of matrices, not of biases and norms."""
     gradient_clip_val: float = at_least(0, 1.0, show="rarely")
     """Largest global gradient norm; 0 switches clipping off."""
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = flag("cosine", show="rarely")
     """Learning-rate schedule (transformers.get_scheduler)."""
-    lr_warmup_ratio: float | None = between(0, 1, None)
+    lr_warmup_ratio: float | None = between(0, 1, None, show="rarely")
     """Share of all steps for a linear warm-up from 0."""
     lr_warmup_steps: int | None = at_least(0, None, show="rarely")
     """Steps of that warm-up, instead of `lr_warmup_ratio`."""

@@ -21,7 +21,7 @@ class RewardArgs(Args):
     """Experiment dir or checkpoint of the reward model."""
     reward_function: list[str] = flag([], unique=True, required="a scorer", show="first")
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
-    reward_weights: list[float] = flag([])
+    reward_weights: list[float] = flag([], show="rarely")
     """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
     reward_timeout: float = at_least(0, 0.0, show="rarely")
     """Seconds a function has for one response, each in a process that can be killed; 0 calls it here, without limit."""
@@ -54,7 +54,7 @@ class RewardArgs(Args):
 class AuditArgs(RewardArgs):
     """Reward."""
 
-    audit_function: str | None = None
+    audit_function: str | None = flag(None, show="rarely")
     """Python function `package.module:name` that also scores the samples and is never trained on; see `audit/score`."""
 
     def _check(self) -> None:

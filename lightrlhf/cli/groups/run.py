@@ -27,7 +27,7 @@ class RunArgs(DryRunArgs):
 
     experiment_name: str = flag("lightrlhf", show="rarely")
     """Folder below `log_dir` for the runs of one algorithm."""
-    log_dir: str = "logs"
+    log_dir: str = flag("logs", show="rarely")
     """Root folder of all experiment dirs."""
     output_dir: str | None = None
     """Experiment dir itself, new or empty, instead of one below `log_dir`."""
@@ -43,13 +43,13 @@ class RunArgs(DryRunArgs):
     """Examples per optimiser step and device."""
     micro_batch_size: int = at_least(1, 8)
     """Examples per forward and backward pass; never changes a gradient."""
-    save_interval: int = at_least(1, 500)
+    save_interval: int = at_least(1, 500, show="rarely")
     """Steps between checkpoints."""
     save_minutes: float = at_least(0, 15.0, show="rarely")
     """Minutes between checkpoints that are saved by time, besides those of `save_interval`; 0 disables this."""
     keep_last: int = at_least(0, 2, show="rarely")
     """Checkpoints to keep; 0 keeps all."""
-    log_interval: int = at_least(1, 5)
+    log_interval: int = at_least(1, 5, show="rarely")
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
     logger: Literal["tensorboard", "csv", "wandb"] = flag("tensorboard", packages={"wandb": "wandb"}, show="rarely")
     """Where metrics and some samples go besides the files of the run; wandb has an extra, csv has metrics alone."""
@@ -59,7 +59,7 @@ class RunArgs(DryRunArgs):
     """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", show="rarely")
     """Numbers of the weights in checkpoints; a resumed run goes on from its own exact ones all the same."""
-    push_to_hub: str | None = flag(None, check=check_repository)
+    push_to_hub: str | None = flag(None, check=check_repository, show="rarely")
     """Hub repository OWNER/NAME for the last checkpoint; private if it is new."""
 
     def _check(self) -> None:

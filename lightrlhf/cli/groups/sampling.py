@@ -22,9 +22,9 @@ class SamplingArgs(Args):
     """Longest response, end token included."""
     temperature: float = positive(1.0)
     """Divides the logits, in sampling and in log-probabilities."""
-    top_k: int = at_least(0, 0)
+    top_k: int = at_least(0, 0, show="rarely")
     """Sample among the k most likely tokens; 0 takes all."""
-    top_p: float = above(0, 1.0, most=1)
+    top_p: float = above(0, 1.0, most=1, show="rarely")
     """Sample among the most likely tokens of this total probability."""
     min_p: float = between(0, 1, 0.0, show="rarely")
     """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""

@@ -101,7 +101,7 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
 class AheadServerArgs(RolloutServerArgs):
     """Sampling on servers."""
 
-    max_staleness: Literal[0, 1] = flag(0, needs=WITH_SERVERS, excludes={"server_sleep": True})
+    max_staleness: Literal[0, 1] = flag(0, needs=WITH_SERVERS, excludes={"server_sleep": True}, show="rarely")
     """At 1 servers sample the next rollout while this one is learned from, by weights one step older."""
     server_sleep: bool = flag(False, needs=WITH_SERVERS, show="rarely")
     """Have servers free the accelerator's memory while this process learns, where both share one."""
