@@ -39,7 +39,7 @@ from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import load_rewards
-from lightrlhf.rewards.scorers import GroupScorer, score_rows
+from lightrlhf.rewards.scorers import GroupScorer, with_rewards
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, to_json
@@ -130,7 +130,7 @@ def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
     rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
     output = args.responses_file
     if args.dry_run:
-        try_first(args, rows, reward)
+        try_batch(args, rows, reward)
         return output
     if args.rm_experiment_dir or args.reward_function or reward:
         args.check_reward(reward)
@@ -146,7 +146,7 @@ def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
     return output
 
 
-def try_first(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | None) -> None:
+def try_batch(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | None) -> None:
     """Score the responses of one batch, and print the first row and the first pair."""
     tried = rows[: max(1, args.rollout_mini_batch_size // max(len(rows[0]["responses"]), 1))] if rows else []
     if not tried:
@@ -154,7 +154,7 @@ def try_first(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | Non
     started, output = time.perf_counter(), Path(args.responses_file)
     if args.rm_experiment_dir or args.reward_function or reward:
         args.check_reward(reward)
-        tried, output = scored(tried, make_scorer(args, reward)), args.rewards_file
+        tried, output = with_rewards(tried, make_scorer(args, reward)), args.rewards_file
     elif any("rewards" not in row for row in tried):
         raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")
     seconds = time.perf_counter() - started
@@ -177,11 +177,6 @@ def make_scorer(args: AnnotateArgs, reward: RewardFunctions | None) -> GroupScor
     return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
 
 
-def scored(rows: Sequence[Row], scorer: GroupScorer) -> list[Row]:
-    """The rows with `rewards`."""
-    return [{**row, "rewards": rewards} for row, rewards in zip(rows, score_rows(scorer, rows))]
-
-
 def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
 ) -> list[Row]:
@@ -189,7 +184,7 @@ def write_rewards(
     with JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
-            writer.extend(rows, CHUNK, partial(scored, scorer=make_scorer(args, reward)), "annotate")
+            writer.extend(rows, CHUNK, partial(with_rewards, scorer=make_scorer(args, reward)), "annotate")
         return writer.rows
 
 

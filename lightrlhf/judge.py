@@ -19,7 +19,6 @@ import hashlib
 import json
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from lightrlhf.rewards.scorers import FunctionScorer
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
-from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, show_trial
+from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, try_first
 
 CHUNK = 32  # pairs scored between two writes
 CRITERIA = {
@@ -157,10 +156,9 @@ def run(args: JudgeArgs) -> Row | list[str]:
     pairs, unmatched = matched(args)
     output = output_path(args)
     if args.dry_run:
-        tried, started = pairs[: args.rollout_mini_batch_size], time.perf_counter()
-        records = list((ask_model if args.judge == "openai" else compare_scores)(args)(tried))
-        show_trial(records[0], len(tried), len(pairs), "pairs", time.perf_counter() - started, output)
-        return summary(records, args.seed)
+        work = (ask_model if args.judge == "openai" else compare_scores)(args)
+        tried = pairs[: args.rollout_mini_batch_size]
+        return summary(try_first(work, tried, len(pairs), "pairs", output), args.seed)
     with JsonlWriter(output, settings_of(args)) as writer:
         check_records(writer.rows, output)
         if len(writer.rows) < len(pairs):

@@ -23,6 +23,7 @@ from lightrlhf.models.roles import ScalarModel, last_token
 from lightrlhf.rewards.encoding import Encoding, Sample, samples_of, samples_of_row
 from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
 from lightrlhf.rewards.workers import Workers
+from lightrlhf.storage.jsonl import Row
 from lightrlhf.training.ranks import LocalRanks, Ranks
 
 Groups = Sequence[Sequence[Sample]]
@@ -223,12 +224,17 @@ def score_rollout(scorer: GroupScorer, rollout: Rollout) -> Tensor:
     return torch.tensor(scores, device=rollout.input_ids.device)
 
 
-def score_rows(scorer: GroupScorer, rows: Sequence[dict[str, Any]]) -> list[list[float | None]]:
+def score_rows(scorer: GroupScorer, rows: Sequence[Row]) -> list[list[float | None]]:
     """Scores of the responses of rows as `lightrlhf.generate` writes them; None for a missing response."""
     samples = [samples_of_row(row) for row in rows]
     scored = scorer([[sample for sample in group if sample is not None] for group in samples])
     values = [iter(scores) for scores in scored]
     return [[None if sample is None else next(own) for sample in group] for group, own in zip(samples, values)]
+
+
+def with_rewards(rows: Sequence[Row], scorer: GroupScorer) -> list[Row]:
+    """Rows of responses with their scores under `rewards`."""
+    return [{**row, "rewards": rewards} for row, rewards in zip(rows, score_rows(scorer, rows))]
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers

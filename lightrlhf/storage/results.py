@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints, replacing, write_text
 from lightrlhf.storage.curves import Curve, smooth
 from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.jsonl import as_jsonl, stored_settings, to_json, write_jsonl
+from lightrlhf.storage.jsonl import Row, as_jsonl, stored_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
+from lightrlhf.storage.shards import WHOLE, Shard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Item = TypeVar("Item")
 USUAL_METRICS = (  # what a run is judged by: the first ones logged are those of the bar and of the demo's curve
     "objective/score",
     "objective/kl",
@@ -94,6 +97,26 @@ def show_trial(row: Mapping[str, Any], done: int, total: int, what: str, seconds
     whole = in_words(seconds * total / max(done, 1))
     print(f"\nthe first {done:,} of {total:,} {what} took {seconds:.1f} s, all of them {whole}")
     print(f"nothing was written; leave --dry_run out to write {output}", flush=True)
+
+
+def try_first(
+    work: Callable[[Sequence[Item]], Iterable[Row]],
+    tried: Sequence[Item],
+    total: int,
+    what: str,
+    output: Path | str,
+    shard: Shard = WHOLE,
+) -> list[Row]:
+    """Do the first items of a tool's work, and print the first row and what all would take; returns the rows.
+
+    total, what: number and kind of all items; shard: of a rank that shares them with others, which all do the same.
+    """
+    started = time.perf_counter()
+    rows = list(work(tried))
+    seconds = (time.perf_counter() - started) / shard.world_size
+    if shard.rank == 0:
+        show_trial(rows[0], len(tried), total, what, seconds, output)
+    return rows
 
 
 def show_row(row: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TensorParallelArgs, TrainArgs
 from lightrlhf.data.batch import mix_seed
+from lightrlhf.storage.shards import Shard
 from lightrlhf.training.watchdog import RankWatchdog
 
 Item = TypeVar("Item")
@@ -126,8 +127,7 @@ class Ranks:
     # ------------------------------------------------------------------------------------------- each rank's part
     def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
         """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
-        start, end = (len(rows) * r // self.world_size for r in (self.rank, self.rank + 1))
-        return list(rows[start:end])
+        return list(rows[Shard(self.rank, self.world_size).span(len(rows))])
 
     def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
         """This rank's micro-batches, padded with empty ones under `fsdp` so that all ranks run equally many passes.

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from datasets_prep.common import load_tokenizer as load_for_data
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.prompts import ids_of_prompt
 from lightrlhf.data.tokens import decode, encode_pair, encode_prompt, encode_response
 from lightrlhf.demo import models as demo_models
 from lightrlhf.demo.dialogue import prompt_of, user_turn
@@ -32,7 +33,6 @@ from lightrlhf.envs import prompts as env_prompts
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector
 from lightrlhf.envs.auto_explore import AutoExplore
 from lightrlhf.envs.episodes import Episode, Seat
-from lightrlhf.generate import ids_of_prompt
 from lightrlhf.generation import users
 from lightrlhf.generation.dialogues import Dialogue, user_turn_ids
 from lightrlhf.models.tokenizer import load_tokenizer

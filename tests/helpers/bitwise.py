@@ -33,8 +33,8 @@ def prepared_files(folder: Path) -> dict[str, str]:
 def batches(shared: Path) -> dict[str, Any]:
     """Orders of epochs, micro-batches of a split, subsets and the noise of sampling."""
     from lightrlhf.data.batch import epoch_order, finetune_batch, micro_batch_indices
+    from lightrlhf.data.prompts import subset
     from lightrlhf.data.splits import load_split
-    from lightrlhf.generate import subset
 
     rows = load_split(str(shared / "data"), "finetune", "train")
     order = epoch_order(len(rows), 42, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
@@ -12,13 +11,15 @@ from helpers import last_checkpoint, run_program
 from helpers.servers import status
 
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.data.prompts import subset
 from lightrlhf.data.splits import load_prompts, load_split
 from lightrlhf.data.tokens import decode
-from lightrlhf.generate import Shard, main, merge, shard_path, subset
+from lightrlhf.generate import main
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
 from lightrlhf.rewards.loading import reward_statistics
-from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.shards import Shard
 
 SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]
 
@@ -73,28 +74,6 @@ def test_a_killed_run_resumes_to_the_same_file(tmp_path, flags):
         (tmp_path / "rows.jsonl").write_bytes(whole[:kept])
         generated(tmp_path, flags)
         assert (tmp_path / "rows.jsonl").read_bytes() == whole, kept
-
-
-@pytest.mark.parametrize("after", range(3))
-def test_two_ranks_may_merge_at_the_same_time(after, tmp_path, monkeypatch):
-    """The second rank merges everything before the first one's renaming of a file, after so many others."""
-    output, settings, replace = tmp_path / "out.jsonl", {"seed": 1}, os.replace
-    for rank in (0, 1):
-        write_jsonl(shard_path(output, Shard(rank, 2)), [{"index": rank, "responses": ["a"], "truncated": [False]}])
-
-    renamed = []
-
-    def interrupted(source, target):
-        renamed.append(target)
-        if len(renamed) == after + 1:
-            merge(output, settings, Shard(1, 2), 2)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", interrupted)  # Path.replace calls it
-    merge(output, settings, Shard(0, 2), 2)
-    assert len(renamed) > after
-    assert [row["index"] for row in read_jsonl(output)] == [0, 1]
-    assert json.loads(output.with_suffix(".args.json").read_text()).items() >= settings.items()
 
 
 def test_shards_are_merged_by_the_last_one(tmp_path, flags, monkeypatch):

@@ -19,6 +19,7 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import samplers
 from lightrlhf.generation.rollout_servers import RolloutServers
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.shards import Shard
 
 SEAL = ("sha256", "bytes")
 SLOTS = 8  # of the server and of the local engine, which then do the same arithmetic
@@ -158,7 +159,7 @@ def test_flags_of_generate_that_cannot_be_meant_are_one_line(given, message, fla
 
 
 def test_ranks_of_torchrun_are_refused(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightrlhf.generate.start_ranks", lambda args: (generate.Shard(0, 2), None, None))
+    monkeypatch.setattr("lightrlhf.generate.start_ranks", lambda args: (Shard(0, 2), None, None))
     with pytest.raises(SystemExit):
         generated(tmp_path / "rows.jsonl", flags, "--rollout_server", "http://127.0.0.1:9")
     assert "one process asks all servers, here are 2" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Prompts to sample responses to, from prepared splits or from a JSONL file, as rows.
+
+A row has the `prompt`, a text or messages, or its ids as `prompt_ids`; its `index` among the chosen ones; and all other
+columns of the data. With answers it has the ids of those that the data gives, too: `ref_ids`, of pairs `rejected_ids`.
+
+Left out: prompts that are drawn while a program runs, as training does (`training/order.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import at_least, flag, random_seed
+from lightrlhf.cli.groups import SealArgs
+from lightrlhf.cli.paths import check_file
+from lightrlhf.data.responses import check_responses, is_prompt
+from lightrlhf.data.splits import check_data_folder, first_answer, load_split
+from lightrlhf.data.tokens import decode, encode_prompt, spelled_control
+from lightrlhf.storage.jsonl import Row, read_jsonl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptArgs(SealArgs):
+    """Prompts."""
+
+    data_dir: str | None = flag(None, check=check_data_folder, required="prompts", show="first")
+    """Folder of the `.pt` splits with the prompts."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Split of `data_dir`."""
+    prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
+    """Whose prompts of `data_dir`: by default those of `prompts_*.pt` where there are some, else of `finetune_*.pt`."""
+    prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
+    """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
+    num_prompts: int | None = at_least(1, 2000)
+    """Largest number of prompts, a random subset in the order of the data; `null` takes all."""
+    subset_seed: int = random_seed(1234, show="rarely")
+    """Seed of that subset."""
+
+    def _check(self) -> None:
+        if (self.data_dir is None) == (self.prompts_file is None):
+            raise ValueError("--data_dir or --prompts_file is required, and not both: the source of the prompts")
+
+
+def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> list[Row]:
+    """The chosen rows, in the order of the data.
+
+    with_answers: the data's own answers, too.
+    Raises: UsageError naming file and row when a prompt is neither text nor messages; when the data has no answers to
+    these prompts and they are wanted.
+    """
+    if args.data_dir is None:
+        rows = read_prompts(args.prompts_file or "")
+    else:
+        rows = prompts_of_data(args, args.data_dir, with_answers)
+    chosen = subset(len(rows), args.num_prompts, args.subset_seed)
+    return [{**rows[i], "index": number} for number, i in enumerate(chosen)]
+
+
+def read_prompts(file: str) -> list[Row]:
+    """All rows of a JSONL file, their prompts in the column `prompt`. Raises: UsageError naming the bad row."""
+    rows = [{**row, "prompt": prompt_of(row, f"{file}: row {n}")} for n, row in enumerate(read_jsonl(file), 1)]
+    check_responses(rows, file, (), ("prompt_ids",))
+    if not rows:
+        raise UsageError(f"--prompts_file {file} has no rows")
+    return rows
+
+
+def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
+    """The prompt of a row, in the column `prompt`, `context_messages` or `messages`. Raises: UsageError."""
+    prompt = next((row[name] for name in ("prompt", "context_messages", "messages") if name in row), None)
+    if isinstance(prompt, list) and is_prompt(prompt):
+        prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt  # an answered dialogue
+        if prompt:
+            return prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    raise UsageError(f"{where} has no prompt; a column `prompt` with a text or a list of {{role, content}} is required")
+
+
+def prompts_of_data(args: PromptArgs, data_dir: str, with_answers: bool) -> list[Row]:
+    """All rows of `--prompts_from`. Raises: UsageError when answers are wanted and there are none."""
+    path = Path(data_dir) / f"prompts_{args.split}.pt"
+    source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
+    if source != "prompts":
+        return answered_prompts(data_dir, source, args.split, with_answers, args.verify)
+    if with_answers:
+        raise UsageError(
+            f"--ref_scores True: the prompts of {path} have no answers; add --prompts_from preference or finetune"
+        )
+    return [
+        {**row.get("columns", {}), "prompt_ids": torch.as_tensor(row["input_ids"]).tolist()}
+        for row in load_split(data_dir, "prompts", args.split, args.verify)
+    ]
+
+
+def answered_prompts(data_dir: str, stage: str, split: str, with_answers: bool, verify: bool) -> list[Row]:
+    """The prompts of preference pairs or of demonstrations, with or without their answers."""
+    sides = {"ref": "input_ids"}
+    if stage == "preference":
+        sides = {"ref": "chosen_input_ids", "rejected": "rejected_input_ids"}
+    results = []
+    for row in load_split(data_dir, stage, split, verify):
+        start = row["prompt_len"]
+        ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
+        end = first_answer(row)  # of a dialogue, whose prompt is that of its first turn
+        answers = {f"{name}_ids": example[start:end] for name, example in ids.items() if with_answers}
+        results.append({**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers})
+    return results
+
+
+def subset(count: int, size: int | None, seed: int) -> list[int]:
+    """Sorted indices of a random subset; all when there are not more than `size`."""
+    if size is None or count <= size:
+        return list(range(count))
+    return sorted(torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist())
+
+
+# ------------------------------------------------------------------------------------------------------ ids and texts
+def ids_of_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
+    """Token ids of a prompt. Raises: UsageError for one that is rendered already, or that the template refuses."""
+    if row.get("prompt_ids"):
+        return list(row["prompt_ids"])
+    prompt, where = row["prompt"], f"prompt {row['index'] + 1} of --prompts_file"
+    if isinstance(prompt, str) and (found := spelled_control(tokenizer, prompt)):
+        raise UsageError(f"{where} spells the control token {found}; give messages, which are rendered here")
+    try:
+        return encode_prompt(tokenizer, prompt, row.get("tools"))
+    except UsageError as problem:
+        raise UsageError(f"{where}: {problem}") from None
+
+
+def with_text(row: Row, tokenizer: PreTrainedTokenizerBase | None) -> Row:
+    """The row with its prompt as text, too; tokenizer: needed where the row has ids alone."""
+    return row if "prompt" in row else {**row, "prompt": decode(tokenizer, row["prompt_ids"])}
