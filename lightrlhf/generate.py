@@ -32,13 +32,11 @@ from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse
 from lightrlhf.data import prompts, responses
 from lightrlhf.data.tokens import decode
-from lightrlhf.generation import engines
-from lightrlhf.generation.openai_client import RemoteArgs
+from lightrlhf.generation import engines, openai_client
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import GroupScorer, Sample, with_rewards
+from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.storage import destinations, jsonl, results, shards
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import distributed
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
 # flags that leave rows as they are
 NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify", "dry_run"}
-NO_EFFECT |= {one.name for kind in (RemoteArgs, ServerArgs) for one in dataclasses.fields(kind)}
+NO_EFFECT |= {one.name for kind in (openai_client.RemoteArgs, ServerArgs) for one in dataclasses.fields(kind)}
 CHUNKS = 8  # batches of the engine between two writes: enough to fill its slots, few enough to lose little
 LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
@@ -147,7 +145,7 @@ class Models(NamedTuple):
 
     engine: engines.Local | engines.Remote
     tokenizer: PreTrainedTokenizerBase | None  # None where servers take and give texts alone
-    scorer: GroupScorer | None
+    scorer: scorers.GroupScorer | None
 
 
 def load_models(args: GenerateArgs, device: torch.device) -> Models:
@@ -157,7 +155,7 @@ def load_models(args: GenerateArgs, device: torch.device) -> Models:
     engine, scorer = engines.make_engine(args, tokenizer, device), None
     if name := args.rm_experiment_dir:
         size, trust = args.rollout_mini_batch_size, args.trust_remote_code
-        scorer = load_scorer(name, device, size, "--rm_experiment_dir", trust)
+        scorer = loading.load_scorer(name, device, size, "--rm_experiment_dir", trust)
     return Models(engine, tokenizer, scorer)
 
 
@@ -170,15 +168,16 @@ def answer(args: GenerateArgs, models: Models, rows: Sequence[Row]) -> Iterable[
 
 
 def scored(
-    args: GenerateArgs, rows: Sequence[Row], scorer: GroupScorer, tokenizer: PreTrainedTokenizerBase | None
+    args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Row]:
     """The rows with `rewards` and the best response; with `--ref_scores` also the rewards of the data's answers."""
-    rows = [{**row, **best_of(row)} for row in with_rewards(rows, scorer)]
+    rows = [{**row, **best_of(row)} for row in scorers.with_rewards(rows, scorer)]
     for name in ("ref", "rejected") if args.ref_scores else ():
         own = [row for row in rows if f"{name}_ids" in row]
         texts = [decode(tokenizer, row[f"{name}_ids"]) for row in own]
         answers = [
-            [Sample(row["prompt"], text, False, row["prompt_ids"], row[f"{name}_ids"])] for row, text in zip(own, texts)
+            [encoding.Sample(row["prompt"], text, False, row["prompt_ids"], row[f"{name}_ids"])]
+            for row, text in zip(own, texts)
         ]
         for row, text, values in zip(own, texts, scorer(answers)):
             row |= {f"{name}_response": text, f"{name}_reward": values[0]}

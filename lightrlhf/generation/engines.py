@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(DecodingArgs, RemoteArgs, ServerArgs):
     """Model and engine."""
-
-    precision: ClassVar[str] = "32-true"  # of the model here, which servers are compared with
 
     model_name: str
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
