@@ -72,7 +72,7 @@ SHAPE = Shape(prompts=384, iterations=4, k=8, longest=16)
 PROMPTS = 8  # of a step of GRPO
 NUM_HELD_OUT, NUM_KL, NUM_TRIED, NUM_FORMAT = 200, 100, 64, 32
 RATE = 2e-4
-TRAIN = COMMON | {"eval_interval": 0, "learning_rate": RATE, "merge": True}
+TRAIN = COMMON | {"eval_interval": 0, "learning_rate": RATE}
 FORMAT = TRAIN | {"epochs": 2, "mini_batch_size": 16, "micro_batch_size": 16, "save_interval": 8}
 RAFT = TRAIN | {"epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "save_interval": 1000}
 GRPO = TRAIN | {

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
-from lightrlhf.models.rounding import rounded
 from lightrlhf.models.tied import check_layers, is_tied, untie
 from lightrlhf.storage.gguf_files import converted_here
 
@@ -401,10 +400,9 @@ def save_adapter(
     head: Tensor | None,
     base: str | None,
     folder: Path,
-    dtype: torch.dtype = torch.float32,
     for_servers: bool = False,
 ) -> None:
-    """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`, in `dtype`."""
+    """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`."""
     from safetensors.torch import save_file
 
     config, weights = concatenate(model, adapters, for_servers)
@@ -417,7 +415,6 @@ def save_adapter(
     if getattr(model.config, "compares_pairs", False):  # an adapter folder has no model config to store it in
         stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")) | {"compares_pairs": True}
         (folder / ADAPTER_CONFIG).write_text(json.dumps(stored, indent=1), encoding="utf-8")
-    weights = {name: rounded(name, weight, dtype) for name, weight in weights.items()}
     save_file(weights, folder / ADAPTER_FILES[0], metadata={"format": "pt"})
 
 

@@ -47,7 +47,7 @@ def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: 
     """Whether the weights of `base` were saved quantised by bitsandbytes.
 
     is_scalar: they are loaded for a reward model or a critic.
-    Raises: UsageError when `args` requires what such weights do not support: training, merging, a new head, sharding.
+    Raises: UsageError when `args` requires what such weights do not support: training, a new head, sharding.
     """
     from transformers import PretrainedConfig
 
@@ -61,8 +61,6 @@ def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: 
     which = f"{flag}: the weights in {base} were saved in {bits} bits"
     if isinstance(args, TrainArgs) and args.finetune_mode != "lora":
         raise UsageError(f"{which} and cannot be trained; use --finetune_mode lora")
-    if args.merge:
-        raise UsageError(f"{which}, so --merge True is not supported; remove it or give unquantised weights")
     if isinstance(args, TrainArgs) and args.push_to_hub and Path(base).is_dir():
         raise UsageError(f"{which}, so --push_to_hub cannot upload merged weights; give a base on the hub")
     if isinstance(args, TrainArgs) and args.strategy in ("fsdp", "deepspeed"):

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
-from lightrlhf.models.rounding import rounded_copy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import MANIFEST, write_folder
 from lightrlhf.storage.hub import uploading
@@ -34,32 +34,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export(
-    module: Role,
-    folder: Path,
-    base_dir: Path,
-    merge: bool = False,
-    dtype: torch.dtype = torch.float32,
-    for_servers: bool = False,
-) -> None:
+def export(module: Role, folder: Path, base_dir: Path, for_servers: bool = False) -> None:
     """Write a role's model for transformers: full weights, or an adapter folder that names its base.
 
-    A base that is not stored yet is written to `base_dir`, as it is; dtype: of all other weights. for_servers: see
-    `lora.concatenate`.
-    Raises: RunFailure naming a weight that is beyond its range.
+    A base that is not stored yet is written to `base_dir`. for_servers: see `lora.concatenate`.
     """
-    if merge or not module.adapters:
-        rounded_copy(merged_model(module), dtype).save_pretrained(folder)
+    if not module.adapters:
+        module.model.save_pretrained(folder)
         return
     if module.base is None:
         if not base_dir.is_dir():
             write_folder(base_dir, lambda path: _save_base(module.model, path))
         module.base = str(base_dir.resolve())
-    _save_adapter(module, folder, dtype, for_servers)
+    _save_adapter(module, folder, for_servers)
 
 
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
-    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone; never rounded.
+    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone.
 
     A tied head is written too: vLLM on a CPU leaves it as it was unless it is among the weights.
     """
@@ -77,10 +68,10 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
         save_file(stored | tied, file, metadata={"format": "pt"})
 
 
-def _save_adapter(module: Role, folder: Path, dtype: torch.dtype = torch.float32, for_servers: bool = False) -> None:
+def _save_adapter(module: Role, folder: Path, for_servers: bool = False) -> None:
     model = module.model
     head = model.get_parameter("score.weight") if hasattr(model, "score") else None
-    lora.save_adapter(model, module.adapters, head, module.base, folder, dtype, for_servers)
+    lora.save_adapter(model, module.adapters, head, module.base, folder, for_servers)
     if head is None and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
@@ -128,14 +119,16 @@ def _merged_from(folder: str) -> PreTrainedModel:
     is_scalar = holds_reward_model(folder)
     auto_class = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     options: dict[str, Any] = {"num_labels": 1} if is_scalar else {}
-    model, _, loaded = load_model(auto_class, folder, "the adapter", FrozenArgs(merge=True), None, **options)
+    model, _, loaded = load_model(auto_class, folder, "the adapter", FrozenArgs(), None, **options)
+    if is_quantised(model):
+        raise UsageError(f"the adapter {folder}: its base was saved quantised, so they cannot be merged")
     choose_trainable(model, FrozenArgs(), loaded, "")  # merges
     return model
 
 
 @contextmanager
-def self_contained(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
-    """Context manager: the checkpoint, or a merged copy of it in `dtype` if it is an adapter on a local base."""
+def self_contained(folder: Path) -> Iterator[Path]:
+    """Context manager: the checkpoint, or a merged copy of it if it is an adapter on a local base."""
     is_adapter = (folder / lora.ADAPTER_CONFIG).is_file()
     base = base_name(str(folder), "the checkpoint") if is_adapter else None
     if base is None or not Path(base).is_dir():
@@ -146,7 +139,7 @@ def self_contained(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator
     with TemporaryDirectory(dir=folder.parent) as temporary:
         merged = Path(temporary) / folder.name
         shutil.copytree(folder, merged, ignore=shutil.ignore_patterns("adapter_*", MANIFEST, "resume.pt"))
-        rounded_copy(model, dtype).save_pretrained(merged)
+        model.save_pretrained(merged)
         yield merged
 
 
@@ -161,14 +154,14 @@ def standalone_copy(source: str) -> Iterator[str]:
         yield folder
 
 
-def upload(folder: Path, repository: str, dtype: torch.dtype) -> None:
-    """Upload a checkpoint to a hub repository, without the files that only a resumed run reads; dtype: if merged.
+def upload(folder: Path, repository: str) -> None:
+    """Upload a checkpoint to a hub repository, without the files that only a resumed run reads.
 
     A new repository is private. Raises: RunFailure naming the checkpoint, which is kept.
     """
     with (
         uploading(repository, "model", f"the checkpoint is {folder}") as upload_folder,
-        self_contained(folder, dtype) as portable,
+        self_contained(folder) as portable,
     ):
         upload_folder(folder_path=portable, ignore_patterns=["resume.pt", MANIFEST])
 

@@ -189,17 +189,16 @@ def spans_of(flags: Sequence[bool | int]) -> list[tuple[int, int]]:
 
 
 def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) -> int:
-    """Size of a checkpoint but for its tokenizer and configs: weights in `--save_dtype`, and what resuming needs.
+    """Size of a checkpoint but for its tokenizer and configs: weights, and what resuming needs.
 
     module: the model that is saved; learners: those of the run, with their modules and optimisers.
     """
-    is_lora, merges = getattr(args, "finetune_mode", "") == "lora", getattr(args, "merge", False)
-    is_exact = args.save_dtype == "float32" and not (is_lora and merges)
+    is_lora = args.finetune_mode == "lora"
     whole: nn.Module = getattr(module, "model", module)  # a role on a shared backbone has its own parameters alone
-    weights = [p for p in module.parameters() if p.requires_grad] if is_lora and not merges else whole.parameters()
-    size = sum(p.numel() for p in weights) * getattr(torch, args.save_dtype).itemsize
+    weights = [p for p in module.parameters() if p.requires_grad] if is_lora else whole.parameters()
+    size = sum(p.numel() for p in weights) * torch.float32.itemsize
     for learner in learners.values():
-        if learner.module.module is not module or not is_exact:
+        if learner.module.module is not module:
             size += sum(p.numel() * p.element_size() for p in learner.module.parameters() if p.requires_grad)
         for state in learner.optimizer.state_dict()["state"].values():
             size += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))

@@ -15,8 +15,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-
 from lightrlhf.cli.errors import StopTraining
 from lightrlhf.data.splits import Row
 from lightrlhf.models.loading import find_device
@@ -218,7 +216,7 @@ class Iterated(Generic[Args]):
         print(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
         if args.push_to_hub and done:
             policy = checkpoints(self.directory)[-1].resolve()
-            upload(policy, args.push_to_hub, getattr(torch, args.save_dtype))
+            upload(policy, args.push_to_hub)
             print(f"uploaded {policy} to {args.push_to_hub}")
         return self.directory
 

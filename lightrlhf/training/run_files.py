@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, TrainArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
@@ -197,8 +197,8 @@ class RunFiles:
     def upload_last(self) -> None:
         """Upload the last checkpoint to the repository of `--push_to_hub`, if there is one (first rank only)."""
         if self.ranks.is_first and self.args.push_to_hub:
-            last, dtype = checkpoints(self.directory)[-1], getattr(torch, self.args.save_dtype)
-            upload(last, self.args.push_to_hub, dtype)
+            last = checkpoints(self.directory)[-1]
+            upload(last, self.args.push_to_hub)
             self.ranks.print0(f"uploaded {last} to {self.args.push_to_hub}")
 
 
@@ -266,8 +266,7 @@ class Checkpoints:
         state = self._resume_state(start)
 
         def write(folder: Path) -> None:
-            merges, dtype = isinstance(self.args, ModelArgs) and self.args.merge, getattr(torch, self.args.save_dtype)
-            export(full, folder, files.directory / "base", merges, dtype)
+            export(full, folder, files.directory / "base")
             self.tokenizer.save_pretrained(folder)
             rest, stored = without_stored(learned, folder)
             save_pickled(folder / "resume.pt", {**state, "learned": rest, "stored": stored})

@@ -15,7 +15,7 @@ from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
 from datasets_prep.common import complete
 from datasets_prep.summarization.prepare_data import from_feedback
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import DecodingArgs, ModelArgs
+from lightrlhf.cli.groups import DecodingArgs, FrozenArgs, ModelArgs
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt, messages_of
 from lightrlhf.demo.markup import tokens_as_html
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_named_and_others_still_load(sft_dir, tmp_path):
 
 def test_adapters_on_weights_in_four_bits_generate(lora_dir, cafe_data):
     pytest.importorskip("bitsandbytes", reason="needs pip install -e '.[quantisation]'")
-    args = ModelArgs(load_in_4bit=True)
+    args = FrozenArgs(load_in_4bit=True)
     cache = ModelCache([lora_dir], DEVICE, model_args=args)
     label = cache.labels()[-1]
     answer = answer_of(cache.model(label), TALK)

@@ -37,10 +37,10 @@ IDS = torch.tensor(rows_of(9))
 def stage(tokenizer, tmp_path):
     """Save a role as a run does: `stage(module, "name")` is its checkpoint."""
 
-    def save(module, name: str, merge: bool = False):
+    def save(module, name: str):
         folder = tmp_path / name / "folder"
         folder.mkdir(parents=True)
-        export(module, folder, tmp_path / name / "base", merge)
+        export(module, folder, tmp_path / name / "base")
         tokenizer.save_pretrained(folder)
         return folder
 
@@ -107,14 +107,6 @@ def test_other_modes_merge_the_adapter_they_start_from(mode, stage, base_model, 
     train_a_little(policy)
     folder = stage(policy, "next")
     assert (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
-    assert torch.allclose(logits_of(plain(folder), IDS), logits_of(policy.model, IDS), atol=1e-5)
-
-
-def test_merge_writes_full_weights(stage, base_model, tokenizer):
-    policy = load_policy(str(base_model), LORA, tokenizer)
-    train_a_little(policy)
-    folder = stage(policy, "sft", merge=True)
-    assert not (folder / "adapter_config.json").exists()
     assert torch.allclose(logits_of(plain(folder), IDS), logits_of(policy.model, IDS), atol=1e-5)
 
 

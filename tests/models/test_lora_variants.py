@@ -42,10 +42,10 @@ def args_of(variant: str = "", **changes) -> ModelArgs:
 def stage(tokenizer, tmp_path):
     """Save a role as a run does: `stage(module, "name")` is its checkpoint."""
 
-    def save(module, name: str, merge: bool = False):
+    def save(module, name: str):
         folder = tmp_path / name / "folder"
         folder.mkdir(parents=True)
-        export(module, folder, tmp_path / name / "base", merge)
+        export(module, folder, tmp_path / name / "base")
         tokenizer.save_pretrained(folder)
         return folder
 
@@ -81,7 +81,7 @@ def test_it_begins_as_its_base_and_comes_back_from_disk(variant, architecture, s
     for theirs in (plain(folder), AutoPeftModelForCausalLM.from_pretrained(folder)):
         assert torch.allclose(logits_of(theirs, IDS), after, atol=1e-5)
     mine = load_policy(str(folder), ModelArgs(), tokenizer)
-    for merged in (mine.model, merged_model(policy), plain(stage(policy, "merged", merge=True))):
+    for merged in (mine.model, merged_model(policy)):
         assert not lora.lora_layers(merged) and torch.allclose(logits_of(merged, IDS), after, atol=1e-5)
 
 

@@ -118,7 +118,6 @@ def saved_in_four_bits(tmp_path_factory, tokenizer):
 CANNOT = [
     (["--finetune_mode=all"], "saved in 4 bits and cannot be trained; use --finetune_mode lora"),
     (["--finetune_mode=last_layer"], "saved in 4 bits and cannot be trained; use --finetune_mode lora"),
-    (["--finetune_mode=lora", "--merge=True"], "saved in 4 bits, so --merge True is not supported"),
     (["--finetune_mode=lora", "--push_to_hub=me/it"], "saved in 4 bits, so --push_to_hub"),
     (["--finetune_mode=lora", "--load_in_8bit=True"], "saved in 4 bits; remove --load_in_8bit"),
 ]
@@ -239,7 +238,7 @@ def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, b
     models = ["--sft_experiment_dir", start, "--rm_experiment_dir", reward]
     trained = [
         ppo.main([*flags, *models, *small, "--critic_learning_rate=1e-2", "--actor_learning_rate=1e-2"]),
-        ppo.main([*flags, *models, *small, "--share_backbone=False", "--merge=True"]),
+        ppo.main([*flags, *models, *small, "--share_backbone=False"]),
         dpo.main([*flags, "--sft_experiment_dir", start, "--learning_rate=1e-3"]),
     ]
     for folder in trained:

@@ -12,7 +12,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy, load_scalar
-from lightrlhf.models.saving import export
+from lightrlhf.models.saving import export, merged_model
 
 IDS = torch.tensor(rows_of(9))
 LORA = ModelArgs(finetune_mode="lora")
@@ -26,10 +26,13 @@ STAGES = {
 
 
 def written(policy, folder, merge: bool = False):
-    """What transformers loads from the checkpoint of a policy."""
+    """What transformers loads from the checkpoint of a policy, or from its merged weights."""
     saved = folder / f"merge_{merge}"
     saved.mkdir()
-    export(policy, saved, folder / "base", merge)
+    if merge:
+        merged_model(policy).save_pretrained(saved)
+    else:
+        export(policy, saved, folder / "base")
     return plain(saved)
 
 

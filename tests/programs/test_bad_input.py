@@ -113,7 +113,7 @@ ONE_FLAG = [  # program, flags added to good ones, what the line names: flag, va
     ("sft", ["--seed", "-1"], "--seed -1"),
     ("sft", ["--data_dir", "/nowhere/at/all"], "--data_dir /nowhere/at/all"),
     ("sft", ["--finetune_mode", "half"], "--finetune_mode half", "lora"),
-    ("sft", ["--load_in_4bit=True"], "--load_in_4bit True", "--finetune_mode all", "--finetune_mode lora"),
+    ("sft", ["--load_in_4bit=True"], "--load_in_4bit True", "--finetune_mode lora"),
     ("sft", ["--base_dtype=float16", "--finetune_mode=lora"], "--base_dtype", "bfloat16"),
     (
         "sft",

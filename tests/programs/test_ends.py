@@ -25,7 +25,7 @@ from lightrlhf.generation.engine import generate as generate_all
 from lightrlhf.generation.rollout import generate_rollout, store_sampling
 from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.saving import export
+from lightrlhf.models.saving import export, merged_model
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Encoding, Sample
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
@@ -159,7 +159,10 @@ def test_a_merged_adapter_keeps_every_end(base, ends, tmp_path):
     store_sampling(policy, DecodingArgs(eos_ids=[77]), tokenizer)
     for name, merge in (("adapter", False), ("merged", True)):
         (tmp_path / name).mkdir()
-        export(policy, tmp_path / name, tmp_path / "base", merge)
+        if merge:
+            merged_model(policy).save_pretrained(tmp_path / name)
+        else:
+            export(policy, tmp_path / name, tmp_path / "base")
         again = load_policy(str(tmp_path / name), ModelArgs(), tokenizer)
         assert again.model.generation_config.eos_token_id == [*ends, 77]
 

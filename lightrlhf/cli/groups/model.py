@@ -81,8 +81,6 @@ class ModelArgs(Args):
         show="rarely",
     )
     """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
-    merge: bool = flag(False, needs={"finetune_mode": "lora"}, show="rarely")
-    """Save merged weights instead of a peft folder that names its base."""
 
     def check_start(self, policy: object = None) -> None:
         """Raises: UsageError unless `--model_name` names the model to start from or `policy` is one."""
@@ -108,8 +106,6 @@ class FrozenArgs(ModelArgs):
     """Weights in 4 bits (nf4)."""
     base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
     """Dtype in which weights are held."""
-    merge: bool = flag(False, needs={})
-    """Merge adapters into the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

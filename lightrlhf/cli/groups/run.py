@@ -57,8 +57,6 @@ class RunArgs(DryRunArgs):
     """W&B project of the run; the name in `experiment_name` when not given."""
     profile: bool = flag(False, show="rarely")
     """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
-    save_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", show="rarely")
-    """Numbers of the weights in checkpoints; a resumed run goes on from its own exact ones all the same."""
     push_to_hub: str | None = flag(None, check=check_repository, show="rarely")
     """Hub repository OWNER/NAME for the last checkpoint; private if it is new."""
 
