@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints, sha256, verify_checkpoint
 from lightrlhf.training.run import Run
 
@@ -157,8 +158,8 @@ def test_a_gradient(program, runs, case, tmp_path):
 # ---------------------------------------------------------------------------------------------------- rows of the batch
 def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], int]:
     """Flags of data in which one training row alone has the marker, and the row's number."""
-    source = {"refuel": runs.pairs, "online_refuel": runs.talk}.get(program, runs.cafe)
-    stage = {"sft": "finetune", "rm": "preference", "dpo": "preference", "refuel": "refuel"}.get(program, "prompts")
+    stage = TRAINING[program].data
+    source = runs.pairs if stage == "refuel" else runs.cafe
     shutil.copytree(source, folder)
     path = folder / f"{stage}_train.pt"
     rows = torch.load(path, weights_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from helpers import ROOT
 from helpers.programs import args_class
+from lightrlhf.programs import PROGRAMS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "howto").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -49,9 +50,9 @@ def commands_of(script: str, parse_only: bool = False) -> list[Command]:
 
 def programs() -> list[str]:
     """The modules of all programs, of data preparation too, by the names that `python -m` takes."""
-    files = [*(ROOT / "lightrlhf").glob("[a-z]*.py"), ROOT / "lightrlhf" / "demo"]
-    files += (ROOT / "datasets_prep").glob("*/prepare_data.py")
+    files = (ROOT / "datasets_prep").glob("*/prepare_data.py")
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    names += [f"lightrlhf.{name}" for name in PROGRAMS]
     return sorted([*names, "datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"])
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
 import re
+from collections.abc import Mapping
 
 from helpers import ROOT
+from lightrlhf.programs import PROGRAMS
 
-PARSED = re.compile(r"\bparse\(\w+, argv")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "lightrlhf").rglob("*.py")
@@ -18,18 +20,29 @@ FILES = {
 
 
 def args_class(program: str) -> type:
-    """The class of arguments that a program's `main` names."""
+    """The class of arguments of a program: by the table, or by its `main`."""
+    known = next((one for one in PROGRAMS.values() if program in (one.module, f"lightrlhf.{one.name}")), None)
+    if known:
+        return known.args_class()
     module = importlib.import_module(program)
-    if hasattr(module, "__path__"):  # a folder, started by its name
-        module = importlib.import_module(f"{program}.page")
     (name,) = re.findall(r"\b\w+Args\b", inspect.getsource(module.main))
     return getattr(module, name)
 
 
-@functools.cache
 def args_classes() -> dict[str, type]:
     """The class of arguments of each program of the library, by its module."""
-    return {module: args_class(module) for module, path in sorted(FILES.items()) if PARSED.search(path.read_text())}
+    return {one.module: one.args_class() for one in PROGRAMS.values()}
+
+
+def fields_of(program: str) -> set[str]:
+    """The flags of a program."""
+    return {field.name for field in dataclasses.fields(args_class(program))}
+
+
+def small_flags(program: str, values: Mapping[str, object]) -> list[str]:
+    """The words of those values whose flags a program has, as they make its runs small."""
+    own = fields_of(program)
+    return [str(word) for name, value in values.items() if name in own for word in (f"--{name}", value)]
 
 
 def read_fields(program: str) -> set[str]:

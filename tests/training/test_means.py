@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from helpers import CPU, metrics
 
-from lightrlhf import grpo, online_dpo, online_refuel, ppo, reflect_rl, sft
+from lightrlhf import sft
+from lightrlhf.programs import TRAINING
 from lightrlhf.training.means import StepMeans
 
 
@@ -53,6 +54,5 @@ def test_rows_of_a_run_are_means_of_what_each_step_logs(cafe_data, base_model, t
 
 
 def test_programs_that_sample_log_each_step():
-    for program in (ppo.PPOArgs, grpo.GRPOArgs, online_refuel.OnlineRefuelArgs, reflect_rl.ReflectRLArgs):
-        assert program.log_interval == 1
-    assert online_dpo.OnlineDPOArgs.log_interval == 1 < sft.SFTArgs.log_interval
+    for one in TRAINING.values():
+        assert (one.args_class().log_interval == 1) == one.samples, one.name

@@ -278,9 +278,9 @@ def test_numbers_have_five_digits_and_are_json(value, kept):
 def test_an_iteration_that_is_written_again_replaces_its_rows(tokenizer, tmp_path):
     row = rollout_row(tokenizer, [3], [4], group=0, score=1.0)
     for number in (1, 2, 2):
-        write_iteration(tmp_path, number, number - 1, [row, row])
+        write_iteration(tmp_path, number, [row, row])
     rows = read_jsonl(tmp_path / "rollouts.jsonl")
-    assert [(one["step"], one["version"]) for one in rows] == [(1, 0), (1, 0), (2, 1), (2, 1)]
+    assert [one["step"] for one in rows] == [1, 1, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------------ time and size
