@@ -35,19 +35,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag, positive
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import (
-    AheadServerArgs,
-    AuditArgs,
-    DataSetsArgs,
-    EvalArgs,
-    RolloutLogArgs,
-    StartArgs,
-    TensorParallelArgs,
-    TrainArgs,
-)
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.rows import Given, load_splits
@@ -55,14 +46,10 @@ from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
-from lightrlhf.maths import groups, policy_losses, sampling_gap
-from lightrlhf.maths.float64 import to_float64
-from lightrlhf.maths.ops import SumOverRanks, gae, kl_k3, whiten
+from lightrlhf.maths import float64, groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import policy_inputs
-from lightrlhf.rewards import kl
-from lightrlhf.rewards.functions import RewardFunctions, failure_of
-from lightrlhf.rewards.loading import make_rewards
+from lightrlhf.rewards import functions, kl, loading
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -86,7 +73,14 @@ def check_loss(name: str, flag: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOArgs(
-    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, AheadServerArgs, RolloutLogArgs, TensorParallelArgs
+    flags.TrainArgs,
+    flags.DataSetsArgs,
+    flags.EvalArgs,
+    flags.StartArgs,
+    flags.AuditArgs,
+    flags.AheadServerArgs,
+    flags.RolloutLogArgs,
+    flags.TensorParallelArgs,
 ):
     """Group relative policy optimisation against reward functions or a reward model."""
 
@@ -199,7 +193,7 @@ def train(
     policy: PreTrainedModel | Policy | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prompts: Given | None = None,
-    reward: RewardFunctions | None = None,
+    reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by GRPO or a relative of it; returns the experiment dir. Objects given here replace what flags would load.
@@ -214,7 +208,7 @@ def train(
     run, start = begin(args, GRPOArgs, "grpo", load, load_actor, check_prompts, given, on_step)
     loss = args.load_loss()
     reference = run.freeze(start.policy.reference()) if args.init_kl_coeff else None
-    rewards = make_rewards(args, run, reward, backbone=start.policy)
+    rewards = loading.make_rewards(args, run, reward, backbone=start.policy)
     warn_of_low_rate(run)
     num_steps = run.num_steps(start.rows, args.rollout_size)
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
@@ -284,7 +278,7 @@ def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
 
 
 def combine_scores(
-    args: GRPOArgs, rollout: Rollout, scores: Scores, sum_over_ranks: SumOverRanks | None = None
+    args: GRPOArgs, rollout: Rollout, scores: Scores, sum_over_ranks: ops.SumOverRanks | None = None
 ) -> Tensor:
     """The weighted sum of the rewards, (B,), of each first made mean 0 and deviation 1 in its group on request (GDPO).
 
@@ -306,7 +300,7 @@ def estimate_advantages(
     rollout: Rollout,
     scores: Scores,
     correction: Tensor | None = None,
-    sum_over_ranks: SumOverRanks | None = None,
+    sum_over_ranks: ops.SumOverRanks | None = None,
 ) -> GRPOBatch:
     """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
 
@@ -329,7 +323,7 @@ def estimate_advantages(
     kl_coeff = args.init_kl_coeff if args.kl_placement == "reward" else 0.0
     if args.advantage == "none":
         by_token = kl.token_rewards(scored, total, kl_coeff)  # (B, T-1)
-        advantages = gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
+        advantages = ops.gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
     else:
         advantages = advantages_of(total, groups.ADVANTAGES[args.advantage])  # (B,)
         if kl_coeff:
@@ -338,8 +332,8 @@ def estimate_advantages(
             advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
-        exact = to_float64(advantages)
-        whitened = whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=sum_over_ranks)
+        exact = float64.to_float64(advantages)
+        whitened = ops.whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=sum_over_ranks)
         advantages = whitened.to(advantages)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
@@ -358,7 +352,9 @@ def load_own_loss(path: str) -> policy_losses.TokenLoss:
         try:
             losses = function(logprobs, log_ratio, advantages, action_mask) if len(logprobs) else logprobs
         except Exception as problem:  # whatever a user's function raises
-            raise RunFailure(f"--loss_type {path} failed with {failure_of(problem)}; it is {LOSS_SHAPE}") from problem
+            raise RunFailure(
+                f"--loss_type {path} failed with {functions.failure_of(problem)}; it is {LOSS_SHAPE}"
+            ) from problem
         if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
             found = f"{tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise RunFailure(
@@ -445,7 +441,7 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards:
         penalized = penalized - args.init_kl_coeff * rollout_metrics.response_kl(rollout)
     metrics = rollout_metrics.rollout_metrics(run, rollout, scores.total, penalized[:, None])
     if args.init_kl_coeff:
-        k3 = torch.where(rollout.action_mask, kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
+        k3 = torch.where(rollout.action_mask, ops.kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
         everyone = torch.ones_like(rollout.truncated)
         (metrics["objective/kl_k3"],) = rollout_metrics.row_means(run, [k3], everyone)
     equal = len(find_equal_groups(run, rollout, scores))

@@ -21,10 +21,9 @@ Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and rollout
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,37 +31,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
-from lightrlhf.cli.groups import (
-    AheadServerArgs,
-    AuditArgs,
-    DataSetsArgs,
-    EvalArgs,
-    RolloutLogArgs,
-    StartArgs,
-    TensorParallelArgs,
-    TrainArgs,
-)
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
-from lightrlhf.data.rows import Given, load_splits
+from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row
 from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
-from lightrlhf.maths import macro_actions as macro
-from lightrlhf.maths import ops, sampling_gap
-from lightrlhf.models.forward import inference
-from lightrlhf.models.given import critic_from, load_start
-from lightrlhf.models.loading import load_scalar
-from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import enable_packing
+from lightrlhf.maths import macro_actions, ops, sampling_gap
+from lightrlhf.models import forward, given, loading, names, probes, sharding
 from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
-from lightrlhf.models.sharding import unsharded
-from lightrlhf.rewards import kl
-from lightrlhf.rewards.functions import RewardFunctions
+from lightrlhf.rewards import functions, kl
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.training.rollout_log import log_rollouts
@@ -73,12 +55,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PARSING_CUTOFF = 5  # tokens of the largest constituent that is one macro action
-REPEATED_LENGTHS = 3 * len(macro.RANDOM_LENGTHS)  # drawn lengths of macro actions in a response
+REPEATED_LENGTHS = 3 * len(macro_actions.RANDOM_LENGTHS)  # drawn lengths of macro actions in a response
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOArgs(
-    TrainArgs, DataSetsArgs, EvalArgs, StartArgs, AuditArgs, AheadServerArgs, RolloutLogArgs, TensorParallelArgs
+    flags.TrainArgs,
+    flags.DataSetsArgs,
+    flags.EvalArgs,
+    flags.StartArgs,
+    flags.AuditArgs,
+    flags.AheadServerArgs,
+    flags.RolloutLogArgs,
+    flags.TensorParallelArgs,
 ):
     """Proximal policy optimisation against a reward model or a reward function."""
 
@@ -172,7 +161,7 @@ class PPOBatch(Batch):
     @property
     def num_segments(self) -> int:
         """Number of macro actions of all rows."""
-        return int(macro.segment_mask(self.segments).sum())
+        return int(macro_actions.segment_mask(self.segments).sum())
 
 
 def train(
@@ -181,7 +170,7 @@ def train(
     policy: PreTrainedModel | Policy | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     prompts: Given | None = None,
-    reward: RewardFunctions | None = None,
+    reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by PPO; returns the experiment dir. Objects given here replace what the flags would load.
@@ -191,9 +180,9 @@ def train(
     metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    given = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
+    objects = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
     load = partial(load_splits, "prompts")
-    run, start = begin(args, PPOArgs, "ppo", load, load_actor, check_prompts, given, on_step)
+    run, start = begin(args, PPOArgs, "ppo", load, load_actor, check_prompts, objects, on_step)
     reference = run.freeze(start.policy.reference())
     rewards = make_rewards(args, run, reward, backbone=start.policy, keeps_infinite=args.clip_rewards)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
@@ -234,10 +223,10 @@ def train(
     return run.finish()
 
 
-def load_actor(given: PreTrainedModel | Policy | None, args: PPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
+def load_actor(start: PreTrainedModel | Policy | None, args: PPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """The policy that is trained; with LoRA critic, reference and reward model may share its backbone."""
     shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
-    return load_start(given, args, tokenizer, shares)
+    return given.load_start(start, args, tokenizer, shares)
 
 
 def load_critic(
@@ -246,11 +235,11 @@ def load_critic(
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     reward_model = args.rm_experiment_dir if args.critic_init != "policy" else None
     if is_given and not reward_model:
-        critic = critic_from(policy, args, args.seed)
+        critic = given.critic_from(policy, args, args.seed)
     else:
-        source, flag = (reward_model, "--rm_experiment_dir") if reward_model else starting_model(args)
-        critic = load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
-    enable_packing(critic)
+        source, flag = (reward_model, "--rm_experiment_dir") if reward_model else names.starting_model(args)
+        critic = loading.load_scalar(source, args, tokenizer, args.seed, flag, backbone=policy)
+    probes.enable_packing(critic)
     return critic
 
 
@@ -259,13 +248,13 @@ def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
     """Scores with their totals (B,) clipped, less the penalty for a missing end; NaN stays NaN."""
     limit = args.reward_clip_value if args.clip_rewards else None
     total = kl.bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
-    return dataclasses.replace(scores, total=total)
+    return replace(scores, total=total)
 
 
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
     """Values of the states in which actions were taken, dropout off: (B, T-1), 0 off actions."""
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
-    with inference(critic), unsharded(critic):
+    with forward.inference(critic), sharding.unsharded(critic):
         for rows in inference_batches(rollout.attention_mask.sum(1), batch_size):
             part = rollout.select(rows)
             values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
@@ -282,10 +271,10 @@ def segment_responses(
     if parser is not None:
         return parsed_segments(rollout, tokenizer, parser, PARSING_CUTOFF, args.ngram)
     if args.termination_condition == "ppl":
-        return macro.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
+        return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":
-        return macro.randomized(rollout.action_mask, lengths), 0
-    return macro.fixed(rollout.action_mask, args.ngram), 0
+        return macro_actions.randomized(rollout.action_mask, lengths), 0
+    return macro_actions.fixed(rollout.action_mask, args.ngram), 0
 
 
 def estimate_advantages(
@@ -301,11 +290,11 @@ def estimate_advantages(
 
     by_token: rewards; values, segments, correction: all (B, T-1).
     """
-    macro_rewards = macro.discounted_sum(by_token, segments, args.gae_gamma)  # (B, M)
-    macro_values = macro.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
-    mask = macro.segment_mask(segments)  # (B, M) bool
+    macro_rewards = macro_actions.discounted_sum(by_token, segments, args.gae_gamma)  # (B, M)
+    macro_values = macro_actions.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
+    mask = macro_actions.segment_mask(segments)  # (B, M) bool
     by_segment = ops.gae(macro_rewards, macro_values, mask, args.gae_gamma, args.gae_lambd)  # (B, M) each
-    advantages, returns = (macro.broadcast(part, segments) for part in by_segment)  # (B, T-1) each
+    advantages, returns = (macro_actions.broadcast(part, segments) for part in by_segment)  # (B, T-1) each
     if args.normalize_advantages:
         advantages = ops.whiten(advantages, rollout.action_mask, sum_over_ranks=sum_over_ranks)
     columns = {"advantages": advantages, "returns": returns, "segments": segments, "correction": correction}

@@ -18,11 +18,10 @@ trained, sharded models (`fsdp`, `deepspeed`), and environments in processes of 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -37,23 +36,18 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch
 from lightrlhf.envs import TextEnv, check_option, curriculum, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
-from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play, rates_by_level
-from lightrlhf.envs.log import episode_metrics, log_episodes
-from lightrlhf.generation.rollout import gap_metrics, measure_gap, refuse_gap
+from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play
+from lightrlhf.envs.log import episode_metrics, held_out_metrics, log_episodes, write_trajectories
+from lightrlhf.generation.rollout import gap_metrics
 from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.maths import groups, ops, sampling_gap
-from lightrlhf.models.forward import inference
-from lightrlhf.models.given import critic_from, load_start
-from lightrlhf.models.loading import load_scalar
-from lightrlhf.models.names import starting_model
+from lightrlhf.models import forward, given, loading, names
 from lightrlhf.models.roles import Policy, TokenStats
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
-from lightrlhf.training.start_check import check_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -176,9 +170,9 @@ def train(
 ) -> Path:
     """Train by Reflect-RL; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place; its tokenizer is required
-    unless a flag names a model; envs: equal environments, all of them played at once, or a function that makes one;
-    on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    policy: a causal language model of transformers, which is trained in place; its tokenizer is required unless a flag
+    names a model; envs: equal environments, all played at once, or a function that makes one; on_step: called with
+    (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, ReflectRLArgs)
@@ -187,39 +181,36 @@ def train(
     stages = curriculum.curriculum(made[0].levels, args.levels, args.stages)
     pools = {level: made[0].starts("train", level) for stage in stages for level in stage.levels}
     name = args.env.rpartition(":")[2] if envs is None else type(made[0]).__name__
-    given = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
-    run = Run(args, "reflect_rl", on_step, given, data=f"{name}/episodes")
-    per_step = args.rollout_size // args.num_generations * run.world_size  # starts
-    every_start = [start for pool in pools.values() for start in pool]
-    num_steps = run.num_steps(every_start, args.rollout_size // args.num_generations)
+    objects = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
+    run = Run(args, "reflect_rl", on_step, objects, data=f"{name}/episodes")
+    num_starts = args.rollout_size // args.num_generations  # of an iteration, on each device
+    num_steps = run.num_steps([start for pool in pools.values() for start in pool], num_starts)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
-    agent, critic, reference = load_models(run, num_choices(made[0], args), policy, tokenizer)
+    agent = load_agent(run, num_choices(made[0], args), policy, tokenizer)
+    reference = run.freeze(agent.policy.reference()) if args.init_kl_coeff else None
+    critic = load_critic(args, agent, is_given=policy is not None)
     actor = run.setup("policy", agent.policy, args.learning_rate, num_steps * (1 + (args.replay_buffer_size > 0)))
     value_model = critic and run.setup("critic", critic, args.critic_learning_rate, num_steps)
     replay = Replay(args.replay_buffer_size)
-    if run.resumed:
-        replay.load(run.resumed["extra"])
-    if args.rollout_server:
-        agent.served = ServedPolicy(args, agent.policy, agent.tokenizer, run, only_labels=args.shrink_head)
+    replay.load(run.resumed["extra"] if run.resumed else {})
     run.keep(agent.policy, agent.tokenizer, replay.state)
     measure = functools.partial(evaluate, run, made, agent, stages)
 
     for step in run.steps(num_steps):
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
-        starts = curriculum.starts_of(stage, pools, step, per_step, args.seed, args.num_generations, args.leaveout_prob)
+        draw = (step, num_starts * run.world_size, args.seed, args.num_generations, args.leaveout_prob)
+        starts = curriculum.starts_of(stage, pools, *draw)
         run.name_batch(starts, "starts")
         with run.phase("rollout"), run.autocast():
-            seed = f"{args.seed}/train/{step}/{run.rank}"
-            episodes = play(made, run.shard(starts), agent, seed, stage.max_decisions)
+            episodes = play(made, run.shard(starts), agent, f"{args.seed}/train/{step}/{run.rank}", stage.max_decisions)
             agent.wait_for_others()
         with run.phase("update"):
-            played = compare_sampler(run, actor, agent.batch(episodes).to(run.device), agent)  # decisions, (B, T)
+            played = agent.compare(run, actor, agent.batch(episodes).to(run.device))  # decisions, (B, T)
             gap = played.sampling_gap, played.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            log_ratio = reference_ratio(run, played, reference, agent)  # (B, T-1)
-            penalized = penalize_rewards(args, played, log_ratio)  # (B,)
+            penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # (B,); (B, T-1)
             values = predict_values(run, value_model, played)  # (B,)
             batch = estimate_advantages(args, played, penalized, values, correction, run.sum_over_ranks)
             columns = {"advantages": batch.advantages} | ({"values": values} if args.use_critic else {})
@@ -239,71 +230,46 @@ def make_envs(args: ReflectRLArgs, envs: Sequence[TextEnv] | Callable[[], TextEn
     return [envs() for _ in range(min(args.num_envs, args.rollout_size))] if callable(envs) else envs
 
 
-# --------------------------------------------------------------------------------------------------------- the models
-def load_models(
+def load_agent(
     run: Run[ReflectRLArgs],
     num_labels: int,
-    given: PreTrainedModel | Policy | None,
+    start: PreTrainedModel | Policy | None,
     tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[ModelAgent, nn.Module | None, nn.Module | None]:
-    """The agent of policy and reflector, and if the flags ask for them the critic and the reference."""
-    args = run.args
-    source, _ = starting_model(args)
-    tokenizer = load_tokenizer(None, source, tokenizer)
-    policy = load_start(given, args, tokenizer)
-    reference = run.freeze(policy.reference()) if args.init_kl_coeff else None
-    critic: nn.Module | None = None
-    if args.shared_critic:
-        critic = ValueHead(policy, args.seed)
-    elif args.use_critic and given is None:
-        critic = load_scalar(source, args, tokenizer, args.seed)
-    elif args.use_critic:
-        critic = critic_from(policy, args, args.seed)
-    reflector, batch_size = None, args.rollout_mini_batch_size
+) -> ModelAgent:
+    """The policy that is trained, from `start` if it is given, with the frozen reflector if there is one."""
+    args, num_slots = run.args, run.args.rollout_mini_batch_size
+    tokenizer = load_tokenizer(None, names.starting_model(args)[0], tokenizer)
+    policy, reflector = given.load_start(start, args, tokenizer), None
     if args.reflect_experiment_dir is not None:
-        reflector = load_reflector(args.reflect_experiment_dir, args, batch_size, run.device, args.trust_remote_code)
-    return ModelAgent(policy, tokenizer, args, num_labels, batch_size, reflector), critic, reference
+        reflector = load_reflector(args.reflect_experiment_dir, args, num_slots, run.device, args.trust_remote_code)
+    agent = ModelAgent(policy, tokenizer, args, num_labels, num_slots, reflector)
+    if args.rollout_server:
+        agent.served = ServedPolicy(args, policy, tokenizer, run, only_labels=args.shrink_head)
+    return agent
 
 
-# ------------------------------------------------------------------------------------------------------------ scoring
-def score(run: Run[ReflectRLArgs], policy: nn.Module, batch: PlayedBatch, agent: ModelAgent) -> Tensor:
-    """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""
-    logprobs = torch.zeros_like(batch.logprobs)
-    with inference(policy), run.autocast():
-        for rows in batch.by_length(run.args.micro_batch_size):
-            part = batch.select(rows)
-            logprobs[rows, : part.action_mask.shape[1]] = policy(**agent.inputs(part)).logprobs
-    return logprobs
+def load_critic(args: ReflectRLArgs, agent: ModelAgent, is_given: bool) -> nn.Module | None:
+    """A critic that starts from the policy: a head on its states, or a model of its own; None without `use_critic`."""
+    if args.shared_critic:
+        return ValueHead(agent.policy, args.seed)
+    if not args.use_critic:
+        return None
+    if is_given:
+        return given.critic_from(agent.policy, args, args.seed)
+    return loading.load_scalar(names.starting_model(args)[0], args, agent.tokenizer, args.seed)
 
 
-def compare_sampler(run: Run[ReflectRLArgs], actor: nn.Module, batch: PlayedBatch, agent: ModelAgent) -> PlayedBatch:
-    """Compare the sampler with the policy: servers at each step, whose gap is measured, this process at the first.
-
-    Raises: RunFailure when they differ by too much.
-    """
-    args = run.args
-    if agent.served is not None:
-        batch = measure_gap(batch, score(run, actor, batch, agent), args.sampling_correction)
-        refuse_gap(agent.served, batch)
-    elif run.step == 0:
-        gap = float((score(run, actor, batch, agent) - batch.logprobs).abs().max())
-        check_start(gap, 1e-2 if args.precision == "32-true" else 0.5, "those it sampled with")
-    return batch
-
-
-def reference_ratio(
+# --------------------------------------------------------------------------------------------- rewards and advantages
+def penalize_rewards(
     run: Run[ReflectRLArgs], batch: PlayedBatch, reference: nn.Module | None, agent: ModelAgent
-) -> Tensor | None:
-    """Log-ratio of the policy that played to the starting policy: (B, T-1), 0 off actions."""
-    return None if reference is None else (batch.logprobs - score(run, reference, batch, agent)) * batch.action_mask
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards (B,) less the weighted log-ratio to the starting policy, and that ratio, (B, T-1), 0 off actions."""
+    if reference is None:
+        return batch.rewards, None
+    log_ratio = (batch.logprobs - agent.score(run, reference, batch)) * batch.action_mask  # (B, T-1)
+    return batch.rewards - run.args.init_kl_coeff * log_ratio.sum(1), log_ratio
 
 
-def penalize_rewards(args: ReflectRLArgs, batch: PlayedBatch, log_ratio: Tensor | None) -> Tensor:
-    """Rewards minus the weighted log-ratio to the starting policy: (B,)."""
-    return batch.rewards if log_ratio is None else batch.rewards - args.init_kl_coeff * log_ratio.sum(1)
-
-
-# --------------------------------------------------------------------------------------------------------- advantages
 def estimate_advantages(
     args: ReflectRLArgs,
     batch: PlayedBatch,
@@ -332,7 +298,7 @@ def predict_values(run: Run[ReflectRLArgs], critic: nn.Module | None, batch: Bat
     """The critic's value of each decision's state, 0 without a critic: (B,)."""
     values = torch.zeros(len(batch), device=batch.input_ids.device)
     if critic is not None:
-        with inference(critic), run.autocast():
+        with forward.inference(critic), run.autocast():
             for rows in batch.by_length(run.args.micro_batch_size):
                 values[rows] = state_values(critic, batch.select(rows))
     return values
@@ -376,13 +342,8 @@ def replay_loss(
     """Policy gradient with each decision weighted by min(pi / pi_old, 2), a constant; by 1 if not `importance`."""
     log_ratio = ((stats.logprobs - batch.logprobs).detach() * batch.action_mask).sum(1)  # (B,)
     weights = log_ratio.exp().clamp(max=MAX_REPLAY_WEIGHT) if importance else torch.ones_like(log_ratio)
-    weighted = dataclasses.replace(batch, advantages=weights * batch.advantages)
+    weighted = replace(batch, advantages=weights * batch.advantages)
     return policy_gradient_loss(stats, weighted, entropy_coeff)[0], {"replay/weight": weights}
-
-
-def value_loss(values: Tensor, batch: DecisionBatch) -> Tensor:
-    """Half the sum of squared errors of (B,) values."""
-    return 0.5 * (values - batch.returns).pow(2).sum()
 
 
 # --------------------------------------------------------------------------------------------------------- the update
@@ -414,9 +375,7 @@ def minibatches(run: Run[ReflectRLArgs], batch: DecisionBatch, step: int) -> Ite
     if args.trainer == "pg":
         yield batch
         return
-    sizes = torch.zeros(run.world_size, device=run.device)
-    sizes[run.rank] = len(batch)
-    parts = math.ceil(float(run.sum_over_ranks(sizes).max()) / args.mini_batch_size)
+    parts = math.ceil(max(run.gather(len(batch))) / args.mini_batch_size)
     for epoch in range(args.ppo_epochs):
         order = torch.randperm(len(batch), generator=run.generator(step, epoch, run.rank))
         for rows in order.tensor_split(parts):
@@ -447,7 +406,7 @@ def update_minibatch(
         critic_loss = torch.zeros((), device=run.device)
         if critic is not None:
             with run.accumulate(critic, enabled=more):
-                critic_loss = value_loss(state_values(critic, micro), micro)
+                critic_loss = 0.5 * (state_values(critic, micro) - micro.returns).pow(2).sum()
                 run.backward(critic_loss / total, micro.places)
         losses += torch.stack([actor_loss.detach(), critic_loss.detach()])
         for name, values in measured.items():
@@ -497,10 +456,7 @@ def replay_step(
 def evaluate(
     run: Run[ReflectRLArgs], envs: Sequence[TextEnv], agent: ModelAgent, stages: Sequence[curriculum.Stage]
 ) -> Metrics:
-    """Sampled episodes from validation starts of all the curriculum's levels, with the same random numbers each time.
-
-    Writes four of them as text to `trajectories/`.
-    """
+    """Sampled episodes from validation starts of the curriculum's levels, with the same random numbers each time."""
     args = run.args
     levels = sorted({level for stage in stages for level in stage.levels})
     share = run.eval_iters and max(run.eval_iters * args.num_envs // len(levels), 1)
@@ -508,14 +464,8 @@ def evaluate(
     with run.autocast():
         episodes = play(envs, run.shard(starts), agent, f"{args.seed}/validation/{run.rank}")
         agent.wait_for_others()
-    overall, by_level = rates_by_level(episodes, envs[0].levels, run.sum_over_ranks, run.device)
-    if run.is_first and not run.dry:
-        folder = run.directory / "trajectories"
-        with run.writing("trajectories"):
-            folder.mkdir(exist_ok=True)
-            write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:4]))
-    metrics = {f"val/{name}": value for name, value in overall.items()}
-    return metrics | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
+    write_trajectories(run, episodes)
+    return held_out_metrics(run, episodes, envs[0].levels)
 
 
 @one_line_errors

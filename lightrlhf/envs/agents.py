@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.fields import at_least, between, flag
@@ -28,6 +28,7 @@ from lightrlhf.envs import TextEnv, prompts
 from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowed_labels, decision_batch
 from lightrlhf.generation.engine import Completions, generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
+from lightrlhf.generation.rollout import measure_gap, refuse_gap
 from lightrlhf.generation.sampling import check_sampled, sample
 from lightrlhf.generation.served import Request, ServedPolicy
 from lightrlhf.models.forward import inference
@@ -35,6 +36,8 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
+from lightrlhf.training.run import Run
+from lightrlhf.training.start_check import check_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,6 +170,28 @@ class ModelAgent:
     def batch(self, episodes: Sequence[Episode]) -> PlayedBatch:
         """The decisions of episodes that this agent played."""
         return decision_batch(episodes, self.tokenizer.pad_token_id, len(self.labels))
+
+    def score(self, run: Run[Any], policy: nn.Module, batch: PlayedBatch) -> Tensor:
+        """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""
+        logprobs = torch.zeros_like(batch.logprobs)
+        with inference(policy), run.autocast():
+            for rows in batch.by_length(run.args.micro_batch_size):
+                part = batch.select(rows)
+                logprobs[rows, : part.action_mask.shape[1]] = policy(**self.inputs(part)).logprobs
+        return logprobs
+
+    def compare(self, run: Run[Any], actor: nn.Module, batch: PlayedBatch) -> PlayedBatch:
+        """Compare the sampler with the policy: servers at each step, whose gap is measured, this process at the first.
+
+        Raises: RunFailure when they differ by too much.
+        """
+        if self.served is not None:
+            batch = measure_gap(batch, self.score(run, actor, batch), run.args.sampling_correction)
+            refuse_gap(self.served, batch)
+        elif run.step == 0:
+            gap = float((self.score(run, actor, batch) - batch.logprobs).abs().max())
+            check_start(gap, 1e-2 if run.args.precision == "32-true" else 0.5, "those it sampled with")
+        return batch
 
     def inputs(self, batch: PlayedBatch) -> dict[str, Any]:
         """Arguments of the policy's forward pass over decisions; with `shrink_head` its head is cut to the labels."""

@@ -225,9 +225,9 @@ class Replay:
         return {"replay": [one.plain for one in self.episodes], "replay_levels": self.levels}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.levels = state["replay_levels"]
+        """Restore what `state` returned; nothing of a run that begins."""
+        self.levels = state.get("replay_levels", [])
         self.episodes = [
             Episode(**{**one, "decisions": [Decision(**decision) for decision in one["decisions"]]})
-            for one in state["replay"]
+            for one in state.get("replay", [])
         ]

@@ -1,4 +1,4 @@
-"""The log of episodes that a policy learned from, and their metrics."""
+"""Logs of episodes: rows of `rollouts.jsonl`, stories of evaluations, and metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from torch import Tensor
 
 from lightrlhf.data.splits import Row
 from lightrlhf.envs.episodes import Episode, PlayedBatch, rates_by_level
+from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
 from lightrlhf.training.run import Metrics, Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NUM_STORIES = 4  # of an evaluation
 
 
 def log_episodes(
@@ -83,3 +86,19 @@ def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence
     for level, row in by_level.items():
         metrics |= {f"success/{level}": row["success"], f"cost/{level}": row["cost"]}
     return metrics
+
+
+def held_out_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
+    """Success, cost, length and invalid actions of held-out episodes, and success on each level."""
+    overall, by_level = rates_by_level(episodes, levels, run.sum_over_ranks, run.device)
+    metrics = {f"val/{name}": value for name, value in overall.items()}
+    return metrics | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
+
+
+def write_trajectories(run: Run[Any], episodes: Sequence[Episode]) -> None:
+    """Write the first `NUM_STORIES` episodes as text to `trajectories/` (first rank only)."""
+    if run.is_first and not run.dry:
+        folder = run.directory / "trajectories"
+        with run.writing("trajectories"):
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:NUM_STORIES]))

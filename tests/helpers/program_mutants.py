@@ -62,7 +62,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("error = torch.maximum(", "error = torch.minimum("),
         ("args.vf_coeff * critic_loss / count", "critic_loss / count"),
         ("run.backward(loss / count, micro.places)", "run.backward(loss / micro.num_actions, micro.places)"),
-        ("macro.discounted_sum(by_token, segments, args.gae_gamma)", "macro.discounted_sum(by_token, segments, 1.0)"),
+        ("discounted_sum(by_token, segments, args.gae_gamma)", "discounted_sum(by_token, segments, 1.0)"),
         ("mask, args.gae_gamma, args.gae_lambd)", "mask, args.gae_lambd, args.gae_gamma)"),
         ("whiten(advantages, rollout.action_mask, ", "whiten(advantages, rollout.action_mask, True, "),
         ("approxkl > args.max_kl", "approxkl < args.max_kl"),
@@ -130,7 +130,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "reflect_rl": [
         ("return values if self.correction is None else values * self.correction", "return values"),
-        ("batch.rewards - args.init_kl_coeff * log_ratio", "batch.rewards + args.init_kl_coeff * log_ratio"),
+        ("batch.rewards - run.args.init_kl_coeff *", "batch.rewards + run.args.init_kl_coeff *"),
         ("argmax(1, keepdim=True))[:, 0].float()", "argmax(1, keepdim=True) + 1)[:, 0].float()"),
         ("returns[lengths.cumsum(0) - lengths]", "returns[lengths.cumsum(0) - 1]"),
         ("// args.num_generations  # (E,) of each episode", "// 1"),

@@ -35,7 +35,6 @@ from lightrlhf.reflect_rl import (
     ppo_loss,
     predict_values,
     replay_loss,
-    score,
     update_minibatch,
 )
 
@@ -154,10 +153,13 @@ def test_advantages_are_the_rewards_to_come():
 
 def test_the_penalty_is_taken_off_the_reward_and_a_state_has_its_last_token_s_value():
     batch = response_batch([[5, 6], [7]], [[3], [4, 2]], 0)
-    played = SimpleNamespace(rewards=torch.tensor([1.0, 2.0]))
-    log_ratio = torch.tensor([[0.2, 0.4], [0.0, -1.0]])
-    charged = reflect_rl.penalize_rewards(SimpleNamespace(init_kl_coeff=0.5), played, log_ratio)
-    assert charged.tolist() == pytest.approx([0.7, 2.5])
+    mask, ratio = torch.tensor([[True, True], [False, True]]), torch.tensor([[0.2, 0.4], [9.0, -1.0]])
+    played = SimpleNamespace(rewards=torch.tensor([1.0, 2.0]), logprobs=ratio - 3.0, action_mask=mask)
+    agent = SimpleNamespace(score=lambda run, policy, batch: torch.full((2, 2), -3.0))
+    run = SimpleNamespace(args=SimpleNamespace(init_kl_coeff=0.5))
+    charged, log_ratio = reflect_rl.penalize_rewards(run, played, "reference", agent)
+    assert charged.tolist() == pytest.approx([0.7, 2.5]) and log_ratio.tolist()[1] == [0.0, -1.0]
+    assert reflect_rl.penalize_rewards(run, played, None, agent) == (played.rewards, None)
     assert reflect_rl.state_values(lambda input_ids, attention_mask: input_ids, batch).tolist() == [6.0, 7.0]
 
 
@@ -188,7 +190,7 @@ def test_sampling_and_scoring_give_the_same_logprobs(way, policy_dir):
     run = RunOfOneStep(args)
     batch = agent.batch(episodes)
     assert batch.num_actions == sum(len(d.response_ids) for one in episodes for d in one.decisions)
-    assert float((score(run, agent.policy, batch, agent) - batch.logprobs).abs().max()) < 1e-5
+    assert float((agent.score(run, agent.policy, batch) - batch.logprobs).abs().max()) < 1e-5
     assert (batch.logprobs[batch.action_mask] < 0).all()
 
 
