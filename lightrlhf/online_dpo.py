@@ -303,18 +303,18 @@ def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFuncti
     rollout = generate_rollout(current, start, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
     kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1).tolist()  # (B,) nats per response
     truncated = rollout.truncated.tolist()
-    responses = zip(rollout.columns, rollout.prompt_ids(), rollout.response_ids())
+    responses = zip(rollout.columns, rollout.texts, rollout.prompt_ids(), rollout.response_ids())
     records = [
         {
             **columns,
-            "prompt": decode(tokenizer, prompt),
-            "response": decode(tokenizer, response),
+            "prompt": prompt,
+            "response": response,
             "truncated": truncated[i],
             "kl": kl[i],
-            "prompt_ids": prompt,
-            "response_ids": response,
+            "prompt_ids": prompt_ids,
+            "response_ids": response_ids,
         }
-        for i, (columns, prompt, response) in enumerate(responses)
+        for i, (columns, (prompt, response), prompt_ids, response_ids) in enumerate(responses)
     ]
     first = it.folder.with_name("iteration-00") / "evaluation.jsonl"
     before = read_jsonl(first) if it.number and first.is_file() else records

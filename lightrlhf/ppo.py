@@ -207,7 +207,7 @@ def train(
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
             by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
             lengths = run.noise(num_rows, REPEATED_LENGTHS, step, -1)  # of macro actions, where they are random
-            segments, parse_failures = segment_responses(args, scored, lengths, start.tokenizer, parser)  # (B, T-1)
+            segments, parse_failures = segment_responses(args, scored, lengths, parser)  # (B, T-1)
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.sum_over_ranks)
@@ -261,15 +261,13 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
-def segment_responses(
-    args: PPOArgs, rollout: Rollout, lengths: Tensor, tokenizer: PreTrainedTokenizerBase, parser: Parser | None
-) -> tuple[Tensor, int]:
+def segment_responses(args: PPOArgs, rollout: Rollout, lengths: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
     lengths: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
     """
     if parser is not None:
-        return parsed_segments(rollout, tokenizer, parser, PARSING_CUTOFF, args.ngram)
+        return parsed_segments(rollout, rollout.tokenizer, parser, PARSING_CUTOFF, args.ngram)
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":

@@ -51,7 +51,7 @@ def rouge(
 
     prompts = [{"input_ids": row["input_ids"][: row["prompt_len"]]} for row in rows]
     rollout = respond(args, policy, policy, prompts, tokenizer, seed, batch_size)
-    responses = [decode(tokenizer, ids) for ids in rollout.response_ids()]
+    responses = [response for _, response in rollout.texts]
     demonstrations = [decode(tokenizer, row["input_ids"][row["prompt_len"] : first_answer(row)]) for row in rows]
     scores = ROUGEScore(rouge_keys=("rouge1", "rouge2", "rougeL"))(responses, demonstrations)
     return {key: float(scores[f"{key}_fmeasure"]) for key in ("rouge1", "rouge2", "rougeL")}

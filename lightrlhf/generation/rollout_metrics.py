@@ -23,8 +23,8 @@ def response_kl(rollout: Rollout) -> Tensor:
     return ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
 
 
-def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Tensor) -> Metrics:
-    """Means over the responses of all ranks; scores: (B,), NaN where there is none, rewards: (B, T-1).
+def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: Tensor) -> Metrics:
+    """Means over the responses of all ranks; scores: (B,), NaN where there is none, by_token: rewards, (B, T-1).
 
     Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
     means over all that were sampled, so the rollout is the one with the actions of them all.
@@ -41,7 +41,7 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, rewards: Te
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
     } | gap_metrics(run.ranks, rollout, run.args)
-    score, reward = row_means(run, [scores, rewards.sum(1)], ~scores.isnan())
+    score, reward = row_means(run, [scores, by_token.sum(1)], ~scores.isnan())
     return {"objective/score": score, "objective/reward": reward} | metrics
 
 

@@ -157,7 +157,7 @@ def test_an_update_equals_one_in_float64(given, roles, sampled):
     total = bound_scores(args, rollout, scores).total
     scored = rollout.masked(~total.isnan())
     rewards = token_rewards(scored, total, args.init_kl_coeff, args.kl_estimator)
-    segments, _ = segment_responses(args, scored, torch.zeros(6, 4), None, None)
+    segments, _ = segment_responses(args, scored, torch.zeros(6, 4), None)
     batch = estimate_advantages(args, scored, rewards, predict_values(critic, scored, 4), segments, correction)
     steps = update(run, actor, critic, batch, STEP)["policy/updates"]
     *expected, expected_steps = expected_roles(args, roles, sampled, run)
