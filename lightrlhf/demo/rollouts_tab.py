@@ -44,11 +44,8 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
     now = gr.State("")  # the query of the view
     inputs, reload = view_inputs(gr, rollouts.labels())
     run, step, every, against, text, sort, order, colour = inputs
-    shown = gr.HTML(
-        note("The samples are being read."),
-        js_on_load=(ASSETS / "rollouts.js").read_text(encoding="utf-8"),
-        apply_default_css=False,
-    )
+    script = (ASSETS / "rollouts.js").read_text(encoding="utf-8")
+    shown = gr.HTML(note("The samples are being read."), js_on_load=script, apply_default_css=False)
     parts = [*inputs, shown, now]
 
     def open_query(query: Mapping[str, str]) -> list[Any]:

@@ -54,15 +54,7 @@ def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
     safe = functools.partial(errors_to_toast, gr)
     names = list(backend.runs())
     policies = [name for name, folder in backend.runs().items() if folder in backend.args.experiment_dir]
-    chosen = gr.CheckboxGroup(names, value=names, label="Runs")
-    with gr.Row():
-        metric = gr.Dropdown([], label="Metric")
-        axis = gr.Dropdown(AXES, value=AXES[0], label="By")
-        smoothing = gr.Slider(1, MAX_SMOOTHING, 1, step=2, label="Smoothing (points)")
-    with gr.Row():
-        by_settings = gr.Checkbox(True, label="One line for runs that differ by their seed alone")
-        follow = gr.Checkbox(False, label=f"Read the files every {FOLLOW_SECONDS} s")
-        reload = gr.Button("Reload", scale=0)
+    (chosen, by_settings, metric, axis, smoothing), follow, reload = chart_inputs(gr, names)
     warnings = gr.HTML(apply_default_css=False)
     with gr.Row():
         with gr.Column(scale=3, min_width=320):
@@ -114,6 +106,20 @@ def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
         safe(show), None, beside, api_visibility="private", show_progress="hidden", trigger_mode="always_last"
     )
     run.input(*describing, api_visibility="private")
+
+
+def chart_inputs(gr: Any, names: list[str]) -> tuple[list[Any], Any, Any]:
+    """Makes the inputs of the chart, in the order of `views_of`, the box to follow the files, and the reload button."""
+    chosen = gr.CheckboxGroup(names, value=names, label="Runs")
+    with gr.Row():
+        metric = gr.Dropdown([], label="Metric")
+        axis = gr.Dropdown(AXES, value=AXES[0], label="By")
+        smoothing = gr.Slider(1, MAX_SMOOTHING, 1, step=2, label="Smoothing (points)")
+    with gr.Row():
+        by_settings = gr.Checkbox(True, label="One line for runs that differ by their seed alone")
+        follow = gr.Checkbox(False, label=f"Read the files every {FOLLOW_SECONDS} s")
+        reload = gr.Button("Reload", scale=0)
+    return [chosen, by_settings, metric, axis, smoothing], follow, reload
 
 
 # --------------------------------------------------------------------------------------------------------------- HTML
