@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -31,54 +31,25 @@ from lightrlhf.cli.errors import StopTraining, UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import mix_seed
-from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, save_split
-from lightrlhf.generation.dialogue_pairs import (
-    INVALID_REWARD,
-    SIDES,
-    PairArgs,
-    branch,
-    make_pair,
-    nth_opening,
-    side_of,
-    split_of,
-    turn_rollout,
-)
-from lightrlhf.generation.dialogues import (
-    Dialogue,
-    User,
-    as_row,
-    load_dialogues,
-    roll_out,
-    score_turns,
-    sharing_columns,
-)
-from lightrlhf.generation.samplers import ServedSampler
-from lightrlhf.generation.users import load_user
+from lightrlhf.data import batch, splits
+from lightrlhf.generation import dialogue_pairs, samplers, users
+from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, SIDES, side_of
+from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns, share_columns
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import store_tokenizer
-from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import load_rewards
-from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
-from lightrlhf.storage.run_dir import data_dir_of, iterations, read_logged
-from lightrlhf.storage.writing import writing
-from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, read_json, train_policy
-from lightrlhf.training.iterated_dir import IteratedArgs, as_given
-from lightrlhf.training.model_card import model_card, quoted
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.rewards import functions, loading, scorers
+from lightrlhf.storage import checkpoint, jsonl, run_dir, writing
+from lightrlhf.storage.jsonl import Row
+from lightrlhf.training import iterated, iterated_dir, model_card, provenance
+from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK = 256  # dialogues between two writes
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, IteratedArgs):
+class IterativeRefuelArgs(refuel.RefuelArgs, dialogue_pairs.PairArgs, iterated_dir.IteratedArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
@@ -88,7 +59,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, PairArgs, IteratedArgs):
     output_dir: str | None = None
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the previous row."""
+    """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True})
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     iterations: int = 1
@@ -103,7 +74,7 @@ def train(
     *,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
-    reward: RewardFunctions | None = None,
+    reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by REFUEL in iterations; returns the experiment dir. Objects given here replace what the flags would load.
@@ -113,13 +84,13 @@ def train(
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, IterativeRefuelArgs)
-    given = given_objects(dialogues=dialogues, user=user, reward=reward)
+    given = provenance.given_objects(dialogues=dialogues, user=user, reward=reward)
     args.check_start()
     args.check_reward(reward)
     if dialogues is None:
-        check_data_dir(args)
+        splits.check_data_dir(args)
     else:
-        dialogues = sharing_columns(dialogues)
+        dialogues = share_columns(dialogues)
 
     @functools.cache
     def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them
@@ -146,7 +117,7 @@ def train(
             Stage("train", "policy", train_iteration),
         )
         run.do(stages, lambda it: evaluate(it, rows_of, user, reward), report, on_step, only=args.stage)
-        return run.finish(read_logged(run.directory / "metrics.jsonl") or [])
+        return run.finish(run_dir.read_logged(run.directory / "metrics.jsonl") or [])
 
 
 def require_stage(path: Path, stage: str) -> None:
@@ -161,7 +132,7 @@ def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
     Raises: UsageError when the stage has not been run, or was interrupted.
     """
     require_stage(path, stage)
-    rows = read_jsonl(path, may_be_cut=True)
+    rows = jsonl.read_jsonl(path, may_be_cut=True)
     if size is None:
         size = int(json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))["num_rows"])
     if len(rows) < size:
@@ -173,7 +144,7 @@ def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Se
     """A policy in eval mode that knows the tokens of these dialogues."""
     frozen = FrozenArgs(trust_remote_code=args.trust_remote_code)
     policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))
-    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+    splits.check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
     return policy
 
 
@@ -181,35 +152,36 @@ def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Se
 def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialogue], user: User | None) -> None:
     """Write `dialogues.jsonl`: two dialogues a line that share a prefix, with the trained turn and the horizon."""
     args, size = it.args, it.args.num_data or len(rows)
-    openings = [nth_opening(rows, index, args.seed) for index in range((it.number - 1) * size, it.number * size)]
-    with JsonlWriter(it.folder / "dialogues.jsonl", {"iteration": it.number, "num_rows": size}) as writer:
+    indices = range((it.number - 1) * size, it.number * size)
+    openings = [dialogue_pairs.nth_opening(rows, index, args.seed) for index in indices]
+    with jsonl.JsonlWriter(it.folder / "dialogues.jsonl", {"iteration": it.number, "num_rows": size}) as writer:
         if len(writer.rows) < size:
             policy = load_frozen(args, it.policy, it.tokenizer, rows)
-            user = user or load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
+            user = user or users.load_user(args, find_device(args.accelerator), args.rollout_mini_batch_size)
             with ExitStack() as stack:
                 sample = None
                 if args.rollout_server:
-                    sample = stack.enter_context(closing(ServedSampler(args, policy, it.tokenizer)))
-                work = functools.partial(branch, args, policy, it.tokenizer, user, sample)
+                    sample = stack.enter_context(closing(samplers.ServedSampler(args, policy, it.tokenizer)))
+                work = functools.partial(dialogue_pairs.branch, args, policy, it.tokenizer, user, sample)
                 writer.extend(openings, CHUNK, work, f"generate {it.number}", " dialogues")
 
 
-def rank(it: Iteration[IterativeRefuelArgs], reward: RewardFunctions | None) -> None:
+def rank(it: Iteration[IterativeRefuelArgs], reward: functions.RewardFunctions | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
     rows = rows_of_stage(it.folder / "dialogues.jsonl", "generate")
     content = hashlib.sha256((it.folder / "dialogues.jsonl").read_bytes()).hexdigest()
-    with JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
+    with jsonl.JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, functools.partial(score_pairs, load_scorer(it.args, reward)))
 
 
-def load_scorer(args: IterativeRefuelArgs, reward: RewardFunctions | None) -> GroupScorer:
+def load_scorer(args: IterativeRefuelArgs, reward: functions.RewardFunctions | None) -> scorers.GroupScorer:
     """The scorer of dialogues."""
     settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
-    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    return loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
 
 
-def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
+def score_pairs(scorer: scorers.GroupScorer, rows: Sequence[Row]) -> list[Row]:
     """The scores of every prefix of both dialogues of each row, as JSON rows."""
     scores = score_turns(scorer, [side_of(row, side) for row in rows for side in SIDES])
     values = [[INVALID_REWARD if score is None else score for score in turns] for turns in scores]
@@ -221,14 +193,15 @@ def score_pairs(scorer: GroupScorer, rows: Sequence[Row]) -> list[Row]:
 
 def first_samples(it: Iteration[IterativeRefuelArgs], number: int) -> list[Row]:
     """Both sides of the first dialogues of an iteration and their scores, as rows of `rollouts.jsonl`."""
-    rows, rewards = (read_jsonl(it.folder / name, may_be_cut=True) for name in ("dialogues.jsonl", "rewards.jsonl"))
+    files = [it.folder / name for name in ("dialogues.jsonl", "rewards.jsonl")]
+    rows, rewards = (jsonl.read_jsonl(file, may_be_cut=True) for file in files)
     logged = []
     for group, (row, scores) in enumerate(zip(rows[:number], rewards)):
         for side in SIDES:
             last = min(row["horizon"], len(scores[side]) - 1)
             score = scores[side][last] if scores[side] else INVALID_REWARD
             score = None if score == INVALID_REWARD else score
-            sample = turn_rollout(it.tokenizer, side_of(row, side), row["turn"], group, score)
+            sample = dialogue_pairs.turn_rollout(it.tokenizer, side_of(row, side), row["turn"], group, score)
             logged.append({"version": it.number - 1, **sample})
     return logged[:number]
 
@@ -245,36 +218,36 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
     rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
     rewards = rows_of_stage(folder / "rewards.jsonl", "rank", len(rows))
     counts: Counter[str] = Counter()
-    splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
+    by_split: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
     for row, scores in zip(rows, rewards, strict=True):
-        pair = make_pair(args, row, scores)
+        pair = dialogue_pairs.make_pair(args, row, scores)
         counts["pairs" if isinstance(pair, dict) else pair] += 1
         if isinstance(pair, dict):
-            splits["train" if args.dry_run else split_of(args, row)].append(pair)  # a dry run has few
+            by_split["train" if args.dry_run else dialogue_pairs.split_of(args, row)].append(pair)  # a dry run has few
     summary = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
-    if not splits["train"]:
+    if not by_split["train"]:
         has_collapsed = it.number > 1 and set(counts) == {"the same reply twice"}
         raise (StopTraining if has_collapsed else UsageError)(
             f"{folder / 'dialogues.jsonl'} gives no pair to train on: {summary}"
         )
-    for split, members in splits.items():
+    for split, members in by_split.items():
         if members:
-            save_split(folder / "pairs", "refuel", split, members)
-    with writing(folder / "pairs" / "tokenizer"):
+            splits.save_split(folder / "pairs", "refuel", split, members)
+    with writing.writing(folder / "pairs" / "tokenizer"):
         store_tokenizer(it.tokenizer, folder / "pairs")
     firsts = [scores["first"] for scores in rewards]
-    results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
+    results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in by_split.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
-    results["score_by_turn"] = [mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
-    write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
+    results["score_by_turn"] = [iterated.mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
+    checkpoint.write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
     print(f"{folder / 'pairs'}: {summary}")
 
 
 def train_iteration(it: Iteration[IterativeRefuelArgs]) -> None:
     """Train from the last policy on the pairs; see `train_policy`."""
     require_stage(it.folder / "pairs" / "report.json", "tokenize")
-    changes = {"sft_experiment_dir": it.policy, "model_name": None, "seed": mix_seed(it.args.seed, it.number) % 2**31}
-    train_policy(it, refuel.train, refuel.RefuelArgs, **changes)
+    changes = {"seed": batch.mix_seed(it.args.seed, it.number) % 2**31, "model_name": None}
+    iterated.train_policy(it, refuel.train, refuel.RefuelArgs, sft_experiment_dir=it.policy, **changes)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -283,7 +256,7 @@ def evaluate(
     it: Iteration[IterativeRefuelArgs],
     rows_of: Callable[[str], Sequence[Dialogue]],
     user: User | None,
-    reward: RewardFunctions | None,
+    reward: functions.RewardFunctions | None,
 ) -> Row | None:
     """Mean scores after each turn of held-out dialogues; writes the dialogues to `evaluation.jsonl`.
 
@@ -295,29 +268,30 @@ def evaluate(
         return None
     device, slots = find_device(args.accelerator), args.rollout_mini_batch_size
     policy = load_frozen(args, it.policy, it.tokenizer, rows)
-    user = user or load_user(args, device, slots)
-    dialogues = roll_out(policy, it.tokenizer, rows, args.num_turns, user, args, args.seed, slots)
-    scores = score_turns(load_scorer(args, reward), dialogues)
-    lengths = [end - start for row in dialogues for start, end in row.turn_spans]
+    user = user or users.load_user(args, device, slots)
+    played = roll_out(policy, it.tokenizer, rows, args.num_turns, user, args, args.seed, slots)
+    scores = score_turns(load_scorer(args, reward), played)
+    lengths = [end - start for row in played for start, end in row.turn_spans]
     by_turn = [[turns[h] for turns in scores if len(turns) > h] for h in range(args.num_turns)]
     results = {
-        "score_by_turn": [mean(score for score in turn if score is not None) for turn in by_turn],
-        "mean_length": mean(lengths),
-        "truncated_ratio": mean(flag for row in dialogues for flag in row.truncated),
+        "score_by_turn": [iterated.mean(score for score in turn if score is not None) for turn in by_turn],
+        "mean_length": iterated.mean(lengths),
+        "truncated_ratio": iterated.mean(flag for row in played for flag in row.truncated),
     }
-    write_jsonl(it.folder / "evaluation.jsonl", [{"scores": s, **as_row(row)} for row, s in zip(dialogues, scores)])
+    records = [{"scores": turns, **as_row(row)} for row, turns in zip(played, scores)]
+    jsonl.write_jsonl(it.folder / "evaluation.jsonl", records)
     return results
 
 
 def results_of(directory: Path) -> list[Row]:
     """One row per iteration: its pairs and scores, and the reward queries up to it."""
     rows, queries = [], 0
-    for number, folder in iterations(directory).items():
+    for number, folder in run_dir.iterations(directory).items():
         row: Row = {"iteration": number}
-        if pairs := read_json(folder / "pairs" / "report.json"):
+        if pairs := iterated.read_json(folder / "pairs" / "report.json"):
             queries += pairs["reward_queries"]
             row |= {"pairs": pairs["counts"]["pairs"], "rollout_score_by_turn": pairs["score_by_turn"]}
-        rows.append({**row, **read_json(folder / "evaluation.json"), "reward_queries": queries})
+        rows.append({**row, **iterated.read_json(folder / "evaluation.json"), "reward_queries": queries})
     return rows
 
 
@@ -336,7 +310,7 @@ def report(run: Iterated[IterativeRefuelArgs]) -> Metrics:
         for row in rows
     ]
     last = run.write_results(rows, metrics)
-    write_text(run.directory / "README.md", card(run.args, run.directory, rows))
+    checkpoint.write_text(run.directory / "README.md", card(run.args, run.directory, rows))
     if "score_by_turn" in rows[-1]:
         scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
         print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)
@@ -352,11 +326,12 @@ def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str
     for row in rows:
         scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
         table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
-    data = data_dir_of(str(directory)) or "given dialogues"
-    start = quoted(as_given(args, stored["initial"]))
-    summary = f"{start} trained by `lightrlhf.iterative_refuel` on {quoted(data)}."
+    data = run_dir.data_dir_of(str(directory)) or "given dialogues"
+    start = model_card.quoted(iterated_dir.as_given(args, stored["initial"]))
+    summary = f"{start} trained by `lightrlhf.iterative_refuel` on {model_card.quoted(data)}."
     flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given", "began")}
-    return model_card(stored["experiment_name"], "iterative_refuel", summary, flags, table, stored.get("given"))
+    title, given = stored["experiment_name"], stored.get("given")
+    return model_card.model_card(title, "iterative_refuel", summary, flags, table, given)
 
 
 @one_line_errors

@@ -33,34 +33,19 @@ from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import FrozenArgs, RewardArgs, SamplingArgs, ServerArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import epoch_order
-from lightrlhf.data.responses import ROW
+from lightrlhf.data import batch, responses, schema, splits, tokens
 from lightrlhf.data.rows import Given, load_rows
-from lightrlhf.data.schema import share_columns
-from lightrlhf.data.splits import IGNORE_INDEX, Row, check_data_dir, check_vocabulary, save_split
-from lightrlhf.data.tokens import decode
-from lightrlhf.generation.rollout import generate_rollout
-from lightrlhf.maths.ops import win_rate
-from lightrlhf.maths.preference import REFERENCE_FREE
-from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
+from lightrlhf.evaluation import answers
+from lightrlhf.maths import ops, preference, unpaired
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
-from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.encoding import Encoding, Sample, samples_of_row
+from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import load_rewards
-from lightrlhf.rewards.scorers import finite
-from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.gguf_files import check_model_exists
-from lightrlhf.storage.jsonl import finite_metrics, read_jsonl, write_jsonl
-from lightrlhf.storage.results import cell, new_figure, print_table, save_figure
-from lightrlhf.storage.run_dir import data_dir_of, iterations, stored
-from lightrlhf.training.iterated import Iterated, Iteration, Stage, mean, read_json, shared_flags, train_policy
-from lightrlhf.training.iterated_dir import IteratedArgs
-from lightrlhf.training.launch import run_on_devices
-from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.rollout_log import rollout_row
+from lightrlhf.storage import checkpoint, gguf_files, jsonl, results, run_dir
+from lightrlhf.storage.jsonl import Row
+from lightrlhf.training import iterated, iterated_dir, launch, provenance, rollout_log
+from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
 
 if TYPE_CHECKING:
@@ -70,11 +55,11 @@ if TYPE_CHECKING:
 def check_responder(name: str, flag: str) -> None:
     """Raises: UsageError when the policy that responds is neither `last` nor `initial` nor a model."""
     if name not in ("last", "initial"):
-        check_model_exists(name, f"{flag} (last, initial or a model)")
+        gguf_files.check_model_exists(name, f"{flag} (last, initial or a model)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
+class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.IteratedArgs):
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     experiment_name: str = "rlhf-online-dpo"
@@ -82,7 +67,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     output_dir: str | None = None
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the mean over the steps since the previous row."""
+    """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
     prompts_per_iteration: int | None = at_least(1, None)
     """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
     num_generations: int = at_least(2, 8)
@@ -90,7 +75,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     rm_chat_template: bool = flag(False, show="rarely")
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
-    """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
+    """How to pair: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
     """Reward subtracted per token of length, for `max_min_p`."""
     training_step: Literal["dpo", "raft"] = flag("dpo", show="rarely")
@@ -109,7 +94,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, IteratedArgs):
     """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
 
     def _check(self) -> None:
-        if self.loss_type in UNPAIRED_LOSSES:
+        if self.loss_type in unpaired.UNPAIRED_LOSSES:
             raise ValueError(
                 f"--loss_type {self.loss_type} learns from single responses, but this program chooses pairs; "
                 "use a loss of pairs, such as bco_pair"
@@ -132,7 +117,7 @@ def train(
     """
     check_args(args, OnlineDPOArgs)
     if prompts is None:
-        check_data_dir(args)
+        splits.check_data_dir(args)
     args.check_start()
     args.check_reward(reward)
     data_dir = args.data_dir if prompts is None else None
@@ -140,7 +125,7 @@ def train(
     rows = load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify)
     shards = prompt_shards(args, rows)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
-    share_columns([*rows, *held_out])
+    schema.share_columns([*rows, *held_out])
     run = Iterated(
         args,
         "online_dpo",
@@ -149,7 +134,7 @@ def train(
         unit="prompts",
         size_flag="prompts_per_iteration",
         work=f"{len(shards[0]):,} prompts, {args.num_generations} responses to each",
-        given=given_objects(prompts=prompts, reward=reward),
+        given=provenance.given_objects(prompts=prompts, reward=reward),
         rows=rows,
         tokenizer=tokenizer,
     )
@@ -176,7 +161,7 @@ def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
             f"{max(size, 1) * args.iterations} prompts, but {args.data_dir} has {len(rows)}; "
             f"try --prompts_per_iteration {max(len(rows) // args.iterations, 1)}"
         )
-    order = epoch_order(len(rows), args.seed, 0)
+    order = batch.epoch_order(len(rows), args.seed, 0)
     return [[rows[i] for i in order[t * size : (t + 1) * size]] for t in range(args.iterations)]
 
 
@@ -188,12 +173,12 @@ def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:
     rows = []
     for row in prompts:
         ids = torch.as_tensor(row["input_ids"]).tolist()
-        rows.append({**row["columns"], "prompt": decode(tokenizer, ids), "prompt_ids": ids})
-    write_jsonl(folder / "prompts.jsonl", rows)
+        rows.append({**row["columns"], "prompt": tokens.decode(tokenizer, ids), "prompt_ids": ids})
+    jsonl.write_jsonl(folder / "prompts.jsonl", rows)
     devices = 1 if args.rollout_server else args.devices  # one process asks all servers
     stage = generate.GenerateArgs(
-        **shared_flags(args, SamplingArgs),
-        **shared_flags(args, ServerArgs),
+        **iterated.shared_flags(args, SamplingArgs),
+        **iterated.shared_flags(args, ServerArgs),
         model_name=responder,
         trust_remote_code=args.trust_remote_code,
         prompts_file=str(folder / "prompts.jsonl"),
@@ -205,14 +190,14 @@ def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:
         accelerator=args.accelerator,
         devices=devices,
     )
-    run_on_devices(generate.run, stage, devices)
+    launch.run_on_devices(generate.run, stage, devices)
 
 
 def score_and_choose(it: Iteration[OnlineDPOArgs], reward: RewardFunctions | None) -> None:
     """Write `rewards.jsonl`, and the pairs into `pairs/`."""
     args, folder = it.args, it.folder
     stage = annotate.AnnotateArgs(
-        **shared_flags(args, RewardArgs),
+        **iterated.shared_flags(args, RewardArgs),
         responses_file=str(folder / "responses.jsonl"),
         output_file=str(folder / "rewards.jsonl"),
         rm_chat_template=args.rm_chat_template,
@@ -234,11 +219,11 @@ def first_samples(it: Iteration[OnlineDPOArgs], number: int) -> list[Row]:
     """The first responses of an iteration and their scores, as rows of `rollouts.jsonl`."""
     version = {"last": it.number - 1, "initial": 0}.get(it.args.responder)
     logged = []
-    for group, row in enumerate(read_jsonl(it.folder / "rewards.jsonl", may_be_cut=True)[:number]):
-        columns = {name: value for name, value in row.items() if name not in ROW}
+    for group, row in enumerate(jsonl.read_jsonl(it.folder / "rewards.jsonl", may_be_cut=True)[:number]):
+        columns = {name: value for name, value in row.items() if name not in responses.ROW}
         for ids, score, truncated in zip(row["response_ids"], row["rewards"], row["truncated"]):
             given = {"score": score, "truncated": truncated, "columns": columns}
-            sample = rollout_row(it.tokenizer, row["prompt_ids"], ids, group=group, **given)
+            sample = rollout_log.rollout_row(it.tokenizer, row["prompt_ids"], ids, group=group, **given)
             logged.append({"version": version, **sample})
     return logged[:number]
 
@@ -249,12 +234,12 @@ def learn(it: Iteration[OnlineDPOArgs]) -> None:
     changes: dict[str, Any] = {"seed": args.seed * 1000 + it.number, "eval_interval": 0}
     if args.training_step == "raft":
         write_best(it.folder, it.tokenizer)
-        train_policy(it, sft.train, sft.SFTArgs, model_name=it.policy, use_targets=True, **changes)
+        iterated.train_policy(it, sft.train, sft.SFTArgs, model_name=it.policy, use_targets=True, **changes)
     else:
         fixed = args.ref_model or it.initial
-        is_fixed = args.reference == "initial" and args.loss_type not in REFERENCE_FREE
+        is_fixed = args.reference == "initial" and args.loss_type not in preference.REFERENCE_FREE
         changes |= {"sft_experiment_dir": it.policy, "model_name": None, "ref_model": fixed if is_fixed else None}
-        train_policy(it, dpo.train, dpo.DPOArgs, **changes)
+        iterated.train_policy(it, dpo.train, dpo.DPOArgs, **changes)
 
 
 def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -263,25 +248,25 @@ def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     A prompt whose scores are all equal has no best response, be they all wrong, and is left out.
     Raises: UsageError when no prompt is left.
     """
-    encoding = Encoding(tokenizer)
+    encoder = encoding.Encoding(tokenizer)
     rows = []
     counts: Counter[str] = Counter()
-    for row in read_jsonl(folder / "rewards.jsonl"):
-        scored = zip(row["rewards"], samples_of_row(row))
+    for row in jsonl.read_jsonl(folder / "rewards.jsonl"):
+        scored = zip(row["rewards"], encoding.samples_of_row(row))
         valid = [(reward, sample) for reward, sample in scored if reward is not None and sample is not None]
         if len({reward for reward, _ in valid}) < 2:
             counts["equal scores" if valid else "no valid score"] += 1
             continue
         counts["demonstrations"] += 1
-        prompt, response = encoding.prompt_and_response(max(valid, key=lambda one: one[0])[1])
-        targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
+        prompt, response = encoder.prompt_and_response(max(valid, key=lambda one: one[0])[1])
+        targets = torch.tensor([splits.IGNORE_INDEX] * len(prompt) + response)
         rows.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
     counted = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
     if not rows:
         raise UsageError(f"{folder / 'rewards.jsonl'} has no best response to learn from: {counted}")
-    save_split(folder / "pairs", "finetune", "train", rows)
+    splits.save_split(folder / "pairs", "finetune", "train", rows)
     report = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
-    write_text(folder / "pairs" / "report.json", json.dumps(report | {"raft": dict(counts)}, indent=1))
+    checkpoint.write_text(folder / "pairs" / "report.json", json.dumps(report | {"raft": dict(counts)}, indent=1))
     print(f"{folder / 'pairs'}: {counted}")
 
 
@@ -295,31 +280,26 @@ def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFuncti
     if not rows:
         return None
     args, tokenizer = it.args, it.tokenizer
-    device = find_device(args.accelerator)
-    models = FrozenArgs(trust_remote_code=args.trust_remote_code)
+    models, device = FrozenArgs(trust_remote_code=args.trust_remote_code), find_device(args.accelerator)
     current, start = (load_policy(name, models, tokenizer).eval().to(device) for name in (it.policy, it.initial))
-    check_vocabulary(rows, vocabulary_size(current), args.data_dir)
-    noise = torch.rand(len(rows), args.max_new_tokens, generator=torch.Generator().manual_seed(args.seed))
-    rollout = generate_rollout(current, start, rows, args, tokenizer, noise, args.rollout_mini_batch_size)
+    rollout = answers.respond(args, current, start, rows, tokenizer, args.seed, args.rollout_mini_batch_size)
     kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1).tolist()  # (B,) nats per response
-    truncated = rollout.truncated.tolist()
-    responses = zip(rollout.columns, rollout.texts, rollout.prompt_ids(), rollout.response_ids())
     records = [
         {
-            **columns,
-            "prompt": prompt,
-            "response": response,
-            "truncated": truncated[i],
-            "kl": kl[i],
-            "prompt_ids": prompt_ids,
-            "response_ids": response_ids,
+            **one.columns,
+            "prompt": one.prompt,
+            "response": one.response,
+            "truncated": one.truncated,
+            "kl": nats,
+            "prompt_ids": one.prompt_ids,
+            "response_ids": one.response_ids,
         }
-        for i, (columns, (prompt, response), prompt_ids, response_ids) in enumerate(responses)
+        for one, nats in zip(encoding.samples_of(rollout), kl)
     ]
     first = it.folder.with_name("iteration-00") / "evaluation.jsonl"
-    before = read_jsonl(first) if it.number and first.is_file() else records
-    add_scores(args, records, before, reward, data_dir_of(str(it.folder.parent)))
-    write_jsonl(it.folder / "evaluation.jsonl", records, settings={})
+    before = jsonl.read_jsonl(first) if it.number and first.is_file() else records
+    add_scores(args, records, before, reward, run_dir.data_dir_of(str(it.folder.parent)))
+    jsonl.write_jsonl(it.folder / "evaluation.jsonl", records, settings={})
     return summary(records, before)
 
 
@@ -328,28 +308,28 @@ def add_scores(
 ) -> None:
     """Add `reward` to the records, and `gold` where the data has a judge."""
     settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
-    scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    scorer = loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]
-    judge = data_dir and stored(data_dir, "judge")
+    judge = data_dir and run_dir.stored(data_dir, "judge")
     if judge:
         texts = ([record[key] for record in records] for key in ("prompt", "response"))
         for record, gold in zip(records, load_function(judge, "the judge of the data")(*texts)):
-            record["gold"] = finite(float(gold["score"]))
+            record["gold"] = scorers.finite(float(gold["score"]))
 
 
-def as_sample(record: Row) -> Sample:
+def as_sample(record: Row) -> encoding.Sample:
     """A record as a scorer's sample."""
     own = ("prompt", "response", "truncated", "kl", "prompt_ids", "response_ids", "reward", "gold")
     columns = {name: value for name, value in record.items() if name not in own}
     names = ("prompt", "response", "truncated", "prompt_ids", "response_ids")
-    return Sample(**{name: record[name] for name in names}, columns=columns)
+    return encoding.Sample(**{name: record[name] for name in names}, columns=columns)
 
 
 def summary(records: list[Row], before: list[Row]) -> Metrics:
     """Means over prompts; win rates are against the initial policy's responses, ties half."""
-    results: Metrics = {"kl": mean(record["kl"] for record in records)}
+    means: Metrics = {"kl": iterated.mean(record["kl"] for record in records)}
     for name, rate in (("reward", "win_rate"), ("gold", "gold_win_rate")):
         pairs = [
             (one[name], other[name])
@@ -357,11 +337,11 @@ def summary(records: list[Row], before: list[Row]) -> Metrics:
             if one.get(name) is not None and other.get(name) is not None
         ]
         if pairs:
-            results[name] = mean(one for one, _ in pairs)
-            results[rate] = win_rate(pairs)[0]
-    results["mean_length"] = mean(len(record["response_ids"]) for record in records)
-    results["truncated_ratio"] = mean(record["truncated"] for record in records)
-    return results
+            means[name] = iterated.mean(one for one, _ in pairs)
+            means[rate] = ops.win_rate(pairs)[0]
+    means["mean_length"] = iterated.mean(len(record["response_ids"]) for record in records)
+    means["truncated_ratio"] = iterated.mean(record["truncated"] for record in records)
+    return means
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -369,12 +349,12 @@ def results_of(directory: Path) -> list[Metrics]:
     """One row per evaluated iteration, with the pairs and reward queries up to it."""
     rows: list[Metrics] = []
     pairs = queries = 0
-    for number, folder in iterations(directory).items():
-        if results := read_json(folder / "evaluation.json"):
-            if told := read_json(folder / "pairs" / "report.json"):
+    for number, folder in run_dir.iterations(directory).items():
+        if measured := iterated.read_json(folder / "evaluation.json"):
+            if told := iterated.read_json(folder / "pairs" / "report.json"):
                 pairs += told["counts"]["pairs"]
-                queries += sum(len(line["rewards"]) for line in read_jsonl(folder / "rewards.jsonl"))
-            rows.append({"iteration": number, **results, "pairs": pairs, "reward_queries": queries})
+                queries += sum(len(line["rewards"]) for line in jsonl.read_jsonl(folder / "rewards.jsonl"))
+            rows.append({"iteration": number, **measured, "pairs": pairs, "reward_queries": queries})
     return rows
 
 
@@ -387,7 +367,7 @@ def report(run: Iterated[OnlineDPOArgs]) -> Metrics:
     names = {"reward": "val/score", "gold": "val/gold", "kl": "objective/kl", "mean_length": "completions/mean_length"}
     names |= {"truncated_ratio": "completions/truncated_ratio", "win_rate": "val/win_rate"}
     metrics: list[Metrics] = [
-        {"step": row["iteration"], **finite_metrics({names[k]: v for k, v in row.items() if k in names})}
+        {"step": row["iteration"], **jsonl.finite_metrics({names[k]: v for k, v in row.items() if k in names})}
         for row in rows
     ]
     last = run.write_results(rows, metrics)
@@ -399,15 +379,16 @@ def report(run: Iterated[OnlineDPOArgs]) -> Metrics:
 
 def show(args: OnlineDPOArgs, rows: list[Metrics]) -> None:
     """Print the results by iteration as a table."""
-    cells = [[cell(row, name) for name in rows[-1]] for row in rows]
-    print_table(f"{args.experiment_name}, on held-out prompts", [name.replace("_", " ") for name in rows[-1]], cells)
+    cells = [[results.cell(row, name) for name in rows[-1]] for row in rows]
+    titles = [name.replace("_", " ") for name in rows[-1]]
+    results.print_table(f"{args.experiment_name}, on held-out prompts", titles, cells)
 
 
 def draw(rows: list[Metrics], output: Path) -> None:
     """Draw reward, KL and length by iteration, and reward by KL."""
     scores: list[str] = [name for name in ("reward", "gold") if name in rows[-1]]
     panels: list[list[str]] = [scores, ["kl"], ["mean_length"], scores]
-    figure, axes = new_figure(4.2 * len(panels), 3.2, columns=len(panels))
+    figure, axes = results.new_figure(4.2 * len(panels), 3.2, columns=len(panels))
     for axis, names in zip(axes, panels):
         across = "kl" if axis is axes[-1] else "iteration"
         for name in names:
@@ -416,7 +397,7 @@ def draw(rows: list[Metrics], output: Path) -> None:
         axis.set_xlabel("KL to the initial policy, nats" if across == "kl" else across, fontsize=8)
         axis.legend(fontsize=8)
         axis.grid(alpha=0.25)
-    save_figure(figure, output)
+    results.save_figure(figure, output)
 
 
 @one_line_errors

@@ -36,7 +36,7 @@ from lightrlhf.generation.dialogues import (
     max_positions,
     roll_out,
     sample_of,
-    sharing_columns,
+    share_columns,
 )
 from lightrlhf.generation.samplers import ServedSampler
 from lightrlhf.generation.users import recorded_user
@@ -112,7 +112,7 @@ def train(
         check_data_dir(args)
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
         dialogues = {split: load_dialogues(args.data_dir, split, args.verify) for split in splits}
-    dialogues = sharing_columns(dialogues)
+    dialogues = share_columns(dialogues)
     data = "given/dialogues" if is_given else None
     run = Run(args, "online_refuel", on_step, given, data)
     tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer, args.verify)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import DecodingArgs
+from lightrlhf.cli.groups import DecodingArgs, SamplingArgs
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, seeded_noise
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer
 from lightrlhf.data.tokens import decode
@@ -18,7 +18,7 @@ from lightrlhf.rewards.scorers import device_of
 
 
 def respond(
-    args: DecodingArgs,
+    args: SamplingArgs,
     policy: Policy,
     reference: Policy,
     rows: list[Row],

@@ -136,7 +136,7 @@ def load_dialogues(data_dir: str, split: str, verify: bool = True) -> list[Dialo
     return dialogues
 
 
-def sharing_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list[Dialogue]]:
+def share_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list[Dialogue]]:
     """Dialogues by split, with the same columns in each, None where one is missing, since functions get all of them."""
     names: Row = dict.fromkeys(name for ones in dialogues.values() for one in ones for name in one.columns)
     return {split: [replace(one, columns=names | one.columns) for one in ones] for split, ones in dialogues.items()}

@@ -118,10 +118,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "iterative_refuel": [
         ("range((it.number - 1) * size, it.number * size)", "range(0, size)"),
-        ('"seed": mix_seed(it.args.seed, it.number) % 2**31', '"seed": it.args.seed'),
+        ('"seed": batch.mix_seed(it.args.seed, it.number) % 2**31', '"seed": it.args.seed'),
         ("[INVALID_REWARD if score is None else score for", "[0.0 if score is None else score for"),
         ("zip(rows, values[::2], values[1::2])", "zip(rows, values[1::2], values[::2])"),
-        ('"train" if args.dry_run else split_of(args, row)', '"train"'),
+        ('"train" if args.dry_run else dialogue_pairs.split_of(args, row)', '"train"'),
         ("has_collapsed = it.number > 1 and", "has_collapsed = it.number > 2 and"),
         ("sum(len(scores[side]) for scores in rewards for side in SIDES)", 'sum(len(one["first"]) for one in rewards)'),
         ('[row.before(0) for row in rows_of("validation")', '[row.before(1) for row in rows_of("validation")'),

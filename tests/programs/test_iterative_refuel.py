@@ -17,6 +17,7 @@ from lightrlhf import iterative_refuel
 from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
+from lightrlhf.generation import dialogue_pairs
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
 from lightrlhf.generation.dialogues import load_dialogues
 from lightrlhf.generation.users import ScriptedUser
@@ -282,7 +283,7 @@ def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, fla
     def alike_later(args, row, scores):
         return "the same reply twice" if row["index"] >= 10 else make_pair(args, row, scores)
 
-    monkeypatch.setattr(iterative_refuel, "make_pair", alike_later)
+    monkeypatch.setattr(dialogue_pairs, "make_pair", alike_later)
     run = tmp_path / "run"
     for _ in range(2):  # the same command again says the same again
         main([*flags, "--output_dir", str(run)])
@@ -290,7 +291,7 @@ def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, fla
         assert "no pair to train on: 10 the same reply twice; iteration 1 is the last" in told
         assert "\nfinished in " in told
     assert weights(last_checkpoint(run)) == weights(last_checkpoint(finished / "iteration-01" / "policy"))
-    monkeypatch.setattr(iterative_refuel, "make_pair", lambda *_: "the same reply twice")  # from the start: a mistake
+    monkeypatch.setattr(dialogue_pairs, "make_pair", lambda *_: "the same reply twice")  # from the start: a mistake
     with pytest.raises(SystemExit):
         main([*flags, "--output_dir", str(tmp_path / "other")])
 

@@ -11,7 +11,7 @@ from lightrlhf.annotate import AnnotateArgs
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.splits import load_prompts, save_split
 from lightrlhf.evaluation.ranking import read_ranking
-from lightrlhf.generation.dialogues import Dialogue, sharing_columns
+from lightrlhf.generation.dialogues import Dialogue, share_columns
 from lightrlhf.rewards.verifiers import exact_answer
 
 SMALL = {"accelerator": "cpu", "micro_batch_size": 2, "mini_batch_size": 2, "rollout_size": 2, "max_new_tokens": 3}
@@ -78,7 +78,7 @@ def test_rows_of_files_have_the_columns_of_all(tokenizer, tmp_path):
     ]
     assert [row["unit"] for row in read_ranking(str(write_lines(tmp_path / "rank.jsonl", lines)))] == [None, 1]
     dialogues = {"train": [Dialogue(0, [], [], columns=own)], "validation": [Dialogue(0, [], [], columns={"unit": 2})]}
-    assert sharing_columns(dialogues)["train"][0].columns == {"answer": "1", "unit": None}
+    assert share_columns(dialogues)["train"][0].columns == {"answer": "1", "unit": None}
 
 
 def test_files_of_responses_are_scored_and_judged_with_all_columns(tmp_path, monkeypatch):
