@@ -137,7 +137,6 @@ def add_adapter(
         target_modules=targets,
         exclude_modules=None if for_logits else [name for name, layer in model.named_modules() if layer is output],
         fan_in_fan_out=_is_transposed(model),
-        use_rslora=args.use_rslora,
         use_dora=args.use_dora,
     )
     if args.init_lora_weights in ("gaussian", "orthogonal"):
@@ -338,13 +337,8 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, Abstra
 
 
 # ------------------------------------------------------------------------------------------------- saving, merging
-def concatenate(
-    model: PreTrainedModel, adapters: Sequence[str], for_servers: bool = False
-) -> tuple[Any, dict[str, Tensor]]:
-    """Concatenate adapters into one equal to their sum: its peft config, and its weights by peft's names.
-
-    for_servers: with the scale alpha / rank in any case, since SGLang ignores `use_rslora` (its issue 40835).
-    """
+def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:
+    """Concatenate adapters into one equal to their sum: its peft config, and its weights by peft's names."""
     from peft import LoraConfig
 
     layers = {
@@ -356,7 +350,6 @@ def concatenate(
     kinds = {tuple(getattr(layer, name)[a] for name in names) for parts in layers.values() for layer, a in parts}
     rank, alpha, scaling, stabilised = next(iter(kinds))
     unchanged = len(adapters) == len(kinds) == 1 and scaling == alpha / (rank**0.5 if stabilised else rank)
-    unchanged = unchanged and not (stabilised and for_servers)
     if not unchanged:
         rank = alpha = max(sum(layer.r[adapter] for layer, adapter in parts) for parts in layers.values())
     weights = {}
@@ -400,12 +393,11 @@ def save_adapter(
     head: Tensor | None,
     base: str | None,
     folder: Path,
-    for_servers: bool = False,
 ) -> None:
     """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`."""
     from safetensors.torch import save_file
 
-    config, weights = concatenate(model, adapters, for_servers)
+    config, weights = concatenate(model, adapters)
     config.base_model_name_or_path, config.inference_mode = base, True
     config.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
     if head is not None:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def export(module: Role, folder: Path, base_dir: Path, for_servers: bool = False) -> None:
+def export(module: Role, folder: Path, base_dir: Path) -> None:
     """Write a role's model for transformers: full weights, or an adapter folder that names its base.
 
-    A base that is not stored yet is written to `base_dir`. for_servers: see `lora.concatenate`.
+    A base that is not stored yet is written to `base_dir`.
     """
     if not module.adapters:
         module.model.save_pretrained(folder)
@@ -46,7 +46,7 @@ def export(module: Role, folder: Path, base_dir: Path, for_servers: bool = False
         if not base_dir.is_dir():
             write_folder(base_dir, lambda path: _save_base(module.model, path))
         module.base = str(base_dir.resolve())
-    _save_adapter(module, folder, for_servers)
+    _save_adapter(module, folder)
 
 
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
@@ -57,7 +57,7 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
     from safetensors.torch import load_file, save_file
 
     if as_adapter:
-        export(module, folder, base_dir, for_servers=True)
+        export(module, folder, base_dir)
         return
     model, file = merged_model(module), folder / "model.safetensors"
     model.save_pretrained(folder, max_shard_size="10000GB")  # one file
@@ -68,10 +68,10 @@ def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: b
         save_file(stored | tied, file, metadata={"format": "pt"})
 
 
-def _save_adapter(module: Role, folder: Path, for_servers: bool = False) -> None:
+def _save_adapter(module: Role, folder: Path) -> None:
     model = module.model
     head = model.get_parameter("score.weight") if hasattr(model, "score") else None
-    lora.save_adapter(model, module.adapters, head, module.base, folder, for_servers)
+    lora.save_adapter(model, module.adapters, head, module.base, folder)
     if head is None and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 

@@ -18,18 +18,17 @@ from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import last_token, policy_inputs
-from lightrlhf.models.saving import export, export_for_servers, merged_model
+from lightrlhf.models.saving import export, merged_model
 from lightrlhf.training.resume import read_checkpoint
 
 VARIANTS = {
-    "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "both": {"use_dora": True, "use_rslora": True},
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "pissa": {"init_lora_weights": "pissa"},
-    "olora": {"init_lora_weights": "olora", "use_rslora": True},
+    "olora": {"init_lora_weights": "olora"},
 }
+MADE_BY_PEFT = {"rslora": {"use_rslora": True}, "both": {"use_dora": True, "use_rslora": True}}  # only read here
 PARTS = ["pissa", "olora"]
 IDS = torch.tensor(rows_of(9))
 
@@ -71,12 +70,8 @@ def test_it_begins_as_its_base_and_comes_back_from_disk(variant, architecture, s
     folder = stage(policy, "run")
     assert config_of(folder)["base_model_name_or_path"] == str(base.resolve())
     assert config_of(folder)["r"] == (8 if variant in PARTS else 4)
-    is_kept = variant in ("rslora", "both")
-    assert (config_of(folder)["use_rslora"], config_of(folder)["lora_alpha"]) == (
-        is_kept,
-        8 if variant in PARTS else 16,
-    )
-    assert config_of(folder)["use_dora"] == (variant in ("dora", "both"))
+    assert config_of(folder)["lora_alpha"] == (8 if variant in PARTS else 16)
+    assert config_of(folder)["use_dora"] == (variant == "dora")
     assert config_of(folder)["init_lora_weights"] is True and not (folder.parent / "base").exists()
     for theirs in (plain(folder), AutoPeftModelForCausalLM.from_pretrained(folder)):
         assert torch.allclose(logits_of(theirs, IDS), after, atol=1e-5)
@@ -95,7 +90,7 @@ def load_again(base, variant: str, tokenizer):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("rslora", "rslora"), ("", "rslora"), ("rslora", "pissa"), ("pissa", "olora"), ("olora", ""), ("orthogonal", "")],
+    [("", "pissa"), ("pissa", "olora"), ("olora", ""), ("orthogonal", "")],
 )
 def test_a_stage_on_a_stage_is_one_adapter_on_the_first_base(first, second, stage, base_model, tokenizer):
     sft = load_policy(str(base_model), args_of(first), tokenizer)
@@ -149,14 +144,15 @@ def test_a_reward_model_of_dora_stands_beside_a_shared_backbone(stage, base_mode
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("variant", ["rslora", "dora", "both", "orthogonal"])
+@pytest.mark.parametrize("variant", [*MADE_BY_PEFT, "dora", "orthogonal"])
 def test_adapters_made_by_peft_are_read(variant, architecture, tokenizer, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     base = save_model(architecture, tmp_path / "base", tokenizer)
     targets = {"llama": ["q_proj", "up_proj"], "gpt2": ["c_attn"]}[architecture]
+    made = MADE_BY_PEFT.get(variant) or VARIANTS[variant]
     config = LoraConfig(
-        r=4, target_modules=targets, fan_in_fan_out=architecture == "gpt2", task_type="CAUSAL_LM", **VARIANTS[variant]
+        r=4, target_modules=targets, fan_in_fan_out=architecture == "gpt2", task_type="CAUSAL_LM", **made
     )
     theirs = get_peft_model(plain(base), config)
     train_a_little(theirs)
@@ -214,15 +210,6 @@ def test_the_default_is_what_peft_draws(base_model, tokenizer):
     other = {name.replace("default", "policy"): p for name, p in theirs.named_parameters() if "lora_" in name}
     mine = {f"base_model.model.{name}": p for name, p in policy.model.named_parameters() if "lora_" in name}
     assert mine.keys() == other.keys() and all(torch.equal(p, other[name]) for name, p in mine.items())
-
-
-def test_servers_get_the_scale_that_all_of_them_read(base_model, tokenizer, tmp_path):
-    policy = load_policy(str(base_model), args_of("rslora"), tokenizer)
-    train_a_little(policy)
-    export_for_servers(policy, tmp_path, tmp_path / "unused", as_adapter=True)
-    config = config_of(tmp_path)
-    assert not config["use_rslora"] and config["lora_alpha"] == config["r"] == 4
-    assert torch.allclose(logits_of(plain(tmp_path), IDS), logits_of(policy.model, IDS), atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", PARTS)
@@ -329,9 +316,7 @@ def rounds_differently(monkeypatch) -> None:
     monkeypatch.setattr(torch.linalg, "qr", other_qr)
 
 
-@pytest.mark.parametrize(
-    "variant", [["--use_dora", "True"], ["--init_lora_weights", "pissa"], ["--use_rslora", "True"]]
-)
+@pytest.mark.parametrize("variant", [["--use_dora", "True"], ["--init_lora_weights", "pissa"]])
 def test_a_run_is_resumed_to_the_bit(variant, flags, monkeypatch):
     from lightrlhf import sft
 

@@ -30,13 +30,11 @@ class ModelArgs(Args):
     lora_rank: int = at_least(1, 8)
     """Rank of the adapters."""
     lora_alpha: float = positive(16.0, show="rarely")
-    """Scale of the adapters: alpha / rank."""
+    """Scale of the adapters: alpha / rank; times sqrt(rank) it is rsLoRA's."""
     lora_dropout: float = at_least(0, 0.0, below=1, excludes={"disable_dropout": True}, show="rarely")
     """Dropout on the input of the adapters."""
     lora_targets: str = flag("all-linear", show="rarely")
     """Modules with adapters, separated by commas; `all-linear`: every linear layer but the head."""
-    use_rslora: bool = flag(False, needs={"finetune_mode": "lora"}, show="rarely")
-    """Scale of the adapters: alpha / sqrt(rank), which suits high ranks (rsLoRA)."""
     use_dora: bool = flag(
         False,
         needs={"finetune_mode": "lora"},
