@@ -24,8 +24,6 @@ EXCEPTIONS: dict[str, int] = {
     "lightrlhf/estimate.py imports": 34,
     "lightrlhf/evaluate.py imports": 47,
     "lightrlhf/export.py imports": 33,
-    "lightrlhf/generation/rollout_servers.py": 691,
-    "lightrlhf/generation/rollout_servers.py:_sample": 64,
     "lightrlhf/judge.py imports": 32,
     "lightrlhf/online_refuel.py:train": 64,
     "lightrlhf/online_refuel.py imports": 46,

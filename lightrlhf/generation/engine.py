@@ -5,7 +5,7 @@ by inverse CDF with one given uniform number per row and token, so a sample does
 On CPUs prompts and steps of a common architecture run over packed weights (`packed_decoder`), else through the model;
 on CUDA steps are captured (`graphs`), and the host looks only at times which rows have ended.
 
-Left out: beam search, speculative decoding, servers (see `rollout_servers`), architectures without a KV cache, compiled
+Left out: beam search, speculative decoding, servers (see `server_pool`), architectures without a KV cache, compiled
 steps.
 """
 

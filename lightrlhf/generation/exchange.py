@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.generation.rollout_servers import Target
+from lightrlhf.generation.vllm import Target
 from lightrlhf.models.frozen import is_held
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers

@@ -22,7 +22,7 @@ from lightrlhf.cli.errors import RunFailure, ServersGone, UsageError
 from lightrlhf.data.batch import SampledBatch
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange
-from lightrlhf.generation.rollout_servers import RolloutServers
+from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size

@@ -14,7 +14,7 @@ from helpers.servers import FakeVLLM
 from helpers.wrong_replies import of_bytes, wrong_replies
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.generation import rollout_servers
+from lightrlhf.generation import server_client, server_pool, vllm
 
 ROW = "rollout servers"
 SLOW = ("drips", "100 without")
@@ -23,8 +23,15 @@ LOADS = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_ver
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    for name, value in {"RETRY_SECONDS": 0.01, "PROBE_SECONDS": 0.02, "RESETS": 3, "MAX_RETURNS": 2}.items():
-        monkeypatch.setattr(rollout_servers, name, value)
+    for module, name, value in (
+        (server_pool, "RETRY_SECONDS", 0.01),
+        (server_pool, "PROBE_SECONDS", 0.02),
+        (server_client, "PROBE_SECONDS", 0.02),
+        (server_pool, "MAX_RETURNS", 2),
+        (vllm, "RESETS", 3),
+        (vllm, "RESET_SECONDS", 0.01),
+    ):
+        monkeypatch.setattr(module, name, value)
 
 
 def outcome(tmp_path, *servers: FakeVLLM) -> str:

@@ -8,7 +8,8 @@ import torch
 
 from helpers.servers import FakeVLLM, right_ids
 from lightrlhf.cli.groups import RolloutServerArgs
-from lightrlhf.generation.rollout_servers import RolloutServers, Target
+from lightrlhf.generation.server_pool import RolloutServers
+from lightrlhf.generation.vllm import Target
 
 PROMPTS = [[5, 9, 3], [5, 9, 3], [8, 2], [8, 2], [7], [7]]
 TOKENS = 3

@@ -144,7 +144,7 @@ class ServedRuns:
 
     def _noting(self, name: str, flags: list[str]) -> Callable[[], None]:
         def call() -> None:
-            from lightrlhf.generation.rollout_servers import RolloutServers
+            from lightrlhf.generation.server_pool import RolloutServers
 
             sample = RolloutServers._sample
 

@@ -15,7 +15,7 @@ from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
 from lightrlhf.generation import served
-from lightrlhf.generation.rollout_servers import RolloutServers
+from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.storage.checkpoint import checkpoints
 
 SERVED = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")

@@ -17,7 +17,7 @@ from helpers.tiny_runs import TinyRuns, experiment_of
 from lightrlhf import generate
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import samplers
-from lightrlhf.generation.rollout_servers import RolloutServers
+from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.shards import Shard
 

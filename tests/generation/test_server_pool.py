@@ -12,8 +12,9 @@ from helpers.servers import FakeVLLM, reply
 from helpers.wrong_replies import json_reply, wrong_replies
 
 from lightrlhf.cli.errors import RunFailure, ServersGone
-from lightrlhf.generation import rollout_servers
-from lightrlhf.generation.rollout_servers import NO_VERSION, RolloutServers, chunks_of
+from lightrlhf.generation import server_client, server_pool, vllm
+from lightrlhf.generation.server_pool import RolloutServers, chunks_of
+from lightrlhf.generation.vllm import NO_VERSION
 
 SICK = [  # one of each class; all of them are among the nightly attacks
     "token_ids [False]",
@@ -34,8 +35,10 @@ BYTES = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(rollout_servers, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(rollout_servers, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(server_pool, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(server_client, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(vllm, "RESET_SECONDS", 0.01)
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -116,7 +119,7 @@ def test_servers_share_by_what_they_finish(tmp_path):
 
 def test_a_retry_after_is_obeyed_within_limits(tmp_path, monkeypatch):
     for value, longest in (("0.2", 60.0), ("99999", 0.3)):
-        monkeypatch.setattr(rollout_servers, "LONGEST_PAUSE", longest)
+        monkeypatch.setattr(server_pool, "LONGEST_PAUSE", longest)
         step = reply(b"{}", {"Retry-After": value}, 429)
         with FakeVLLM({SAMPLES: [step]}) as server, Client(tmp_path, server) as client:
             began = time.monotonic()
@@ -129,8 +132,7 @@ def test_chunks_keep_groups_whole_and_lose_nothing():
         for sizes in ([1], [4] * 8, [1] * 100, [3, 1, 5, 2], [2000], [600, 600, 600]):
             prompts = [[number] for number, size in enumerate(sizes) for _ in range(size)]
             uniforms = torch.rand(len(prompts), 2)
-            chunks = chunks_of(prompts, uniforms, num_servers)
-            assert [i for chunk in chunks for i in chunk.rows] == list(range(len(prompts)))
+            chunks = chunks_of(prompts, uniforms, None, num_servers)
             assert [prompt for chunk in chunks for prompt in chunk.prompts] == prompts
             assert torch.equal(torch.cat([chunk.uniforms for chunk in chunks]), uniforms)
             whole = [{tuple(prompt) for prompt in chunk.prompts} for chunk in chunks]
@@ -174,7 +176,7 @@ def test_a_cache_is_reset_until_the_server_says_yes(tmp_path):
 
 
 def test_a_cache_that_is_never_reset_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_servers, "RESETS", 3)
+    monkeypatch.setattr(vllm, "RESETS", 3)
     no = json_reply({"success": False})
     with FakeVLLM({"/reset_prefix_cache": [no] * 9}) as server:
         with pytest.raises(RunFailure, match="prefix cache could not be reset in 3 attempts"):
@@ -244,7 +246,7 @@ ABOUT += ("/reset_prefix_cache",)
 
 
 def test_odd_answers_of_every_route_are_one_line_or_harmless(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_servers, "RESETS", 2)
+    monkeypatch.setattr(vllm, "RESETS", 2)
     for route in ABOUT:
         for value in ODD:
             with FakeVLLM({route: [json_reply(value)] * 99}) as server:
@@ -288,3 +290,25 @@ def test_sleeping_and_scores(tmp_path):
         server.bodies["/v1/completions"].clear()
         for _ in wrong:
             assert client.servers.score([[5, 9]]) == []
+
+
+def test_closing_ends_a_load_that_does_not_come_to_an_end(tmp_path):
+    """The request that resumes a server fails then, which must not keep the task alive that was cancelled."""
+    reached, release = threading.Event(), threading.Event()
+
+    def hang(server, body, answer):
+        reached.set()
+        release.wait(20)
+        return answer
+
+    wrong, failure = json_reply({"choices": []}), reply(b"{}", status=500)
+    script = {SAMPLES: [wrong] * 99, "/pause": [None, hang], "/resume": [None, failure]}
+    script["/health"] = [None, None] + [failure] * 500
+    with FakeVLLM(script) as sick, FakeVLLM() as well, Client(tmp_path, sick, well) as client:
+        assert client.sample([[n] for n in range(2, 34)]) == right([[n] for n in range(2, 34)])
+        assert reached.wait(20)
+        closing = threading.Thread(target=client.servers.close, daemon=True)
+        closing.start()
+        closing.join(8)
+        release.set()
+        assert not closing.is_alive()
