@@ -5,8 +5,9 @@ each run in a process of its own, whose memory is free when it ends and whose fa
 read from the folder, so the same command goes on after a kill, retries what failed, and adds values and seeds that were
 added to the file.
 
-Left out: several runs at once (`--jobs`), which share the memory and the time of one device; who has several gives each
-a file with some of the seeds. Early stopping of bad runs, which needs a schedule that all combinations share.
+Left out: several runs at once (`--jobs`), which share the memory and the time of one device; with several devices, run
+one sweep on each, with some of the seeds. Early stopping of bad runs, which needs a schedule that all combinations
+share.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RunFailure(UsageError):
 
 
 class NotFinite(RunFailure):
-    """Logits that are not finite, in sampling; rows: places of the prompts among those of the call."""
+    """Logits that are not finite, in sampling; rows: indices of the prompts in the call."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -37,7 +37,7 @@ def mixed_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, e
 
 
 def mixed_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Rows that each set gives to an epoch, whose length is that of all: in proportion to the weights, rounded."""
+    """Rows that each set gives to an epoch as long as all sets together: in proportion to the weights, rounded."""
     exact = [sum(sizes) * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])

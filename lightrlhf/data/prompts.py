@@ -110,7 +110,7 @@ def answered_prompts(data_dir: str, stage: str, split: str, with_answers: bool, 
     for row in load_split(data_dir, stage, split, verify):
         start = row["prompt_len"]
         ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
-        end = first_answer(row)  # of a dialogue, whose prompt is that of its first turn
+        end = first_answer(row)  # of a dialogue, whose prompt is its first turn's
         answers = {f"{name}_ids": example[start:end] for name, example in ids.items() if with_answers}
         results.append({**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers})
     return results

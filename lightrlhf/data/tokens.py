@@ -112,13 +112,13 @@ def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[Piece
 
 
 def own_ids(tokenizer: Any, piece: Piece, ids: list[int]) -> list[int] | None:
-    """The ids of a piece, from those of its prefix and text together; None where the two have merged."""
+    """The ids of a piece, from the ids of its prefix and text together; None where the two have merged."""
     before = _ids_of_prefix(tokenizer, len(tokenizer), piece.prefix)
     return ids[len(before) :] if ids[: len(before)] == before else None
 
 
 def continuation_prefix(tokenizer: Any, text: str, behind: str) -> str:
-    """What `text` is tokenised behind, to get the ids that it has behind other text.
+    """A prefix after which `text` gets the ids that it has in the middle of a text.
 
     An end token, for SentencePiece tokenizers prepend a space to a text. Some prepend one behind each special token,
     too, and some end tokens take the spaces behind them; then it takes a character that merges with none.

@@ -42,7 +42,7 @@ class DemoArgs(DecodingArgs, SealArgs):
     reference_dir: str | None = flag(None, check=check_model_exists)
     """Reference model of KL and log-ratios; by default the model that each experiment started from."""
     data_dir: str | None = flag(None, check=check_folder)
-    """Folder of the `.pt` splits with test prompts and tokenizer; by default that of each experiment."""
+    """Folder of the `.pt` splits with test prompts and tokenizer; by default each experiment's."""
     votes_file: str | None = flag(None, check=check_output)
     """JSONL file to append votes to; by default `votes.jsonl` in the last experiment dir."""
     split: Literal["train", "validation", "test"] = "train"
@@ -56,7 +56,7 @@ class DemoArgs(DecodingArgs, SealArgs):
     password_file: str | None = flag(None, check=check_password)
     """File whose first line is the password; users log in with any name, which becomes their rater name."""
     trusted_hosts: list[str] = flag([], check=check_host, show="rarely")
-    """Further names under which browsers reach the demo, such as that of a reverse proxy; others are refused."""
+    """Further names under which browsers reach the demo, such as a reverse proxy's; others are refused."""
     max_models: int = at_least(1, 4)
     """Models kept in memory; the least recently used one is unloaded first."""
     load_in_8bit: bool = flag(False, excludes={"load_in_4bit": True}, packages={True: "bitsandbytes"})

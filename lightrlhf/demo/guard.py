@@ -1,4 +1,4 @@
-"""What stands before the demo's page: whom it answers, and which requests.
+"""Access control of the demo's page: host names, passwords, sessions, and which requests are answered.
 
 Gradio serves far more than the page needs (uploads, files, proxies, histories, the API's description), partly without
 asking for the password. So `Guard`, a middleware, lets only those requests through that the page itself makes:
@@ -215,7 +215,7 @@ class Guard:
         except ValueError:  # UnicodeDecodeError, too
             raise Refusal(400, "this is no login form") from None
         name, entered = form.get("username", [""])[0].strip()[:MAX_NAME], form.get("password", [""])[0]
-        # from here on nothing is awaited, so that of guesses sent at once each is counted before the next is looked at
+        # from here on nothing is awaited: each of several guesses sent at once is counted before the next is read
         if wait := self.guesses.wait(client):
             seconds = str(int(wait) + 1)
             told = LOGIN.replace("TOLD", f"too many wrong passwords; wait {seconds} seconds")

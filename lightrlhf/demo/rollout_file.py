@@ -44,7 +44,7 @@ NUMBERS = (  # of each sample; NaN where the program has none
 MOST = 1e300  # a number beyond it would break sums
 SEPARATOR = b"\0"  # between two texts; in a text it is replaced
 WORD = rb"[0-9a-z_\x80-\xff]"  # a byte of a word without its case; those from 128 on are of other letters
-Row = dict[str, Any]  # that of storage/jsonl.py, which imports torch
+Row = dict[str, Any]  # as in storage/jsonl.py, which imports torch
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
@@ -251,7 +251,7 @@ def _number_of(prompt: str, samples: Samples) -> int:
 
 
 def _rewards(old: Samples, rows: Sequence[Mapping[str, float]]) -> dict[str, Numbers]:
-    """The columns of the rewards with those of new rows; NaN where a row has none of a name."""
+    """The columns of the rewards with new rows'; NaN where a row has no reward of a name."""
     names = dict.fromkeys([*old.rewards, *(name for row in rows for name in row)])
     missing: Numbers = np.full(len(old), math.nan)
     return {

@@ -42,7 +42,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class View:
-    """What is shown, by the names of the address; the defaults are those of an address without them."""
+    """What is shown, by the names of the address; the defaults are for an address without them."""
 
     run: str = ""
     step: int | None = None  # None: the last one
@@ -58,7 +58,7 @@ class View:
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> View:
-        """The view of an address; a value that there is not is that of an address without it."""
+        """The view of an address; a value that does not exist counts as not given."""
         query = {name: value.encode("utf-8", "replace").decode() for name, value in query.items()}
 
         def integer(name: str) -> int | None:
@@ -96,7 +96,7 @@ class View:
 
 @dataclass(frozen=True)
 class Selection:
-    """The samples of a view; a group is those of one prompt at one step."""
+    """The samples of a view; a group has the samples of one prompt at one step."""
 
     view: View  # with the step that is shown
     steps: list[int]  # of the run, or those at which the view's prompt was logged
@@ -203,7 +203,7 @@ def logged_colours(samples: Samples) -> list[str]:
 
 
 def deepest(samples: Samples, name: str) -> float:
-    """The advantage or value at which a token's colour is deepest: that of the 95th percentile of the samples."""
+    """The advantage or value at which a token's colour is deepest: the 95th percentile of the samples."""
     values = samples.numbers[f"deepest {name}"]
     values = values[~np.isnan(values)]
     return float(np.percentile(values, 95)) or 1.0 if len(values) else 1.0
@@ -225,7 +225,7 @@ class Comparison:
     counts: tuple[int, int]  # samples of each
     means: list[tuple[str, float, float]]  # name, mean at each step
     words: list[tuple[str, float, float]]  # word, share of the responses that have it
-    prompts: list[tuple[list[int], list[int]]]  # samples of each prompt that both have, those of the page
+    prompts: list[tuple[list[int], list[int]]]  # samples of each prompt that both have, on this page
     num_prompts: int  # that both have
 
 

@@ -83,7 +83,7 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
 
     follow.__annotations__["clicked"] = gr.EventData  # annotations are strings, and gr is not a global name
     open_address.__annotations__["request"] = gr.Request
-    # One queue for all events that make a view, so that the view shown is that of the last one: with a queue each, an
+    # One queue for all events that make a view, so that the view shown is the last one: with a queue each, an
     # earlier event that takes longer would overwrite it.
     quiet = QUIET | {"concurrency_id": "rollouts", "concurrency_limit": 1}
     app.load(safe(open_address), None, [tabs, *parts], **quiet)

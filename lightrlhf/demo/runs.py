@@ -40,7 +40,7 @@ LONGEST = 200  # characters of an argument in a table
 
 
 class Line(NamedTuple):
-    """Runs that are drawn as one line: those of one setting, or one run."""
+    """Runs that are drawn as one line: all of one setting, or one run."""
 
     label: str
     runs: list[str]  # labels

@@ -180,7 +180,7 @@ class DemoBackend:
             return self.loaded_scorer
 
     def reward_model(self) -> str | None:
-        """`--rm_experiment_dir`, else that of the last experiment whose reward model exists."""
+        """`--rm_experiment_dir`, else the last experiment's whose reward model exists."""
         stored_names = [located(folder, "rm_experiment_dir") for folder in reversed(self.args.models)]
         return self.args.rm_experiment_dir or next(
             (name for name in stored_names if name and Path(name).is_dir()), None
@@ -344,7 +344,7 @@ class DemoBackend:
 
     # ---------------------------------------------------------------------------------------------------------- runs
     def runs(self) -> dict[str, str]:
-        """Experiment dirs by label, including that of the reward model."""
+        """Experiment dirs by label, with the reward model's."""
         reward_model = self.reward_model()
         folders = [*self.args.models, *([reward_model] if reward_model else [])]
         return {label: folder for label, folder in labels(folders).items() if (Path(folder) / "args.json").is_file()}

@@ -92,7 +92,7 @@ class AlfWorld(gymnasium.Env):
                   otherwise an observation is the engine's text alone, and the past is in `info["history"]`
     split, level: pool of starts for a `reset` without options; all levels when no level is given
     places:       number of places in a household, three or more; eight or nine when not given
-    things:       number of things in it in addition to those of the task; four when not given
+    things:       number of things in it besides the task's; four when not given
     """
 
     metadata = {"render_modes": ["ansi"]}

@@ -60,7 +60,7 @@ def starts_of(
 ) -> list[Start]:
     """The starts of an iteration: `number` different ones, each `repeats` times in a row.
 
-    pools: training starts by level. Those of the stage are taken in an order that is shuffled anew in each pass.
+    pools: training starts by level. A stage's starts are taken in an order that is shuffled anew in each pass.
     """
     pool = [start for level in stage.levels for start in pools[level]]
     starts = []

@@ -4,7 +4,7 @@ The questions are a file of the benchmark that the user has, since nothing is do
 model's chat template, plain prompts for a tokenizer without one, and answered with the flags of generation, the same
 for all categories.
 
-Formats are those of alpaca_eval 0.6 (a list of instruction, output, generator), of FastChat 0.2 (`model_answer` of two
+Formats are as in alpaca_eval 0.6 (a list of instruction, output, generator), of FastChat 0.2 (`model_answer` of two
 turns) and of Arena-Hard-Auto 2.0 (messages).
 
 Left out: judging (each benchmark's own command does it), FastChat's temperature by category, and the counts of markdown

@@ -104,7 +104,7 @@ def check_same_prompts(records: Sequence[Record], others: Sequence[Record], path
     for number, (one, two) in enumerate(zip(records, others), start=1):
         if one["prompt"] != two["prompt"]:
             raise UsageError(
-                f"--responses_file {path}: response {number} has another prompt than that of {other}, "
+                f"--responses_file {path}: response {number} has another prompt than in {other}, "
                 f"{as_text(one['prompt'])[:40]!r}; sort both alike, or compare them by lightrlhf.judge"
             )
 

@@ -1,9 +1,9 @@
 """Advantages of groups: the responses to one prompt are each other's baseline.
 
-A group's rows may lie in several micro-batches and on several ranks: its statistics are those of all its scored rows.
+A group's rows may lie in several micro-batches and on several ranks: its statistics count all its scored rows.
 Group numbers count from 0 and are the same on all ranks. Scores that are NaN are in no statistic and have no advantage.
 
-Left out: baselines weighted by length (OPO), and those of a greedy response (ReMax).
+Left out: baselines weighted by length (OPO), and by a greedy response (ReMax).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def randomized(action_mask: Tensor, noise: Tensor) -> Tensor:
 
 
 def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Segments that begin where the reference's perplexity of a token is above that of the previous token.
+    """Segments that begin where the reference's perplexity of a token exceeds the previous token's.
 
     ref_logprobs: (B, T-1), the reference's log-probability of each action; perplexity is exp of its negative.
     """
@@ -110,7 +110,7 @@ def value_equal(values: Tensor, segments: Tensor) -> Tensor:
 
 
 def value_unit(values: Tensor, segments: Tensor) -> Tensor:
-    """A segment's value as that of its last token: (B, T-1) -> (B, M)."""
+    """A segment's value, the value of its last token: (B, T-1) -> (B, M)."""
     last = place(segments) == broadcast(lengths(segments), segments).long() - 1
     return reduce_sum(values * last, segments)
 
@@ -127,7 +127,7 @@ def value_position_first(values: Tensor, segments: Tensor) -> Tensor:
 
 
 def value_first(values: Tensor, segments: Tensor) -> Tensor:
-    """A segment's value as that of the state it starts in, the only one that is a function of that state alone."""
+    """A segment's value, the value of the state it starts in: the only one that depends on this state alone."""
     return reduce_sum(values * (place(segments) == 0), segments)
 
 

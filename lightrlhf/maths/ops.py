@@ -160,7 +160,7 @@ def share_interval(values: Sequence[float], groups: Sequence[Hashable] | None = 
     """95% interval of the mean of values in [0, 1], such as wins with a tie as 1/2: Wilson's, on an effective number.
 
     Values of one group (programs for one problem, judgements on one prompt) depend on each other. With G groups and the
-    variance v of their mean as that of a ratio (Cochran 1977, eq. 6.13), n' = p (1-p) / v values would be independent
+    variance v of their mean as a ratio's (Cochran 1977, eq. 6.13), n' = p (1-p) / v values would be independent
     (Kish 1965, section 8.2); n' is multiplied by (z / t_{G-1})^2, of the 97.5% quantiles of the normal distribution and
     of Student's t, as in Korn and Graubard 1998, and lies between G and the number of values. Where all groups agree v
     is 0, and n' is G. Ties make the interval wider than it needs to be. Without groups each value is one of its own,

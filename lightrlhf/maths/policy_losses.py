@@ -91,9 +91,9 @@ def sequence_log_ratio(log_ratio: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor:
-    """rho (log pi - log pi_ref)^2 / 2, the ratio a constant: its gradient is that of KL(pi || pi_ref) at each token.
+    """rho (log pi - log pi_ref)^2 / 2, the ratio a constant: the gradient of KL(pi || pi_ref) at each token.
 
-    So on samples of pi (rho = 1) and of pi_old. That of k3, which many use, is the gradient of another divergence,
+    So on samples of pi (rho = 1) and of pi_old. The gradient of k3, which many use, belongs to another divergence,
     KL(pi_ref || pi); howto/algorithms/grpo.md has the table.
     """
     return log_ratio.detach().exp() * kl_k2(logprobs, ref_logprobs)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXO_SMOOTHING = 1e-3  # EXO compares with smoothed labels; at 0 its loss would be infinite
-DISCOPOP_TEMPERATURE = 0.05  # that of the paper
+DISCOPOP_TEMPERATURE = 0.05  # the paper's
 LARGEST_EXPONENT = 30.0  # from here an exponential continues as its tangent, so that losses and gradients stay finite
 
 
@@ -81,7 +81,7 @@ class Pairs:
     length_alpha: float = 0.0
     margins: Tensor = field(
         default_factory=lambda: torch.zeros(())
-    )  # annotated reward of the chosen response less that of the rejected one
+    )  # annotated reward of the chosen response minus that reward of the rejected one
     baseline: float = 0.0  # BCO's delta
     divergence: Callable[[Tensor], Tensor] = reverse_kl  # f'(u) by log u, see `DIVERGENCES`
     gamma: float = 0.0  # SimPO's target margin

@@ -1,6 +1,6 @@
 """Scores of RewardBench 2 (Malik et al. 2025, 2506.01937): best of n responses, and the subset Ties.
 
-The weights of Ties are those of the benchmark's own scorer (package `rewardbench` 0.1.4), with which all scores agree.
+The weights of Ties come from the benchmark's own scorer (package `rewardbench` 0.1.4), with which all scores agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def best_of_n(chosen: Sequence[float], rejected: Sequence[float]) -> float:
-    """Chance that a response drawn among those of the highest score is a chosen one: 1 / k where k score the same.
+    """Chance that a response drawn among the best-scored ones is a chosen one: 1 / k where k score the same.
 
     With one chosen response and three rejected ones it is the accuracy of best of four.
     """
@@ -80,7 +80,7 @@ def ties_score(ref_gap: Tensor, tied_gap: Tensor, spread: Tensor, weights: Tenso
 def mean_interval(
     values: Sequence[float], intervals: Sequence[tuple[float, float]]
 ) -> tuple[float, tuple[float, float]]:
-    """Mean of independent values and its 95% interval from theirs, such as that of the subsets of a benchmark.
+    """Mean of independent values and its 95% interval from theirs, such as a benchmark's from its subsets.
 
     The distances of the mean to its bounds are the root mean squares of the values' own, over the root of their number
     (Zou and Donner 2008, of a sum), which holds for intervals that are not symmetric.

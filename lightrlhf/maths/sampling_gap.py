@@ -9,11 +9,11 @@ entropy bonus and value loss):
                      of the response alone, so at each update of a rollout, for each loss, and for advantages that a
                      response has by itself. The scores of others carry no weight. Against their mean the first update
                      is exact, later ones for losses that are linear in the ratio: not where ratios are clipped, nor
-                     for `sapo` and `reinforce`. A group's deviation remains that of scores under mu.
+                     for `sapo` and `reinforce`. A group's deviation remains the scores' under mu.
     token kinds      at pi_old the sum over t of the gradient were only token t from pi, prefix and continuation from mu
                      (2605.07331). The bias that is left is of first order in the gap, as is that without weights.
-    truncation       takes the mean over mu of (ratio - C)_+ f away, masking that of the ratios outside [1/C, C]. Masks
-                     with a bound inside the usual range of ratios can bias more than no weights.
+    truncation       takes the mean over mu of (ratio - C)_+ f away; masking takes all of the ratios outside [1/C, C],
+                     and with a bound inside the usual range of ratios can bias more than no weights.
 
 The variance of R grows with length, and its typical value shrinks: at a KL of k nats a token the mean of log R over
 responses of T tokens is -T k. All losses of `policy_losses.py` and PPO's are homogeneous in the advantage: weight times

@@ -94,7 +94,7 @@ def check_scalar_model(model: PreTrainedModel) -> None:
     except Exception as problem:
         raise _no_scalar_model(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
     if not is_close(found[:, 4], alone, model, found):
-        raise _no_scalar_model(model, "its output is not that of its head at the last token")
+        raise _no_scalar_model(model, "its output differs from its head's at the last token")
 
 
 def scalar_head(model: PreTrainedModel) -> nn.Linear:

@@ -4,8 +4,8 @@ There torch's fused kernel of `scaled_dot_product_attention` is no faster in bfl
 256 tokens. Batched products, which are oneDNN's in bfloat16, and a softmax between them take a third to two thirds of
 its time (howto/speed.md). The two kernels of the CPU, forwards and backwards, are replaced for the process, so models
 gain without a change. Queries are scaled before the product, and they and the scores are rounded to bfloat16; softmax
-is float32. In the backward pass weights of attention are computed again (Dao et al. 2022, algorithm 4), those of a few
-rows of the batch at a time, so that those of all rows are never in memory.
+is float32. In the backward pass weights of attention are computed again (Dao et al. 2022, algorithm 4), for a few rows
+of the batch at a time, so that the weights of all rows are never in memory.
 
 Left to torch's kernel: other types, dropout, rows of so many tokens that it is as fast, and processors with AMX, which
 it uses. Whether the kernels are replaced follows from the processor alone.
@@ -173,7 +173,7 @@ def _bias(
     """What is added to the scores of some rows of a batch, (B or 1, groups or 1, heads / groups or 1, T, C), and where
     a query sees any column, (B or 1, heads or 1, T, 1); None if all do.
 
-    A query that sees none has finite scores, whose output is then 0, as that of torch's kernel.
+    A query that sees none has finite scores, whose output is then 0, as in torch's kernel.
     """
     tokens, columns = query.shape[2], key.shape[2]
     if mask is None:

@@ -8,7 +8,7 @@ weight, the logits of a few prompts and the tokens that greedy decoding adds to 
 A weight may differ by the largest error of the type it is stored in (`largest_error`), and not at all in float32. What
 such errors do to logits depends on the model, so it is measured: random errors of the largest size, of either sign, are
 put on the weights of the source, and logits may differ by `MARGIN` times the change that they make. In float32, where
-weights are equal, the errors are those of `ROUNDINGS` roundings, for another order of summation.
+weights are equal, the errors allow for `ROUNDINGS` roundings, for another order of summation.
 
 Left out: texts of a user's own (`lightrlhf.evaluate` measures a reloaded folder on any data).
 """
@@ -142,7 +142,7 @@ def check(
 ) -> Finding:
     """Compare what was read back with what was observed of the source. The weights of the source are overwritten.
 
-    pairs: the weights of both; types: that of each weight of the source, by its name.
+    pairs: the weights of both; types: by name, the type of each of the source's weights.
     Raises: RunFailure naming the first thing that differs.
     """
     for what, mine, read in (
@@ -161,14 +161,12 @@ def check(
     difference = max(differences)
     if not difference <= bound:
         raise RunFailure(
-            f"the export was not kept: its logits differ by {difference:.2g} from those of the source, and errors of "
+            f"the export was not kept: its logits differ by {difference:.2g} from the source's, and errors of "
             f"the type it is stored in allow {bound:.2g}"
         )
     equal, total = equal_tokens(before, after)
     if equal < total and set(types.values()) == {"f32"}:
-        raise RunFailure(
-            f"the export was not kept: {equal} of {total} tokens of greedy decoding are those of the source"
-        )
+        raise RunFailure(f"the export was not kept: {equal} of {total} tokens of greedy decoding are as in the source")
     return Finding(difference, bound, f"{equal} of {total}" if total else "-")
 
 
@@ -180,7 +178,7 @@ def first(mine: Any, read: Any) -> str:
 
 
 def check_weight(pair: Pair) -> None:
-    """Raises: RunFailure when a weight is further from that of the source than its type explains."""
+    """Raises: RunFailure when a weight is further from the source's than its type explains."""
     if pair.value.shape != pair.read.shape:
         raise RunFailure(f"the export was not kept: {pair.name} has another shape when it is loaded again")
     excess = (pair.value - pair.read).abs() - largest_error(pair.value, pair.type)

@@ -38,7 +38,7 @@ FILE_TYPES = {  # `general.file_type`
     "q5_1": 9,
     "bf16": 32,
 }
-DECODER = {  # by GGUF's name, that of the config of transformers
+DECODER = {  # GGUF's name: name in a config of transformers
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -65,7 +65,7 @@ class Architecture:
 
     name: str  # llama.cpp's
     keys: dict[str, str] = field(default_factory=lambda: DECODER)
-    rotates_pairs: bool = False  # its rotary positions turn neighbouring numbers, those of transformers the two halves
+    rotates_pairs: bool = False  # its rotary positions turn neighbouring numbers; transformers turns the two halves
     scales_positions: bool = False  # it reads a factor of each frequency
     transposes: bool = False  # transformers stores the matrices of its layers transposed
 
@@ -101,7 +101,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
 
 
 def hyperparameters(model: PreTrainedModel) -> dict[str, Any]:
-    """What the metadata says of a model, by GGUF's names without that of the architecture."""
+    """A model's metadata, by GGUF's names without the architecture's."""
     config: Any = model.config
     values = {name: getattr(config, own, None) for name, own in architecture_of(model).keys.items()}
     if values["feed_forward_length"] is None:  # of GPT-2, which has a default

@@ -243,7 +243,7 @@ def load_model(
             frozen.restore_buffers(model)
             note_rounding(base, flag)
         if "num_labels" in options and saved_config(source).get("compares_pairs"):
-            model.config.compares_pairs = True  # an adapter's config has it, not that of its base
+            model.config.compares_pairs = True  # an adapter's config has it, its base's has not
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", compute_dtype(args))
         if args.use_dora or (config is not None and config.use_dora):  # peft (0.21) loses the scales of such weights

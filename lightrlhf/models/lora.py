@@ -175,7 +175,7 @@ def _begin_with_a_part(layer: Any, name: str, below: list[str], args: ModelArgs,
         root = (values[:rank] / layer.scaling[name]).sqrt()  # (r,)
         down, up = (right[:, :rank] * root).T, left[:, :rank] * root
     else:
-        up = torch.linalg.qr(weight[:, :rank]).Q  # those of the whole matrix
+        up = torch.linalg.qr(weight[:, :rank]).Q  # as for the whole matrix
         down = up.T @ weight
     for adapter, sign in ((name, 1), (name + INITIAL, -1)):
         layer.lora_A[adapter].weight.copy_(down)

@@ -6,8 +6,8 @@ another (prefix sharing, Wang and Hegde 2024, 2410.20305), and other groups, or 
     common prefix | rest of text 1 | … | rest of text K | another text | …
 
 Positions restart after the prefix for each text and at 0 for each group, and an attention mask hides the texts from
-each other. Outputs and gradients equal those of separate rows, for fewer tokens. Attention over a packed row costs its
-width squared, so of several numbers of rows the one that costs least is taken, or texts are not packed at all.
+each other. Outputs and gradients are as for separate rows, with fewer tokens. Attention over a packed row costs
+its width squared, so of several numbers of rows the cheapest is taken, or texts are not packed at all.
 
 A prefix pass whose keys and values are cached for the texts has less attention to compute. It is no choice here: a
 cache excludes activation checkpointing, and a number of passes that depends on the data desynchronises FSDP's ranks.

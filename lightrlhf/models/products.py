@@ -6,7 +6,7 @@ makers. oneDNN, which is in the same builds and multiplies bfloat16 there, uses 
 their gradients gain without a change to any model. Whether this is done follows from the processor alone, never from a
 measurement, so a run that is resumed on the same machine multiplies in the same order.
 
-Left out: batched products (those of attention: `batched_attention`), other types, and packing of the weights
+Left out: batched products (for attention: `batched_attention`), other types, and packing of the weights
 beforehand, which gains a tenth more where few rows are multiplied, but a copy of the weights would have to follow each
 update.
 """

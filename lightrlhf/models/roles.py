@@ -282,7 +282,7 @@ def vocabulary_size(module: Role) -> int:
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Number of parameters, those of a shared backbone included, and of this role's trainable ones."""
+    """Number of parameters, with a shared backbone's, and number of this role's trainable ones."""
     sizes = {id(p): p.numel() for part in (getattr(module, "model", module), module) for p in part.parameters()}
     return sum(sizes.values()), sum(p.numel() for p in module.parameters() if p.requires_grad)
 

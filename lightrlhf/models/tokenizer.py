@@ -22,7 +22,7 @@ def load_tokenizer(
 ) -> Any:
     """The given tokenizer, else the one the data was prepared with (`{data_dir}/tokenizer`), else the model's own.
 
-    One without a pad token pads with its end token. verify: compare that of the data with the folder's seal.
+    One without a pad token pads with its end token. verify: compare the data's tokenizer with the folder's seal.
     Raises: UsageError when it cannot be loaded, has changed, has no end token, or is not the same in all of several
     folders.
     """
@@ -55,7 +55,7 @@ def load_tokenizer(
 
 
 def store_tokenizer(tokenizer: Any, data_dir: Path) -> None:
-    """Save a tokenizer as that of prepared data, `{data_dir}/tokenizer`, sealed."""
+    """Save a tokenizer as the prepared data's, `{data_dir}/tokenizer`, sealed."""
     tokenizer.save_pretrained(data_dir / "tokenizer")
     seal(data_dir, ["tokenizer"])
 
@@ -139,7 +139,7 @@ def check_stored_ids(tokenizer: Any, data_dir: Any, model_name: str) -> None:
     own = _vocabulary(folder)  # may have more: a reward model's pad token
     if own and any(own.get(token) != index for token, index in tokenizer.get_vocab().items()):
         raise UsageError(
-            f"{data_dir} was prepared with a tokenizer other than that of {model_name}; "
+            f"{data_dir} was prepared with another tokenizer than {model_name}'s; "
             f"prepare the data again with --tokenizer_name {model_name if is_gguf(model_name) else folder}"
         )
 

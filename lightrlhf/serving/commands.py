@@ -1,8 +1,8 @@
 """Start vLLM with the flags that training needs, or choose our own engine.
 
 Log-probabilities must be at the sampling temperature, sampling settings from each request only (not from the model's
-generation config), the dtype that of the training run, and the routes that change weights open. vLLM asks for no key on
-those routes, so it is started on the loopback only. The flags are those of vLLM 0.32.
+generation config), the dtype is the training run's, and the routes that change weights open. vLLM asks for no key on
+those routes, so it is started on the loopback only. The flags are vLLM 0.32's.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Served(NamedTuple):
     tokenizer: Any
     vocabulary: int  # token ids are below
     positions: int  # of prompt and response together
-    models: Sequence[str]  # the model's name, then those of its adapters
+    models: Sequence[str]  # the model's name, then its adapters'
 
 
 class Field(NamedTuple):
@@ -146,8 +146,8 @@ FIELDS = {
 }
 OF_TEXT = FIELDS | {
     "prompt": Field(lambda prompt: True, ""),
-    "logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (those of the sampled tokens; no others are served), or null"),
-    "prompt_logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (those of the prompt's own tokens), or null"),
+    "logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (for the sampled tokens; no others are served), or null"),
+    "prompt_logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (for the prompt's own tokens), or null"),
 }
 OF_CHAT = FIELDS | {
     "messages": Field(lambda messages: True, ""),

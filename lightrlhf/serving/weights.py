@@ -27,7 +27,7 @@ WITHOUT_MEANING |= {"tie_word_embeddings"}  # names and values of the weights sa
 
 @torch.no_grad()
 def load_weights(model: Any, folder: Path) -> None:
-    """Overwrite a model's weights, in place, with those of a folder; tied weights may be stored once.
+    """Overwrite a model's weights, in place, with a folder's; tied weights may be stored once.
 
     Raises: UsageError in one line, with the weights as they were, when the folder does not hold exactly them.
     """

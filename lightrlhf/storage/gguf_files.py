@@ -111,7 +111,7 @@ def gguf_file(name: str, flag: str) -> Path:
 
 
 def check_model_exists(name: str, flag: str) -> None:
-    """Raises: UsageError, before any work, unless a name is that of a folder here or of a GGUF file."""
+    """Raises: UsageError, before any work, unless a name stands for a folder here or a GGUF file."""
     if is_gguf(name):
         gguf_file(name, flag)
     elif not Path(name).is_dir():
@@ -139,7 +139,7 @@ def folder_of(file: Path) -> Path:
 def from_gguf(name: str, flag: str = "--model_name") -> Path:
     """The Hugging Face folder of a GGUF file, which is converted unless the cache has it.
 
-    Raises: UsageError when there is no such file, it cannot be read, or what was read differs from what it says.
+    Raises: UsageError when there is no such file, it cannot be read, or does not match its metadata.
     """
     file = gguf_file(name, flag)
     try:
@@ -181,7 +181,7 @@ def card(file: Path, model: Any, stored: dict[str, Any]) -> str:
 def read_gguf(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
     """Model and tokenizer of a GGUF file, and its metadata.
 
-    named: the file in errors. Raises: UsageError when it cannot be read, or what was read differs from what it says.
+    named: the file in errors. Raises: UsageError when it cannot be read, or does not match its metadata.
     """
     try:
         return _read(file, named)
@@ -316,7 +316,7 @@ def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str
         tried.rope_parameters = {"rope_type": kind, "rope_theta": theta, "factor": largest, **more}
         if factors.min() > 0 and torch.allclose(ROPE_INIT_FUNCTIONS[kind](tried, None)[0], plain / factors, rtol=1e-5):
             return dict(tried.rope_parameters)
-    raise UsageError(f"{named} scales its positions by factors that are not those of Llama 3; {FOLDER_INSTEAD}")
+    raise UsageError(f"{named} scales its positions by other factors than Llama 3; {FOLDER_INSTEAD}")
 
 
 def exact_dtype(tensors: Iterable[Any]) -> torch.dtype:
@@ -391,7 +391,7 @@ def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
 
 
 def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: int) -> None:
-    """Raises: UsageError when tokens are not those of the file or of the model's rows, or its template fails."""
+    """Raises: UsageError when tokens differ from the file's or from the model's rows, or its template fails."""
     tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
     what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Item = TypeVar("Item")
-USUAL_METRICS = (  # what a run is judged by: the first ones logged are those of the bar and of the demo's curve
+USUAL_METRICS = (  # what a run is judged by: the bar and the demo's curve show the first ones logged
     "objective/score",
     "objective/kl",
     "rewards/accuracies",

@@ -27,7 +27,7 @@ FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interv
 
 
 class Beginning:
-    """The values of `began` in `args.json`; each is compared with that of the resumed run when it is fixed.
+    """The values of `began` in `args.json`; each is compared with the resumed run's when it is fixed.
 
     ranks: the number of data-parallel ranks; given: objects that the program was called with, as `given_objects`
     describes them; before: `args.json` of the run that is resumed.
@@ -67,7 +67,7 @@ class Beginning:
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
 
     def noted(self) -> dict[str, Any]:
-        """The values for `args.json`, once all models are loaded and those of the hub are in its cache."""
+        """The values for `args.json`, once all models are loaded and the hub's are in its cache."""
         now = self.sources if all(one["files"] for one in self.sources.values()) else sources_of(self.args, self.given)
         sources = {flag: one if one["files"] else now[flag] for flag, one in self.sources.items()}
         return {**self.values, "sources": sources}

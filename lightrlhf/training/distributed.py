@@ -178,7 +178,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
             one, other = own_flags.get(flag), their_flags.get(flag)
             raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
         raise UsageError(
-            f"--data_dir {data_dir}: {file} of rank {rank} differs from that of rank 0; "
+            f"--data_dir {data_dir}: {file} of rank {rank} differs from rank 0's; "
             "copy the same prepared data to every machine"
         )
 

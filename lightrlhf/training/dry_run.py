@@ -51,10 +51,10 @@ class DryRun:
         self.fed: dict[str, Fed | None] = {}  # by learner
         self.sample: Row | None = None  # a row as in `rollouts.jsonl`
         self.metrics: dict[str, float] = {}
-        self.scored = 0, 0  # rows scored before the steps, and those of a run
+        self.scored = 0, 0  # rows scored before the steps here, and in a run
         self.checkpoint = 0  # bytes
         self.tokenizer: Any = None
-        self._before: dict[str, float] = {}  # seconds of the phases before the steps, and of those of the last step
+        self._before: dict[str, float] = {}  # seconds of the phases before the steps, and within the last step
         self._within: dict[str, float] = {}
         self._seconds: list[float] = []  # of each step
         self._started = 0.0
@@ -191,7 +191,7 @@ def spans_of(flags: Sequence[bool | int]) -> list[tuple[int, int]]:
 def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) -> int:
     """Size of a checkpoint but for its tokenizer and configs: weights, and what resuming needs.
 
-    module: the model that is saved; learners: those of the run, with their modules and optimisers.
+    module: the model that is saved; learners: the run's, with their modules and optimisers.
     """
     is_lora = args.finetune_mode == "lora"
     whole: nn.Module = getattr(module, "model", module)  # a role on a shared backbone has its own parameters alone

@@ -1,4 +1,4 @@
-"""What a run that must stop says: the rows of its step, and what in the models is not finite.
+"""Error messages of a failed step: its rows, and which tensors of the models are not finite.
 
 Left out: which row of a batch made a gradient or a weight not finite; a sum does not tell.
 """

@@ -43,7 +43,7 @@ ProgramArgs = TypeVar("ProgramArgs")
 class Iteration(Generic[Args]):
     """What a stage or an evaluation works on.
 
-    args: the run's, in a dry run those of its short iteration; number: from 1, or 0 to evaluate the initial policy;
+    args: the run's, in a dry run its short iteration's; number: from 1, or 0 to evaluate the initial policy;
     policy: folder of the policy to start from, or to evaluate; initial: folder of the run's initial policy; data_dir:
     None where the rows were given.
     """

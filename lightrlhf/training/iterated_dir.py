@@ -205,7 +205,7 @@ def _check_resumed(
 
 
 def reopen_damaged_policy(directory: Path) -> None:
-    """Go on with the training of the last iteration from an earlier checkpoint if that of its policy is damaged.
+    """Go on with the training of the last iteration from an earlier checkpoint if its policy's is damaged.
 
     Its responses and scores stay; a line says so.
     """

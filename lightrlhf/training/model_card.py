@@ -25,7 +25,7 @@ LICENCE = re.compile(r"Licence: ([\w.-]+?)\.(?:\s|$)")  # in the description of 
 USE = """```python
 from transformers import {model}, AutoTokenizer
 
-folder = "."  # that of a checkpoint, or its name on the hub
+folder = "."  # a checkpoint, or its name on the hub
 model, tokenizer = {model}.from_pretrained(folder{more}), AutoTokenizer.from_pretrained(folder)
 ```
 """

@@ -140,7 +140,7 @@ def without_stored(learned: Learned, folder: Path) -> tuple[Learned, dict[str, d
 
 
 def with_stored(learned: Learned, places: dict[str, dict[str, str]], folder: Path) -> Learned:
-    """All trained weights: those of `resume.pt`, and the others from the model's files, memory-mapped.
+    """All trained weights: from `resume.pt`, and the others from the model's files, memory-mapped.
 
     Raises: KeyError when these do not have one of them.
     """

@@ -1,9 +1,9 @@
-"""Kept samples: `rollouts.jsonl`, which an RL program learned from, and `samples.jsonl`, answers to the same prompts.
+"""Sample logs: `rollouts.jsonl`, what an RL program learned from, and `samples.jsonl`, answers to fixed prompts.
 
 One row a sample, in both files of the same form. `rollouts.jsonl` is written where metrics are, after the first step
 and every `--log_interval`-th one: the first `--log_rollouts` samples of the step, which are all samples of its first
 prompts, and always the same ones. `samples.jsonl` is written at evaluations. Rows of steps that a resumed run repeats
-are dropped (`training/resume.py`), so the files are the same as those of a run that was never interrupted. A file that
+are dropped (`training/resume.py`), so the files are the same as if the run was never interrupted. A file that
 has reached `MOST_BYTES` gets no more rows.
 
 Left out: the texts of tokens, which the ids give with the checkpoint's tokenizer, samples of ranks but the first, and

@@ -107,7 +107,7 @@ def forward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
 
 
 def backward(shape: Shape, lengths: Sequence[float], num_logits: float) -> Work:
-    """Backward pass: once the forward pass for gradients of activations, once for those of trainable weights."""
+    """Backward pass: once the forward pass for gradients of activations, once for gradients of trainable weights."""
     return Work((shape.passed_share + shape.trainable_share) * forward(shape, lengths, num_logits).flops)
 
 

@@ -88,7 +88,7 @@ class StopSignals:
 
 
 def _is_free(handler: Any) -> bool:
-    """Whether a handler may be replaced: the default one, or that of an enclosing run, but none of a user's."""
+    """Whether a handler may be replaced: the default one, or an enclosing run's, but none of a user's."""
     return handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), StopSignals)
 
 
