@@ -15,7 +15,6 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,8 +202,3 @@ def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) 
         for state in learner.optimizer.state_dict()["state"].values():
             size += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
     return size
-
-
-def planned_results(args: Any, place: Path) -> str:
-    """The line of the banner on results; place: the experiment dir that there is not, or the folder above it."""
-    return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"

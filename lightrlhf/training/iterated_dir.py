@@ -34,11 +34,10 @@ from lightrlhf.storage.seals import seal
 from lightrlhf.storage.writing import remove_empty, rename, sync_folder, writing
 from lightrlhf.training.beginning import describe_rows
 from lightrlhf.training.distributed import training_device
-from lightrlhf.training.dry_run import planned_results
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
-from lightrlhf.training.summary import describe_device, describe_model, lines
+from lightrlhf.training.summary import describe_device, describe_model, lines, planned_results
 
 SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
 NO_EFFECT = ("save_minutes", "save_interval", "keep_last", "log_interval")  # any value gives the same models

@@ -20,6 +20,7 @@ from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
 from lightrlhf.storage.results import USUAL_METRICS
 from lightrlhf.training.best import Best
 from lightrlhf.training.dry_run import DryRun
+from lightrlhf.training.faults import quiet_event_writer
 from lightrlhf.training.loggers import Logger, make_logger
 from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.means import StepMeans
@@ -57,8 +58,9 @@ class MetricLog:
         self._seconds = 0.0  # spent on logs since the last row of metrics
 
     def open(self, directory: Path, described: Mapping[str, Any], writing: Writing) -> None:
-        """Open the logger of the first rank. described: the content of `args.json`; writing: see `Run.writing`."""
+        """Open the logger of the first rank. described: the content of `args.json`; writing: see `RunFiles.writing`."""
         self._path, self._writing = directory / "metrics.jsonl", writing
+        quiet_event_writer()
         with writing("logs"):
             self._logger = make_logger(self.args, directory, described, self.progress.step)
 
@@ -68,6 +70,24 @@ class MetricLog:
             with self._writing("logs"):
                 self._logger.close()
             self._logger = None
+
+    def write_profile(self, roles: Mapping[str, Any]) -> None:
+        """Write the profile of the logged steps, if there are any. roles: the trained models."""
+        from lightrlhf.training.roofline import write_profile
+
+        if self.rows_for_profile:
+            sizes = self.args, self.ranks.device, self.ranks.world_size
+            with self._writing("logs"):
+                write_profile(self._path.parent, self.rows_for_profile, dict(roles), *sizes)
+
+    @contextmanager
+    def show_bar(self, title: str) -> Iterator[Any]:
+        """Show a progress bar of the run's steps on the first rank, with the newest metrics."""
+        from tqdm import tqdm
+
+        steps = {"total": self.progress.num_steps, "initial": self.progress.step}
+        with tqdm(**steps, desc=title, disable=not self.ranks.is_first, mininterval=0.5) as self.bar:
+            yield self.bar
 
     # ---------------------------------------------------------------------------------------------------- metrics
     def add_step(self, metrics: Metrics) -> None:

@@ -232,8 +232,17 @@ class Checkpoints:
         state: Callable[[], dict[str, Any]] = dict,
         files: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """See `Run.saves`."""
+        """Declare before the loop what a checkpoint holds, since a timer or a signal may cause a save.
+
+        state: returns the loop's own state as plain values that later steps do not change; files: further text files by
+        name.
+        """
         self.module, self.tokenizer, self.state, self.texts = module, tokenizer, state, files
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
+        return self.best.unsaved or self.progress.due(self.args.save_interval)
 
     @property
     def is_late(self) -> bool:

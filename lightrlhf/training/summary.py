@@ -13,10 +13,16 @@ from typing import Any
 
 import torch
 
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.models.names import starting_model
-from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.checkpoint import BEST, checkpoints
 from lightrlhf.storage.results import print_table, usual_metrics
+from lightrlhf.storage.run_dir import is_stage, read_logged
+from lightrlhf.training.best import Best
+from lightrlhf.training.order import Order
+from lightrlhf.training.progress import Progress
+from lightrlhf.training.ranks import Ranks
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -24,6 +30,46 @@ Rows = Sequence[Mapping[str, Any]]
 def lines(fields: Mapping[str, str]) -> str:
     """One line per field, the values below each other; never wrapped, so that paths can be copied."""
     return "\n".join(f"{name:<10} {text}" for name, text in fields.items() if text)
+
+
+def run_banner(
+    args: TrainArgs,
+    given: Iterable[str],
+    sizes: Mapping[str, tuple[int, int]],
+    ranks: Ranks,
+    order: Order,
+    progress: Progress,
+    directory: Path,
+) -> str:
+    """Start-up summary: model, data, device, steps; of an iteration's training only its model and its steps.
+
+    given, sizes: see `describe_model`; directory: the experiment dir, in a dry run maybe the folder above it.
+    """
+    resumed_at, samples = progress.step if args.resume_from else None, getattr(args, "num_generations", 1)
+    fields = {
+        "model": describe_model(args, given, sizes),
+        "data": order.data if order.ends else f"{order.data}, {order.num_rows:,} rows",  # several sets have theirs
+        "device": describe_device(ranks.device, args, ranks.num_processes),
+        "steps": describe_steps(progress.num_steps, order.batch_size, ranks.world_size, samples, resumed_at),
+        "results": planned_results(args, directory) if args.dry_run else str(directory),
+    }
+    own = ("model", "steps") if is_stage(directory) else fields
+    return lines({name: fields[name] for name in own})
+
+
+def planned_results(args: TrainArgs, place: Path) -> str:
+    """The line on results in a dry run; place: the experiment dir that there is not, or the folder above it."""
+    return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"
+
+
+def print_end(title: str, directory: Path, best: Best, memory: float, seconds: float) -> None:
+    """Print what a run that has ended gave; of an iteration's training without the table. See `print_summary`."""
+    if not is_stage(directory):
+        print_summary(title, directory, read_logged(directory / "metrics.jsonl") or [], memory)
+    if best.step is not None:
+        link = directory / BEST
+        print(f"{best}: {link if link.exists() else 'its checkpoint was deleted'}")
+    print(f"finished in {seconds:.0f} s: {directory}", flush=True)
 
 
 def describe_model(args: Any, given: Iterable[str], sizes: Mapping[str, tuple[int, int]]) -> str:

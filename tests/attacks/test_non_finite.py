@@ -23,7 +23,10 @@ from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints, sha256, verify_checkpoint
-from lightrlhf.training.run import Run
+from lightrlhf.training.learners import Learners
+from lightrlhf.training.order import Order
+from lightrlhf.training.phases import Phases
+from lightrlhf.training.run_files import Checkpoints
 
 ROW = "not finite"
 VALUES = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -55,17 +58,17 @@ def ending(folder: Path, call) -> tuple[int, str, list[str]]:
     return status, text, [line[line.index("error: ") :] for line in text.splitlines() if "error: " in line]
 
 
-def before(method: str, number: int, fault) -> None:
-    """Let `fault(run, *arguments)` happen before the `number`-th call of a method of Run; in a fork."""
-    function, calls = getattr(Run, method), []
+def before(owner: type, method: str, number: int, fault) -> None:
+    """Let `fault(part, *arguments)` happen before the `number`-th call of a method of a part of Run; in a fork."""
+    function, calls = getattr(owner, method), []
 
-    def wrapped(run, *arguments, **options):
+    def wrapped(part, *arguments, **options):
         calls.append(0)
         if len(calls) == number:
-            fault(run, *arguments)
-        return function(run, *arguments, **options)
+            fault(part, *arguments)
+        return function(part, *arguments, **options)
 
-    setattr(Run, method, wrapped)
+    setattr(owner, method, wrapped)
 
 
 def poison(tensor: torch.Tensor, value: float) -> None:
@@ -111,7 +114,7 @@ def test_a_fault_in_memory_before_a_save(program, runs, case, tmp_path):
             log_dir = tmp_path / f"{place} {shown}"
 
             def faulty(find=find, value=value, log_dir=log_dir):
-                before("save", 2, lambda run, *_: poison(find(run), value))
+                before(Phases, "save", 2, lambda run, *_: poison(find(run), value))
                 main_of(program)(runs.flags(program, log_dir))
 
             status, text, errors = ending(tmp_path, faulty)
@@ -125,12 +128,13 @@ def test_a_fault_in_the_state_of_the_loop(runs, case, tmp_path):
     for shown, value in VALUES.items():
 
         def faulty(value=value, shown=shown):
-            save = Run.save
+            save = Checkpoints.save
 
-            def with_fault(run, module, tokenizer, extra=None, files=None):
-                save(run, module, tokenizer, {"kl_coeff": value} if run.step == 4 else extra, files)
+            def with_fault(checkpoints, start, texts):
+                extra = {"kl_coeff": value} if start.step == 4 else start.extra
+                save(checkpoints, start._replace(extra=extra), texts)
 
-            Run.save = with_fault
+            Checkpoints.save = with_fault
             main_of("ppo")(runs.flags("ppo", tmp_path / shown))
 
         end = ending(tmp_path, faulty)
@@ -142,10 +146,10 @@ def test_a_gradient(program, runs, case, tmp_path):
     for shown, value in VALUES.items():
 
         def faulty(value=value, shown=shown):
-            def spoil(run, name):
-                poison(next(p.grad for p in run.learners[name].module.parameters() if p.grad is not None), value)
+            def spoil(learners, name):
+                poison(next(p.grad for p in learners[name].module.parameters() if p.grad is not None), value)
 
-            before("optimize", 5, spoil)
+            before(Learners, "optimize", 5, spoil)
             main_of(program)(runs.flags(program, tmp_path / shown))
 
         end = ending(tmp_path, faulty)
@@ -192,7 +196,7 @@ def test_the_row_that_brings_it_is_named(program, runs, case, tmp_path):
 
             armed = [False]
             torch.nn.functional.embedding = spoiled
-            before("global_batch", 1, lambda *_: armed.__setitem__(0, True))
+            before(Order, "global_batch", 1, lambda *_: armed.__setitem__(0, True))
             flags = runs.flags(program, tmp_path / shown, *more, "--save_interval", "1", "--keep_last", "2", steps=99)
             main_of(program)(flags)
 

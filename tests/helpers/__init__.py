@@ -184,6 +184,7 @@ class RunOfOneStep(Run):
         self.order = Order(args, self.ranks, Beginning(args, 1, {}), ["data"])
         self.learners = self.kind(args, self.ranks, self.order, self.progress, last_good=str)
         self.learners.by_name = {name: Learner(module, None, None) for name, module in modules.items()}
+        self._take_verbs()
 
     @property
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:

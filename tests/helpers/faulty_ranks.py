@@ -8,6 +8,7 @@ import sys
 
 from helpers import rewards
 from lightrlhf import sft
+from lightrlhf.training.metric_log import MetricLog
 from lightrlhf.training.run import Run
 
 
@@ -49,14 +50,14 @@ def many_vowels(prompts, completions, **columns):
 
 def killed(flags: list[str]) -> None:
     """SFT whose rank 1 is killed after its second step, if torchrun has not restarted it."""
-    speed = Run.speed
+    speed = MetricLog.speed
 
-    def then_killed(run, *arguments):
-        if run.rank == 1 and run.step == 2 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    def then_killed(log, *arguments):
+        if log.ranks.rank == 1 and log.progress.step == 2 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        return speed(run, *arguments)
+        return speed(log, *arguments)
 
-    Run.speed = then_killed
+    MetricLog.speed = then_killed
     sft.main(flags)
 
 

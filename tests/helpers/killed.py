@@ -101,7 +101,7 @@ def with_events(
     """A call that gets a signal at its event number `at`, counted from 1, and at all events after it.
 
     at: 0 for none; or a name and how often it has happened then. tell: file that gets all events; folder: events on
-    files are counted below it. An event within `Run.save` begins with `save `. For a fork only.
+    files are counted below it. An event within `Phases.save` begins with `save `. For a fork only.
     """
 
     def counted() -> None:
@@ -159,21 +159,22 @@ class Events:
         import torch
         from transformers import modeling_utils
 
+        from lightrlhf.training.learners import Learners
         from lightrlhf.training.metric_log import MetricLog
-        from lightrlhf.training.run import Run
+        from lightrlhf.training.phases import Phases
 
         self.folder, self.at, self.number, self.seen, self.saving, self.waiting = folder, at, number, [], 0, False
         sys.addaudithook(self._audit)
         self._around(os, "fsync")
         self._around(torch, "save", file=1)
         self._around(modeling_utils, "safe_save_file", file=1)
-        for owner, name in ((Run, "backward"), (Run, "optimize"), (MetricLog, "log")):
+        for owner, name in ((Learners, "backward"), (Learners, "optimize"), (MetricLog, "log")):
             self._around(owner, name)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from torch.distributed.tensor import DTensor
 
             self._around(DTensor, "full_tensor")  # of a sharded weight or state
-        phase, save = Run.phase, Run.save
+        phase, save = Phases.phase, Phases.save
 
         @contextmanager
         def entered(run: Any, name: str) -> Iterator[None]:
@@ -188,7 +189,7 @@ class Events:
             self.saving -= 1
             self.happens("has saved")
 
-        Run.phase, Run.save = entered, saving
+        Phases.phase, Phases.save = entered, saving
 
     def happens(self, name: str) -> None:
         """Record an event, and send the signal from event `at` on."""
@@ -215,7 +216,8 @@ class Events:
             self.happens(f"before {name}")
             result = function(*arguments, **options)
             if file is not None and isinstance(arguments[file], str | os.PathLike):
-                if len(self.seen) + 1 == self.at:  # as if it came within the write
+                # as if it came within the write, which a signal that is handled does not end
+                if len(self.seen) + 1 == self.at and self.number == signal.SIGKILL:
                     self.waiting = True
                     os.truncate(arguments[file], os.path.getsize(arguments[file]) // 2)
                 self.happens(f"within {name}")
