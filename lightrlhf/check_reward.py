@@ -90,8 +90,6 @@ class CheckRewardArgs(DataArgs):
     """Split of the prompts."""
     num_prompts: int = at_least(1, 32)
     """Prompts to try, of each task where the data has a column `task`."""
-    answer_column: str | None = None
-    """Column with the right answers; the first of answer, ground_truth, solution and completion when not given."""
     answer_format: str = flag("{}", check=check_format)
     """Text of a response, with {} for the answer, such as `<answer>{}</answer>`."""
     reward_timeout: float = positive(10.0)
@@ -135,13 +133,12 @@ def read_rows(args: CheckRewardArgs) -> list[Row]:
     tokenizer = load_tokenizer(args.data_dir, verify=args.verify)
     prompts = load_prompts(args.data_dir, args.split, args.verify)
     names = {name for row in prompts for name in row["columns"]}
-    wanted = ANSWERS if args.answer_column is None else (args.answer_column,)
-    if names.isdisjoint(wanted):
+    if names.isdisjoint(ANSWERS):
         found = f"its columns are {', '.join(sorted(names))}" if names else "it has no columns"
-        raise UsageError(f"{args.data_dir} has no column {' or '.join(wanted)}; {found}; name one by --answer_column")
+        raise UsageError(f"{args.data_dir} has no column {' or '.join(ANSWERS)}; {found}")
     rows = []
     for index, row in enumerate(prompts):
-        given = [row["columns"][name] for name in wanted if row["columns"].get(name) is not None]
+        given = [row["columns"][name] for name in ANSWERS if row["columns"].get(name) is not None]
         if given:
             prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
             rows.append({"index": index, "prompt": prompt, "columns": row["columns"], "answer": str(given[0])})

@@ -36,6 +36,7 @@ from lightrlhf.storage.results import cell, check_results, print_table, write_re
 from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
 
 COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
+AGENT_ATTEMPTS = 3  # replies of a language model until one must name a command
 ASK = """\
 {instructions}
 
@@ -84,8 +85,6 @@ class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Rows per forward pass and slots of the generation engine."""
     agent_model: str | None = None
     """Name of a language model at `base_url` that is evaluated, too."""
-    agent_attempts: int = at_least(1, 3, show="rarely")
-    """Replies of that model until one must name a command."""
     max_new_tokens: int = at_least(1, 128)
     """Longest reply of that model."""
     temperature: float = positive(1.0, remedy="for greedy text use --do_sample False")
@@ -223,7 +222,7 @@ def remote_agent(servers: Servers, args: EvaluateEnvArgs) -> Agent:
             dialogues.append([rules, {"role": "user", "content": f"{state}\nCommands:\n{offered}"}])
         decisions = [Decision("", seat.text) for seat in seats]
         undecided = list(range(len(seats)))
-        for _ in range(args.agent_attempts):
+        for _ in range(AGENT_ATTEMPTS):
             bodies = [{"messages": list(dialogues[i]), **sampling} for i in undecided]
             for i, reply in zip(undecided, servers.replies(bodies)):
                 decisions[i].reflection = reply.text

@@ -49,6 +49,7 @@ from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, try_first
 
 CHUNK = 32  # pairs scored between two writes
+MAX_MALFORMED = 3  # replies without a verdict, after which a pair counts as malformed
 CRITERIA = {
     "summarization": (
         "post",
@@ -115,10 +116,6 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
     """Reward model that judges."""
     output_file: str | None = None
     """Records to write, by default `{A}-vs-{B}-{judge}.jsonl` next to A; results and a picture are put next to it."""
-    num_pairs: int | None = at_least(1, None)
-    """Judge at most this many pairs, the first ones."""
-    max_malformed: int = at_least(1, 3, show="rarely")
-    """Attempts of a judging model until a reply without a verdict counts as malformed."""
     max_new_tokens: int = at_least(1, 256)
     """Longest reply of a judging model."""
     rollout_mini_batch_size: int = at_least(1, 32)
@@ -198,7 +195,7 @@ def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
         raise UsageError(f"--responses_file {' '.join(args.responses_file)} have no prompt in common")
     share_columns(pairs)
     unmatched = {"only_in_a": len(rows_a) - len(pairs), "only_in_b": len(rows_b) - len(pairs)}
-    return pairs[: args.num_pairs], unmatched
+    return pairs, unmatched
 
 
 def by_prompt(file: str) -> dict[tuple[str, int], tuple[int, Row]]:
@@ -230,7 +227,7 @@ def sample_of(row: Row, where: str) -> Sample:
 
 def settings_of(args: JudgeArgs) -> Row:
     """Settings that determine the verdicts, with the hashes of the files; stored to detect verdicts of other ones."""
-    names = ("judge", "judge_model", "task", "rm_experiment_dir", "num_pairs", "max_malformed", "max_new_tokens")
+    names = ("judge", "judge_model", "task", "rm_experiment_dir", "max_new_tokens")
     files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses_file]
     return {"responses": files, **{name: getattr(args, name) for name in names}, "seed": args.seed}
 
@@ -267,7 +264,7 @@ def ask_model(args: JudgeArgs) -> Work:
 
 def verdict_of(args: JudgeArgs, servers: Servers, asked: str, reply: Reply) -> tuple[str | None, str]:
     """The verdict on the responses as shown, None without one, and the last reply; repeats a malformed request."""
-    for _ in range(args.max_malformed - 1):
+    for _ in range(MAX_MALFORMED - 1):
         if reply.error or read_verdict(reply.text):
             break
         (reply,) = servers.replies([request(args, [asked, reply.text, REMINDER])])

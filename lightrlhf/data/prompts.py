@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.fields import at_least, flag, random_seed
+from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import SealArgs
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import check_responses, is_prompt
@@ -25,6 +25,8 @@ from lightrlhf.storage.jsonl import Row, read_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SUBSET_SEED = 1234  # of `--num_prompts`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,7 @@ class PromptArgs(SealArgs):
     prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
     num_prompts: int | None = at_least(1, 2000)
-    """Largest number of prompts, a random subset in the order of the data; `null` takes all."""
-    subset_seed: int = random_seed(1234, show="rarely")
-    """Seed of that subset."""
+    """Largest number of prompts, a random subset in the order of the data, always the same; `null` takes all."""
 
     def _check(self) -> None:
         if (self.data_dir is None) == (self.prompts_file is None):
@@ -60,7 +60,7 @@ def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> list[Row]:
         rows = read_prompts(args.prompts_file or "")
     else:
         rows = prompts_of_data(args, args.data_dir, with_answers)
-    chosen = subset(len(rows), args.num_prompts, args.subset_seed)
+    chosen = subset(len(rows), args.num_prompts, SUBSET_SEED)
     return [{**rows[i], "index": number} for number, i in enumerate(chosen)]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightrlhf.cli.fields import at_least, between, flag, random_seed
+from lightrlhf.cli.fields import between, flag, random_seed
 from lightrlhf.cli.groups import DecodingArgs, SealArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.packages import check_package
@@ -57,8 +57,6 @@ class DemoArgs(DecodingArgs, SealArgs):
     """File whose first line is the password; users log in with any name, which becomes their rater name."""
     trusted_hosts: list[str] = flag([], check=check_host, show="rarely")
     """Further names under which browsers reach the demo, such as a reverse proxy's; others are refused."""
-    max_models: int = at_least(1, 4)
-    """Models kept in memory; the least recently used one is unloaded first."""
     load_in_8bit: bool = flag(False, excludes={"load_in_4bit": True}, packages={True: "bitsandbytes"})
     """Load the models' weights in 8 bits (bitsandbytes)."""
     load_in_4bit: bool = flag(False, packages={True: "bitsandbytes"})

@@ -51,6 +51,7 @@ from lightrlhf.storage.run_dir import experiment_of, labels, located, stored
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
+MAX_MODELS = 4  # in memory; the least recently used one is unloaded first
 SLIDERS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 AS_TRAINED = "as trained"
 STARTERS = (  # for a model without data of its own
@@ -84,9 +85,7 @@ class DemoBackend:
         device = find_device(args.accelerator)
         if args.model_name is not None:
             resolve(args.model_name)
-        cache = ModelCache(
-            args.models, device, args.max_models, model_args, args.data_dir, args.reference_dir, args.verify
-        )
+        cache = ModelCache(args.models, device, MAX_MODELS, model_args, args.data_dir, args.reference_dir, args.verify)
         last = args.models[-1]
         default_file = (experiment_of(last) if stored(last, "program") else Path()) / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))

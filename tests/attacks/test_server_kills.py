@@ -183,7 +183,7 @@ def programs(tmp_path_factory, cafe_data, talk_data, tokenizer, server):
 
     def judge(folder_of_run: Path) -> list:
         flags = ["--responses_file", folder / "a.jsonl", folder / "b.jsonl", "--judge_model", "m", *at_server]
-        return [*flags, "--max_malformed", 2, "--output_file", folder_of_run / "rows.jsonl"]
+        return [*flags, "--output_file", folder_of_run / "rows.jsonl"]
 
     def evaluate(folder_of_run: Path) -> list:
         flags = ["--experiment_dir", folder_of_run / "run", "--data_dir", talk_data, *user, "--accelerator", "cpu"]

@@ -268,7 +268,7 @@ def test_nothing_is_lost_or_wrong_after_the_server_heals(case, program, tmp_path
             for side in "ab":
                 write_jsonl(folder / f"{side}.jsonl", [{"prompt": t, "response": f"{t} {side}"} for t in QUESTIONS])
             flags = ["--responses_file", folder / "a.jsonl", folder / "b.jsonl", "--judge_model", "tiny", *remote]
-            flags += ["--output_file", folder / "v.jsonl", "--max_malformed", 1]
+            flags += ["--output_file", folder / "v.jsonl"]
             with RawServer({"": [answers(choice("Verdict: A"))] * 4 + [script] * 99}) as server:
                 first = attempt(judge.main, [*flags, "--base_url", server.url])
                 server.script[""] = [answers(choice("Verdict: A"))] * 999

@@ -45,7 +45,7 @@ def world(tmp_path_factory, sft_dir, ppo_dir, tokenizer):
     reseal(damaged)
     save_endless(folder / "endless", tokenizer)
     flags = ["--experiment_dir", damaged, folder / "endless", sft_dir, ppo_dir, "--votes_file", folder / "votes.jsonl"]
-    flags += ["--max_new_tokens", 40, "--overlap", 1, "--accelerator", "cpu", "--max_models", 3]
+    flags += ["--max_new_tokens", 40, "--overlap", 1, "--accelerator", "cpu"]
     return {"votes": folder / "votes.jsonl", "flags": [str(flag) for flag in flags], "servers": []}
 
 

@@ -423,7 +423,6 @@ DEMO = [
     (["--host", "0.0.0.0", "--password_file", "none"], "--password_file none"),
     (["--port", "70000"], "--port 70000"),
     (["--overlap", "2"], "--overlap 2"),
-    (["--max_models", "0"], "--max_models 0"),
     (["--rm_experiment_dir", "none"], "--rm_experiment_dir none"),
     (["--temperature", "0"], "--temperature 0"),
     (["--load_in_8bit", "True", "--load_in_4bit", "True"], "--load_in_8bit True", "--load_in_4bit True"),

@@ -96,7 +96,6 @@ def test_the_exit_status_and_the_file_of_results(data, tmp_path, capsys):
     ("flags", "words"),
     [
         (["--reward_function", "answers:nothing"], "cannot be imported"),
-        (["--reward_function", "answers:exact", "--answer_column", "gold"], "no column gold"),
         (["--reward_function", "answers:exact", "--answer_format", "x"], "must have one {}"),
         (["--reward_function", "answers:exact", "--num_prompts", "0"], "--num_prompts 0"),
     ],

@@ -96,11 +96,12 @@ class Guide(dict):
     [(("Hm.\nCommand: east", ""), 3, 0.5), (("I do not know", "east"), 2, 0.5), (("I do not know", "east"), 1, 0.0)],
     ids=["at once", "at the second try", "too late"],
 )
-def test_a_language_model_at_a_server_acts_and_may_correct_itself(texts, attempts, success):
+def test_a_language_model_at_a_server_acts_and_may_correct_itself(texts, attempts, success, monkeypatch):
+    monkeypatch.setattr("lightrlhf.evaluate_env.AGENT_ATTEMPTS", attempts)
     server = Scripted(Guide(*texts))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        *_, row = call("--base_url", server.url, "--agent_model", "guide", "--agent_attempts", attempts)
+        *_, row = call("--base_url", server.url, "--agent_model", "guide")
     finally:
         server.shutdown()
         server.server_close()

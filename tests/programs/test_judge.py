@@ -21,7 +21,7 @@ from lightrlhf.data.tokens import decode
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 
 def write(folder, name: str, responses: dict[str, str], **columns) -> str:
@@ -98,11 +98,12 @@ def test_both_orders_are_asked_and_disagreement_is_a_tie(files, server, tmp_path
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_malformed_replies_are_asked_again_then_counted(files, server, tmp_path):
+def test_malformed_replies_are_asked_again_then_counted(files, server, tmp_path, monkeypatch):
     """p0 comes right at the second try, p1 never; busy and broken servers are the client's to mend."""
+    monkeypatch.setattr("lightrlhf.judge.MAX_MALFORMED", 2)
     server.script = {("p0", 1): "Both have merits.", ("p1", 1): "Hm.", ("p1", 3): "Well.", ("p3", 1): half_closed}
     server.script |= {("p2", 1): status(429, Retry_After="0.01"), ("p4", 1): status(400)}
-    flags = remote(server, tmp_path, "--max_malformed", "2", "--max_workers", "1")
+    flags = remote(server, tmp_path, "--max_workers", "1")
     results, records = run(files, *flags)
     assert [row["verdict"] for row in records[:5]] == ["A", "malformed", "A", "B", "malformed"]
     assert results["malformed"] == 2 and results["judged"] == 8
@@ -263,8 +264,11 @@ def test_a_person_judges_at_a_terminal(files, tmp_path):
 @pytest.mark.slow
 def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):
     url, model = transformers_serve
-    flags = ["--base_url", url, "--judge_model", model, "--num_pairs", "2", "--max_new_tokens", "4"]
-    results, records = run(files, *flags, "--max_malformed", "1", "--output_file", str(tmp_path / "out.jsonl"))
+    first = tmp_path / "two.jsonl"
+    write_jsonl(first, read_jsonl(files[0])[:2])
+    files = [first, files[1]]
+    flags = ["--base_url", url, "--judge_model", model, "--max_new_tokens", "4"]
+    results, records = run(files, *flags, "--output_file", str(tmp_path / "out.jsonl"))
     assert len(records) == 2 and all(all(row["replies"]) for row in records)  # a random model has no verdict to give
     assert results["judged"] + results["malformed"] == 2
 
