@@ -65,7 +65,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.reference import (
     Mismatches,
-    check_start,
+    compare_start,
     make_batch,
     reference_logps,
     score_rows,
@@ -217,7 +217,7 @@ def train(
     if run.resumed:
         baseline = RunningMean(**run.resumed["extra"]["baseline"])
     elif args.ref_model is None and args.loss_type not in REFERENCE_FREE:
-        check_start(run, model, pairs, tokenizer.pad_token_id)
+        compare_start(run, model, pairs, tokenizer.pad_token_id)
     run.keep(policy, tokenizer, lambda: {"reference": reference, "baseline": dict(vars(baseline))})
 
     def measure() -> Metrics:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preference_batch, unpaired_batch
 from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
@@ -31,6 +30,7 @@ from lightrlhf.models.saving import hash_weights
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.run import Run
 from lightrlhf.training.scored import blocks, in_parts, score_parts
+from lightrlhf.training.start_check import check_start
 
 SCORING_TOLERANCE = 1e-2  # nats per token
 
@@ -181,7 +181,7 @@ def with_reference(rows: list[Row], logps: Tensor | None) -> list[Row]:
     return [{**row, **dict(zip(names, column))} for row, column in zip(rows, values.T.tolist(), strict=True)]
 
 
-def check_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> None:
+def compare_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> None:
     """Raises: RunFailure when policy and reference, which start from the same weights, give other log-probabilities.
 
     Gaps are pooled over the tokens of all rows: in bfloat16 a response of two tokens alone may be 0.02 a token off.
@@ -191,5 +191,4 @@ def check_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Non
     scores = score_rows(run, model, rows, pad_id)[: len(rows)].tolist()
     given = [(row[f"ref_{text.replace('input_ids', 'logps')}"], len(row[text]) - row["prompt_len"]) for row in rows]
     gap = sum(abs(score - logp) for score, (logp, _) in zip(scores, given)) / sum(length for _, length in given)
-    if not gap < SCORING_TOLERANCE:
-        raise RunFailure(f"before the first update the policy is {gap:.3g} nats per token away from the reference")
+    check_start(gap, SCORING_TOLERANCE, "the reference's")
