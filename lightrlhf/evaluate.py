@@ -20,61 +20,49 @@ Left out: benchmark suites (other harnesses read our checkpoints as they are).
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
-from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
+from lightrlhf.cli.fields import check_args, flag
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.cli.paths import check_file, check_folder
+from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import check_vocabulary, load_prompts, load_split
 from lightrlhf.data.tokens import pair_rows
-from lightrlhf.evaluation.answers import judged, perplexity, respond, rouge
-from lightrlhf.evaluation.harnesses import HarnessArgs, write_for
-from lightrlhf.evaluation.pairs import implicit_rewards, rank_pairs
-from lightrlhf.evaluation.ranking import rank, read_ranking
-from lightrlhf.evaluation.responses import (
-    ResponseArgs,
-    check_same_prompts,
-    describe,
-    mean_of,
-    mean_reward,
-    passed,
-    read_records,
-    rewarded,
-    win_rates,
-)
+from lightrlhf.evaluation import answers, frame, harnesses, pairs, ranking, responses
 from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
-from lightrlhf.models.loading import find_device, load_policy, load_scalar
+from lightrlhf.models.loading import find_device, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
-from lightrlhf.models.roles import vocabulary_size
+from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards.encoding import samples_of
-from lightrlhf.rewards.loading import load_rewards, load_scorer
+from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.rewards.scorers import GroupScorer, finite
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
-from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
+from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EVALUATED = "what is evaluated"
-FILES: dict[str, Any] = {"responses_file": ..., "ranking_file": ...}  # excluded by flags of models that respond
+OF_MODELS: dict[str, Any] = dict.fromkeys(  # flags of models that respond, which say nothing of a file
+    ("data_dir", "reference_dir", "use_pretrained", "rouge", "num_generations"), ...
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArgs(DecodingArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs):
+class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
 
     experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required=EVALUATED, show="first")
@@ -83,40 +71,23 @@ class EvaluateArgs(DecodingArgs, ResponseArgs, HarnessArgs, SealArgs, DryRunArgs
         [],
         split=paths,
         check=check_file,
-        excludes={"experiment_dir": ..., "ranking_file": ...},
+        excludes={"experiment_dir": ..., "ranking_file": ..., **OF_MODELS},
         required=EVALUATED,
         show="first",
     )
     """JSONL files with `prompt` and `responses` or `response`, scored as they are; win rates are against the first."""
-    ranking_file: str | None = flag(None, check=check_file, required=EVALUATED, show="first")
+    ranking_file: str | None = flag(
+        None, check=check_file, excludes={"pass_k": ..., **OF_MODELS}, required=EVALUATED, show="first"
+    )
     """JSONL file with `prompt`, `chosen`, `rejected` and `subset`, ranked by reward models or functions."""
-    data_dir: str | None = flag(None, check=check_folder, excludes=FILES)
-    """Folder of the `.pt` splits; by default the data that the first experiment was trained on."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Split to evaluate on."""
-    reference_dir: str | None = flag(None, check=check_model_exists, excludes=FILES)
+    reference_dir: str | None = flag(None, check=check_model_exists)
     """Reference model of KL and implicit rewards; by default the model that each PPO or DPO experiment started from."""
-    use_pretrained: bool = flag(False, excludes=FILES)
-    """Also evaluate the model that the first experiment started from, as row zero."""
-    num_samples: int | None = at_least(1, None)
-    """Rows of the split or file to use, with --env starts of each level; all when not given."""
-    rouge: bool = flag(False, excludes=FILES)
+    rouge: bool = False
     """Compute ROUGE of responses against the demonstrations."""
-    num_generations: int = flag(1, excludes=FILES)
-    """Responses per prompt."""
-    pass_k: list[int] = flag([], excludes={"ranking_file": ...})
-    """Estimate pass@k, the chance that one of k responses passes, for each of these k."""
-    rollout_mini_batch_size: int = at_least(1, 64)
-    """Rows per forward pass and slots of the generation engine."""
-    seed: int = random_seed(42)
-    """Seed of the sampling noise, the same for every model, and of bootstraps."""
-    accelerator: str = flag("auto", check=find_device)
-    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def _check(self) -> None:
         self.check_rewards(may_have_rewards=bool(self.responses_file))
         self.check_files()
-        self.check_folders(self.experiment_dir)
 
     def check_files(self) -> None:
         """Raises: ValueError unless one thing is evaluated, with flags that concern it, and results can be written."""
@@ -150,9 +121,7 @@ def run(args: EvaluateArgs) -> list[dict[str, Any]]:
     A dry run takes as many rows as a batch has, and prints the first record in place of writing.
     """
     check_args(args, EvaluateArgs)
-    if args.dry_run:
-        most = max(1, args.rollout_mini_batch_size // args.num_generations)
-        args = dataclasses.replace(args, num_samples=min(args.num_samples or most, most))
+    args = frame.first_rows(args, max(1, args.rollout_mini_batch_size // args.num_generations))
     device = find_device(args.accelerator)
     if args.responses_file:
         rows = evaluate_files(args, device)
@@ -168,25 +137,21 @@ def run(args: EvaluateArgs) -> list[dict[str, Any]]:
 
 def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, Any]]:
     """Evaluate language and reward models on a split; returns a row per model."""
-    data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
-    if data_dir is None:
-        raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
+    data_dir = args.data_folder
     if args.harness:
-        return write_for(args, data_dir, device)
-    start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
+        return harnesses.write_for(args, args.harness, data_dir, device)
     by = "gold" if stored(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
     rows: list[dict[str, Any]] = []
     baseline: list[dict[str, Any]] = []  # records of the first experiment
-    for name in [*start, *args.experiment_dir]:
+    for name in args.model_names:
         is_reward_model = holds_reward_model(resolve(name, "--experiment_dir"))
         result, records = (evaluate_reward_model if is_reward_model else evaluate_policy)(args, name, data_dir, device)
         rows.append({"model": short_name(name), **result})
         if baseline and by and not is_reward_model:
-            rows[-1] |= win_rates(records, baseline, by, args.seed)
-        if len(rows) == len(start) + 1 and not is_reward_model:
+            rows[-1] |= responses.win_rates(records, baseline, by, args.seed)
+        if len(rows) == 1 + args.use_pretrained and not is_reward_model:
             baseline = records
-        if args.dry_run or is_experiment_dir(name):
-            write_results(Path(name), args.split, rows[-1], records, to_dict(args))
+        frame.write(args, name, args.split, rows[-1], records)
     return rows
 
 
@@ -194,26 +159,28 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
 def make_rewards(args: EvaluateArgs, device: torch.device, grouped: bool = False) -> Rewards:
     """The rewards of the flags."""
     settings = (args, device, args.rollout_mini_batch_size)
-    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=grouped)
+    return loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=grouped)
 
 
 def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, Any]]:
     """Score the responses of files, by the flags' rewards, else by those in the files; returns a row per file."""
-    files = {path: read_records(path, args.num_samples) for path in args.responses_file}
+    files = {path: responses.read_records(path, args.num_samples) for path in args.responses_file}
     first, (baseline, _) = next(iter(files.items()))
     for path, (records, _) in files.items():
-        check_same_prompts(records, baseline, path, first)
+        responses.check_same_prompts(records, baseline, path, first)
         if not args.has_rewards and any("reward" not in record for record in records):
             raise UsageError(f"{path} has no rewards yet; give --reward_function or --rm_experiment_dir")
     rewards = make_rewards(args, device) if args.has_rewards else None
     rows: list[dict[str, Any]] = []
     for path, (records, samples) in files.items():
-        row = {"model": Path(path).stem, **describe(samples)}
-        scored, records = rewarded(rewards, samples, records) if rewards else (mean_reward(records), records)
-        passes, records = passed(records, args.pass_k, args.pass_threshold) if args.pass_k else ({}, records)
+        row = {"model": Path(path).stem, **responses.describe(samples)}
+        scored, records = (
+            responses.rewarded(rewards, samples, records) if rewards else (responses.mean_reward(records), records)
+        )
+        passes, records = responses.passed(records, args.pass_k, args.pass_threshold) if args.pass_k else ({}, records)
         row |= scored | passes
         if rows:
-            row |= win_rates(records, baseline, "reward", args.seed)
+            row |= responses.win_rates(records, baseline, "reward", args.seed)
         else:
             baseline = records
         rows.append(row)
@@ -223,18 +190,18 @@ def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, A
 
 def evaluate_ranking(args: EvaluateArgs, path: str, device: torch.device) -> list[dict[str, Any]]:
     """Rank the responses of a file by each reward model, and by the flags' rewards; returns a row for each."""
-    questions = read_ranking(path, args.num_samples)
+    questions = ranking.read_ranking(path, args.num_samples)
     rows: list[dict[str, Any]] = []
 
-    def add(model: str, scorer: GroupScorer, folder: Path | None) -> None:
-        result, records = rank(questions, scorer, args.seed)
+    def add(model: str, scorer: scorers.GroupScorer, folder: Path | None) -> None:
+        result, records = ranking.rank(questions, scorer, args.seed)
         rows.append({"model": model, **result})
         if folder is not None:
             write_results(folder, args.results_name(path), rows[-1], records, to_dict(args))
 
     for name in args.experiment_dir:
         trust, wrap = args.trust_remote_code, args.rm_chat_template
-        scorer = load_scorer(name, device, args.rollout_mini_batch_size, "--experiment_dir", trust, wrap)
+        scorer = loading.load_scorer(name, device, args.rollout_mini_batch_size, "--experiment_dir", trust, wrap)
         add(short_name(name), scorer, Path(name) if is_experiment_dir(name) else None)
     if args.has_rewards:
         rewards = make_rewards(args, device, grouped=True)
@@ -247,53 +214,74 @@ def evaluate_policy(
     args: EvaluateArgs, name: str, data_dir: str, device: torch.device
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Results of a language model and one record per prompt (prompt, response, scores)."""
-    tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
-    batch_size = args.rollout_mini_batch_size
-    results: dict[str, Any] = {}
-    if Path(data_dir, f"finetune_{args.split}.pt").is_file():
-        demonstrations = load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples]
-        check_vocabulary(demonstrations, vocabulary_size(policy), data_dir)
-        results["perplexity"] = perplexity(policy, demonstrations, tokenizer.pad_token_id, batch_size)
-        if args.rouge:
-            results |= rouge(args, policy, demonstrations, tokenizer, args.seed, batch_size)
+    policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
+    results = on_demonstrations(args, policy, data_dir, tokenizer)
     rows = load_prompts(data_dir, args.split, args.verify)[: args.num_samples]
     prompts = [row for row in rows for _ in range(args.num_generations)]
     reference_dir, flag = reference_of(args, name)
     reference = policy
     if reference_dir is not None:
-        reference = load_policy(reference_dir, FrozenArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
-        has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
-        if has_reward and Path(data_dir, f"preference_{args.split}.pt").is_file():
-            pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
-            check_vocabulary(pairs, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
-            divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
-            reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
-            results |= implicit_rewards(policy, reference, pairs, *reward, tokenizer.pad_token_id, batch_size)
-    rollout = respond(args, policy, reference, prompts, tokenizer, args.seed, batch_size)
+        reference = frame.load_frozen(reference_dir, tokenizer, device, flag)
+        results |= on_pairs(args, name, policy, reference, data_dir, tokenizer)
+    rollout = answers.respond(args, policy, reference, prompts, tokenizer, args.seed, args.rollout_mini_batch_size)
     length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
     truncated = float(rollout.truncated.float().mean())
     if reference_dir is not None:
         kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,) nats
         results["kl"] = float(kl.mean())
     results |= {"mean_length": float(length.mean()), "truncated_ratio": truncated, "eos_ratio": 1 - truncated}
-    samples = samples_of(rollout)
+    samples = encoding.samples_of(rollout)
     records: list[dict[str, Any]] = [
         {"prompt": one.prompt, "response": one.response, **one.columns, "index": number // args.num_generations}
         for number, one in enumerate(samples)
     ]
     if args.has_rewards:
-        scored, records = rewarded(make_rewards(args, device), samples, records)
+        scored, records = responses.rewarded(make_rewards(args, device), samples, records)
         results |= scored
     if args.pass_k:
-        passes, records = passed(records, args.pass_k, args.pass_threshold)
+        passes, records = responses.passed(records, args.pass_k, args.pass_threshold)
         results |= passes
     if judge := stored(data_dir, "judge"):
-        records = judged(judge, records)
+        records = answers.judged(judge, records)
         parts = [key for key in records[0]["gold"] if key != "score"]
-        results |= mean_of("gold", [finite(float(r["gold"]["score"])) for r in records])
+        results |= responses.mean_of("gold", [scorers.finite(float(r["gold"]["score"])) for r in records])
         results |= {part: sum(r["gold"][part] for r in records) / len(records) for part in parts}
     return results, records
+
+
+def on_demonstrations(
+    args: EvaluateArgs, policy: Policy, data_dir: str, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Perplexity and ROUGE on the demonstrations of the data; empty where there are none."""
+    if not Path(data_dir, f"finetune_{args.split}.pt").is_file():
+        return {}
+    rows, size = (
+        load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples],
+        args.rollout_mini_batch_size,
+    )
+    check_vocabulary(rows, vocabulary_size(policy), data_dir)
+    results = {"perplexity": answers.perplexity(policy, rows, tokenizer.pad_token_id, size)}
+    return results | (answers.rouge(args, policy, rows, tokenizer, args.seed, size) if args.rouge else {})
+
+
+def on_pairs(
+    args: EvaluateArgs,
+    name: str,
+    policy: Policy,
+    reference: Policy,
+    data_dir: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """How the implicit reward of a DPO policy ranks the pairs of the data; empty where one of them is missing."""
+    has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
+    if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
+        return {}
+    rows = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
+    check_vocabulary(rows, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
+    divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
+    reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
+    pad_id, size = tokenizer.pad_token_id, args.rollout_mini_batch_size
+    return pairs.implicit_rewards(policy, reference, rows, *reward, pad_id, size)
 
 
 def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
@@ -314,11 +302,11 @@ def evaluate_reward_model(
     source = resolve(name, "--experiment_dir")
     model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
     model = model.requires_grad_(False).eval().to(device)
-    pairs = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
+    rows = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):
-        pairs = pair_rows(tokenizer, pairs)
-    check_vocabulary(pairs, vocabulary_size(model), data_dir)
-    return rank_pairs(model, pairs, tokenizer.pad_token_id, args.rollout_mini_batch_size)
+        rows = pair_rows(tokenizer, rows)
+    check_vocabulary(rows, vocabulary_size(model), data_dir)
+    return pairs.rank_pairs(model, rows, tokenizer.pad_token_id, args.rollout_mini_batch_size)
 
 
 # ---------------------------------------------------------------------------------------------------------- results

@@ -10,58 +10,41 @@ Left out: scores of single turns (a score is of the whole dialogue so far).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
+from lightrlhf.cli.fields import check_args, flag
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.lists import paths
-from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.cli.paths import check_folder
+from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.evaluation import frame
 from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import UserArgs, load_user
 from lightrlhf.maths.ops import win_rate
-from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.roles import vocabulary_size
-from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import write_jsonl
-from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure, write_results
-from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained, short_name, stored
+from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure
+from lightrlhf.storage.run_dir import short_name, stored
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateDialoguesArgs(DecodingArgs, UserArgs, SealArgs, DryRunArgs):
+class EvaluateDialoguesArgs(frame.PolicyEvaluationArgs, UserArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
 
     experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required="a model", show="first")
     """Experiment dirs or checkpoints; win rates are against the first model."""
-    data_dir: str | None = flag(None, check=check_folder)
-    """Folder with `dialogue_*.pt`; by default the data that the first experiment was trained on."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Split whose openings are used."""
     rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that scores the dialogues; by default the judge of the data."""
-    use_pretrained: bool = False
-    """Also evaluate the model that the first experiment started from, as the first model."""
-    num_samples: int | None = at_least(1, None)
-    """Openings to use; all when not given."""
-    rollout_mini_batch_size: int = at_least(1, 64)
-    """Rows per forward pass and slots of the generation engine."""
-    seed: int = random_seed(42)
-    """Seed of the sampling noise, the same for every model."""
-    accelerator: str = flag("auto", check=find_device)
-    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def _check(self) -> None:
         if not self.experiment_dir:
@@ -75,20 +58,14 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     A dry run takes as many openings as a batch has, and prints the first dialogue in place of writing.
     """
     check_args(args, EvaluateDialoguesArgs)
-    if args.dry_run:
-        most = args.rollout_mini_batch_size
-        args = dataclasses.replace(args, num_samples=min(args.num_samples or most, most))
-    device = find_device(args.accelerator)
-    data_dir = args.data_dir or data_dir_of(args.experiment_dir[0])
-    if data_dir is None:
-        raise UsageError(f"--data_dir is required: {args.experiment_dir[0]} has no args.json that names its data")
+    args = frame.first_rows(args, args.rollout_mini_batch_size)
+    device, data_dir = find_device(args.accelerator), args.data_folder
     scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)
     openings = [row.before(0) for row in load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]]
-    start = [pretrained(args.experiment_dir[0])] if args.use_pretrained else []
     rows: list[dict[str, Any]] = []
     baseline: list[list[float | None]] = []  # scores of the first model
     files: dict[str, Path] = {}  # of results, without their suffixes
-    for name in [*start, *args.experiment_dir]:
+    for name in args.model_names:
         dialogues = hold_dialogues(args, name, data_dir, openings, user, device)
         scores = score_turns(scorer, dialogues)
         baseline = baseline or scores
@@ -98,12 +75,10 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
             | results_by_turn(scores, baseline, args.num_turns)
             | {"mean_length": sum(lengths) / len(lengths)}
         )
-        if args.dry_run or is_experiment_dir(name):
-            records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
-            results = write_results(Path(name), f"{args.split}_by_turn", rows[-1], records, to_dict(args))
-            files[name] = Path(name, "eval", results)
-        if is_experiment_dir(name) and not args.dry_run:
-            write_turns(files[name].with_name(results.replace("_by_turn", "", 1)), dialogues, args.num_turns)
+        records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
+        if file := frame.write(args, name, f"{args.split}_by_turn", rows[-1], records):
+            files[name] = file
+            write_turns(file.with_name(file.name.replace("_by_turn", "", 1)), dialogues, args.num_turns)
     show(rows)
     if args.dry_run:
         print(f"of {len(openings)} openings; nothing was written; leave --dry_run out to evaluate all")
@@ -116,8 +91,7 @@ def hold_dialogues(
     args: EvaluateDialoguesArgs, name: str, data_dir: str, openings: list[Dialogue], user: Any, device: torch.device
 ) -> list[Dialogue]:
     """Dialogues of `num_turns` turns between a model and the user, one from each opening."""
-    tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
     check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
     return roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.rollout_mini_batch_size)
 

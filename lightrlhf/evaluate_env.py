@@ -12,28 +12,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.fields import at_least, check_args, flag, positive, random_seed
-from lightrlhf.cli.groups import DryRunArgs, FrozenArgs
+from lightrlhf.cli.fields import at_least, check_args, flag, positive
 from lightrlhf.cli.lists import pairs, paths
-from lightrlhf.cli.parser import parse, to_dict
+from lightrlhf.cli.parser import parse
 from lightrlhf.envs import check_option, make_env, prompts, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflector, num_choices
 from lightrlhf.envs.episodes import Agent, Decision, Episode, Seat, count, oracle_agent, play, random_agent, rates
+from lightrlhf.evaluation import frame
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.maths.ops import share_interval
-from lightrlhf.models.loading import find_device, load_policy
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.gguf_files import check_model_exists
-from lightrlhf.storage.results import cell, check_results, print_table, write_results
-from lightrlhf.storage.run_dir import is_experiment_dir, located, short_name, stored
+from lightrlhf.storage.results import cell, check_results, print_table
+from lightrlhf.storage.run_dir import located, short_name, stored
 
 COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
 AGENT_ATTEMPTS = 3  # replies of a language model until one must name a command
@@ -58,7 +57,7 @@ def check_reflector(name: str, flag: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
+class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     """Evaluate agents in a text environment."""
 
     env: str
@@ -71,18 +70,12 @@ class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Reflector of each experiment in turn, `none` for none; by default the reflector of its training."""
     acting: list[str] = flag([], split=pairs, check=check_acting)
     """Flags of acting as name=value, such as with_history=True, in place of the experiment's own."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Split of the starts."""
     levels: list[str] = flag([])
     """Names of the environment's levels to start from; all when not given."""
-    num_samples: int | None = at_least(1, None)
-    """Starts of each level, not of all together; all when not given."""
     eval_reps: int = at_least(1, 1)
     """Sampled episodes from each start."""
     num_envs: int = at_least(1, 64)
     """Environments played in parallel."""
-    rollout_mini_batch_size: int = at_least(1, 64)
-    """Rows per forward pass and slots of the generation engine."""
     agent_model: str | None = None
     """Name of a language model at `base_url` that is evaluated, too."""
     max_new_tokens: int = at_least(1, 128)
@@ -91,10 +84,6 @@ class EvaluateEnvArgs(RemoteArgs, DryRunArgs):
     """Sampling temperature of that model."""
     do_sample: bool = True
     """Sample the replies of that model; when false take the most likely tokens."""
-    seed: int = random_seed(42)
-    """Seed of the sampled episodes."""
-    accelerator: str = flag("auto", check=find_device)
-    """cpu, cuda, mps, or auto (a GPU if there is one)."""
 
     def _check(self) -> None:
         if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.experiment_dir):
@@ -133,9 +122,8 @@ def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
     for number, name in enumerate(args.experiment_dir):
         row, episodes = evaluate(short_name(name), *model_agents(args, number, envs[0], device))
         rows.append(row)
-        if args.dry_run or is_experiment_dir(name):
-            records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
-            write_results(Path(name), args.results_name, row, records, to_dict(args))
+        records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
+        frame.write(args, name, args.results_name, row, records)
     if args.agent_model:
         with Servers(args, args.agent_model) as servers:
             servers.wait_until_healthy()
@@ -179,7 +167,7 @@ def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.dev
     name, given, slots = args.experiment_dir[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
     reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
     tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
-    policy = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir").requires_grad_(False).eval().to(device)
+    policy = frame.load_frozen(name, tokenizer, device)
     sampled = acting_args(name, read_options(args.acting))
     loaded = None if reflector_dir in (None, "none") else load_reflector(reflector_dir, sampled, slots, device)
 

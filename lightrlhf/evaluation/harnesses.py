@@ -8,7 +8,7 @@ Left out: running a harness, which has an environment of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.cli.fields import Args, flag
+from lightrlhf.cli.fields import flag
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import Row
 from lightrlhf.evaluation.benchmarks import alpaca_eval, arena_hard, mt_bench
+from lightrlhf.evaluation.frame import PolicyEvaluationArgs
 from lightrlhf.evaluation.reward_bench import rewardbench
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.evaluation.tasks import inspect, lm_eval
@@ -53,7 +54,7 @@ GREEDY = ("lm_eval", "inspect")  # whose responses the harness itself generates
 
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessArgs(Args):
+class HarnessArgs(PolicyEvaluationArgs):
     """Other harnesses."""
 
     harness: Literal["lm_eval", "inspect", "alpaca_eval", "mt_bench", "arena_hard", "rewardbench"] | None = flag(
@@ -80,14 +81,9 @@ class HarnessArgs(Args):
                 f"--harness_questions {self.harness_questions}: --harness {self.harness} is a task of the held-out "
                 "split; leave it out"
             )
-
-    def check_folders(self, names: Sequence[str]) -> None:
-        """Raises: ValueError when the files of a harness cannot be written for each of these experiments."""
-        if self.harness is None:
-            return
-        if self.harness_dir is not None and len(names) > 1:
+        if self.harness_dir is not None and len(self.experiment_dir) > 1:
             raise ValueError(f"--harness_dir {self.harness_dir} is for one --experiment_dir; leave it out")
-        for name in names:
+        for name in self.experiment_dir:
             if self.harness_dir is None and not is_experiment_dir(name):
                 raise ValueError(f"--harness {self.harness}: {name} is no experiment dir; name a --harness_dir")
             check_output(
@@ -101,18 +97,18 @@ def harness_folder(args: HarnessArgs, name: str) -> Path:
     return folder.resolve()  # in files and commands that are read from other folders
 
 
-def write_for(args: Any, data_dir: str, device: torch.device) -> list[dict[str, Any]]:
+def write_for(args: HarnessArgs, harness: str, data_dir: str, device: torch.device) -> list[dict[str, Any]]:
     """Write the files of `--harness` for each model and print its command; returns the results of the same rows.
 
-    args: `EvaluateArgs`. Raises: UsageError when the harness cannot evaluate the model or the data.
+    Raises: UsageError when the harness cannot evaluate the model or the data.
     """
-    questions = read_questions(args.harness_questions, args.harness) if args.harness_questions else []
+    questions = read_questions(args.harness_questions, harness) if args.harness_questions else []
     rows = []
     for name in args.experiment_dir:
         source = resolve(name, "--experiment_dir")
-        check_kind(args.harness, name, holds_reward_model(source))
+        check_kind(harness, name, holds_reward_model(source))
         tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-        if args.harness == "rewardbench":
+        if harness == "rewardbench":
             model: Any = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
         else:
             model = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir")
@@ -134,7 +130,7 @@ def write_for(args: Any, data_dir: str, device: torch.device) -> list[dict[str, 
             folder=folder,
             questions=questions[: args.num_samples],
         )
-        written = HARNESSES[args.harness](subject)
+        written = HARNESSES[harness](subject)
         show(written)
         rows.append({"model": short_name(name), **written.results})
     return rows
