@@ -22,7 +22,7 @@ EXCEPTIONS: dict[str, int] = {
     "lightrlhf/dpo.py imports": 54,
     "lightrlhf/dpo.py loop": 57,
     "lightrlhf/estimate.py imports": 34,
-    "lightrlhf/evaluate.py imports": 47,
+    "lightrlhf/evaluate.py imports": 31,
     "lightrlhf/export.py imports": 33,
     "lightrlhf/judge.py imports": 32,
     "lightrlhf/online_refuel.py:train": 64,

@@ -74,7 +74,8 @@ def test_judge_compares_a_batch(do, files, capsys):
     for flags in (["--judge", "human"], ["--sample", 3]):
         with pytest.raises(SystemExit):
             do("lightrlhf.judge", "--responses_file", *files, *flags)
-        assert "--dry_run True with " + " ".join(map(str, flags)) in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "--dry_run True" in told and " ".join(map(str, flags)) in told
 
 
 def test_evaluate_takes_a_batch_and_shows_a_record(do, files, cafe_data, sft_dir, rm_dir, capsys):
@@ -85,7 +86,8 @@ def test_evaluate_takes_a_batch_and_shows_a_record(do, files, cafe_data, sft_dir
     assert "first record of one:" in do("lightrlhf.evaluate", "--responses_file", files[0], *VOWELS, *small)
     with pytest.raises(SystemExit):
         do("lightrlhf.evaluate", *models, "--harness", "lm_eval")
-    assert "--dry_run True with --harness lm_eval" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--dry_run True" in told and "--harness lm_eval" in told
 
 
 def test_evaluate_dialogues_and_environments(do, talk_data, sft_dir, tmp_path):

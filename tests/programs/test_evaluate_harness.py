@@ -191,7 +191,9 @@ def test_wrong_flags_are_one_line(chat, tmp_path, capsys):
     assert "--harness_questions" in refused(capsys, *here, "--harness", "mt_bench")
     missing = ["--harness_questions", tmp_path / "none.jsonl"]
     assert "none.jsonl does not exist" in refused(capsys, *here, "--harness", "mt_bench", *missing)
-    assert "leave it out" in refused(capsys, *here, "--harness", "lm_eval", *missing)
+    (tmp_path / "asked.jsonl").write_text("{}")
+    asked = ["--harness_questions", tmp_path / "asked.jsonl"]
+    assert "--harness_questions" in refused(capsys, *here, "--harness", "lm_eval", *asked)
     assert "--stop_strings" in refused(capsys, *here, "--harness", "lm_eval", "--stop_strings", "x")
     assert "holds a language model" in refused(capsys, *here, "--harness", "rewardbench")
     assert "name a --harness_dir" in refused(capsys, *here[:4], "--harness", "lm_eval")
