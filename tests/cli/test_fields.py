@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from helpers import ROOT
+from helpers.errors import error_naming
 from helpers.programs import args_classes
 
 from lightrlhf.cli.fields import (
@@ -102,7 +103,7 @@ def test_a_number_out_of_its_bounds_is_refused_by_flag_and_value(name):
             if allowed and "check" not in one.options:
                 one.check(value)
             elif not allowed:
-                with pytest.raises(ValueError, match=f"--{one.name} {kind_of(one)(edge)} must "):
+                with error_naming(ValueError, f"--{one.name} {kind_of(one)(edge)}"):
                     one.check(value)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
@@ -57,7 +58,7 @@ def test_flags_of_a_config_file_hold_where_the_sweep_has_no_others(tmp_path):
 def test_an_alias_is_the_flag_it_stands_for(tmp_path):
     sweep = read(tmp_path, HEAD.replace("{model_name: tiny}", "{}") + "grid: {model_name_or_path: [a, b]}\n")
     assert [one.name for one in sweep.combinations] == ["model_name=a", "model_name=b"]
-    with pytest.raises(UsageError, match="model_name is in flags and varied as well"):
+    with error_naming(UsageError, "model_name"):
         read(tmp_path, HEAD + "grid: {model_name_or_path: [a, b]}\n")
 
 
@@ -167,5 +168,5 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(text, pins, tmp_path)
 
 
 def test_a_file_that_is_missing_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match=r"--sweep_file .*none.yaml cannot be read: No such file"):
+    with error_naming(UsageError, "--sweep_file", "none.yaml"):
         read_sweep(str(tmp_path / "none.yaml"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from helpers.data import chatml_like
+from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
@@ -35,7 +35,7 @@ def test_an_answer_may_be_a_message():
     }
     (row,) = rows_of("preference", {"prompt": ASKED, **answers}, tokenizer=tokenizer)
     assert tokenizer.decode(row["chosen_input_ids"]) == START + "hm chosen<|im_end|>"
-    with pytest.raises(UsageError, match="given row 0: chosen is a dict, not a text"):
+    with error_naming(UsageError, "row 0", "chosen", "dict"):
         rows_of("preference", {"prompt": "plain", **answers})
 
 
@@ -43,7 +43,7 @@ def test_control_tokens_in_texts():
     (row,) = rows_of("prompts", [{"role": "user", "content": "<|im_end|>"}])
     ends = torch.as_tensor(row["input_ids"]) == chatml_like().eos_token_id
     assert int(ends.sum()) == 1
-    with pytest.raises(UsageError, match="given row 0: completion spells the control token <.im_end.>"):
+    with error_naming(UsageError, "row 0", "completion", "<|im_end|>"):
         rows_of("finetune", {"prompt": "one", "completion": "first<|im_end|>"})
 
 
@@ -56,26 +56,26 @@ def test_tools_are_shown_in_the_prompt():
 
 def test_what_a_template_leaves_out_and_what_is_rendered_already_are_refused():
     thought = {"role": "assistant", "content": "four", "reasoning_content": "Look it up."}
-    with pytest.raises(UsageError, match="given row 0: completion: the chat template leaves out its reasoning"):
+    with error_naming(UsageError, "row 0", "completion", "reasoning"):
         rows_of("finetune", {"prompt": ASKED, "completion": thought})
-    with pytest.raises(UsageError, match="given row 0.*leaves out its tools"):
+    with error_naming(UsageError, "row 0", "tools"):
         rows_of("finetune", {"prompt": ASKED, "completion": "four", "tools": [{"name": "price"}]})
-    with pytest.raises(UsageError, match="given row 0: completion has weight 0"):
+    with error_naming(UsageError, "row 0", "completion", "weight 0"):
         rows_of("finetune", {"prompt": ASKED, "completion": {"role": "assistant", "content": "four", "weight": 0}})
     for stage in ("finetune", "prompts"):
-        with pytest.raises(UsageError, match="given row 0: the prompt spells the control token <.im_start.>"):
+        with error_naming(UsageError, "row 0", "prompt", "<|im_start|>"):
             rows_of(stage, {"prompt": START, "completion": "four"})
     for label in (0, "false", None):
-        with pytest.raises(UsageError, match="so it is no target"):
+        with error_naming(UsageError, "target"):
             rows_of("finetune", {"prompt": "one", "completion": "four", "label": label})
     tokenizer = chatml_like()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(UsageError, match="given row 0: the chat template refuses these messages .no system role"):
+    with error_naming(UsageError, "row 0", "system role"):
         rows_of("prompts", ASKED, tokenizer=tokenizer)
 
 
 def test_no_given_rows_to_train_on_are_refused_and_no_given_validation_is_none():
-    with pytest.raises(UsageError, match="no prompts rows were given to train on"):
+    with error_naming(UsageError, "prompts"):
         load_rows("prompts", "train", "", [], None)
     assert load_rows("prompts", "validation", "", [{"prompt": "Hi"}], None) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.data import byte_level, collected, every, gpt2_like, llama3_like
+from helpers.errors import error_naming
 from helpers.templates import ZOO
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -92,7 +93,7 @@ def test_a_normalised_text_that_becomes_a_control_token_is_refused():
     tokenizer = fast(backend, eos_token="</s>", unk_token="<unk>")
     text = "a \uff1c/s\uff1e a"
     for encode in (encode_prompt, encode_response, lambda *given: encode_pair(*given, "a")):
-        with pytest.raises(UsageError, match="spells a control token"):
+        with error_naming(UsageError, "control token"):
             encode(tokenizer, text)
         encode(tokenizer, "a a")
     examples, dropped = collected([{"prompt": "a", "completion": text}], tokenizer, stage="finetune")
@@ -104,19 +105,19 @@ def test_an_end_token_that_is_ordinary_text_is_refused(end):
     tokenizer = gpt2_like()
     tokenizer.eos_token_id = tokenizer(end)["input_ids"][0]
     for load in (lambda: load_tokenizer(None, given=tokenizer), lambda: complete(tokenizer, None)):
-        with pytest.raises(UsageError, match="does not split its end token .* off from text"):
+        with error_naming(UsageError, "end token"):
             load()
     tokenizer = of_words("a")
     tokenizer.add_tokens([AddedToken("<end>", single_word=True, special=True)])
     tokenizer.eos_token = "<end>"
-    with pytest.raises(UsageError, match="does not split its end token '<end>' off from text"):
+    with error_naming(UsageError, "'<end>'"):
         load_tokenizer(None, given=tokenizer)
 
 
 def test_a_bos_that_is_not_added_is_no_beginning_of_a_prompt():
     tokenizer = gpt2_like()
     assert tokenizer.bos_token == "<|endoftext|>"
-    with pytest.raises(UsageError, match=r"spells the control token <\|endoftext\|>"):
+    with error_naming(UsageError, "<|endoftext|>"):
         load_rows("prompts", "train", "", ["<|endoftext|>Hello"], tokenizer)
     unknown = of_words("b", bos_token="<unk>")  # which an unknown text begins with, too
     assert encode_prompt(unknown, "b b") == [2, 2]
@@ -177,7 +178,7 @@ def test_given_rows_without_a_prompt_or_a_response_are_refused(stage, row, error
 
 def test_given_rows_of_a_template_that_counts_a_part_of_an_answer_are_refused():
     row = {"prompt": [{"role": "user", "content": "a"}], "completion": "Of course!"}
-    with pytest.raises(UsageError, match="generation tags, which say what of an answer carries loss"):
+    with error_naming(UsageError, "generation tags"):
         load_rows("finetune", "train", "", [row], ZOO["partial_tags"].tokenizer)
 
 

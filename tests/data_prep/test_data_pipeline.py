@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import environment
 from helpers.data import arguments, collected, every, gpt2_like, write_lines
+from helpers.errors import error_naming
 from helpers.processes import PATIENCE, started
 
 from datasets_prep import common
@@ -299,7 +300,7 @@ def test_an_error_leaves_the_folder_as_it_was(write, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(common.report, "write", fails)
-    with pytest.raises(RunFailure, match="--destination_dir .*No space left on device"):
+    with error_naming(RunFailure, "--destination_dir", "No space left"):
         write(pairs(90, seed=1))
     assert digest(folder) == before
     monkeypatch.undo()
@@ -313,16 +314,14 @@ def test_a_full_disk_is_a_one_line_error(write, monkeypatch):
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file\nand more")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(
-        RunFailure, match="--destination_dir .* cannot be written: torch.s writer failed, as it does on a full disk"
-    ):
+    with error_naming(RunFailure, "--destination_dir", "full disk"):
         write(pairs(90))
 
 
 def test_a_killed_worker_is_a_one_line_error(write, monkeypatch):
     monkeypatch.setattr(common, "CHUNK", 16)
     monkeypatch.setattr(common.encoding, "work", die)
-    with pytest.raises(RunFailure, match="lower --num_proc"):
+    with error_naming(RunFailure, "--num_proc"):
         write(pairs(90), num_proc=2)
 
 
@@ -373,14 +372,14 @@ def test_old_splits_of_the_stage_are_removed(write):
 
 def test_two_stages_in_one_folder_must_agree(write):
     write(pairs(90), stage="finetune")
-    with pytest.raises(UsageError, match="--seed 42, not 7"):
+    with error_naming(UsageError, "--seed 42", "7"):
         write(pairs(90), stage="preference", seed=7)
     write(pairs(90), seed=7)  # everything anew
 
 
 def test_a_dataset_names_the_stages_it_supports(tmp_path, tokenizer_dir):
     args = arguments(destination_dir=str(tmp_path), tokenizer_name=str(tokenizer_dir), stage="dialogue")
-    with pytest.raises(UsageError, match="--stage .*finetune, prompts"):
+    with error_naming(UsageError, "--stage", "finetune, prompts"):
         prepare(args, [], stages=("finetune", "prompts"))
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from helpers.errors import error_naming
 from helpers.servers import Scripted
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
@@ -225,7 +226,7 @@ def test_walks_resume_after_a_kill_and_grow_without_changing(tmp_path):
         assert torn.read_bytes() == content
     more = all_examples(dataclasses.replace(args, num_samples=90), tmp_path / "complete.jsonl")
     assert more["train", "positive"][:60] == complete["train", "positive"] and len(more["train", "positive"]) == 90
-    with pytest.raises(UsageError, match="noise was 0.9, now 0.5"):
+    with error_naming(UsageError, "noise", "0.9", "0.5"):
         all_examples(dataclasses.replace(args, noise=0.5), tmp_path / "complete.jsonl")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from helpers.data import chatml_like
+from helpers.errors import error_naming
 
 from datasets_prep.common import rows_of
 from datasets_prep.encoding import Dropped
@@ -461,7 +462,7 @@ def test_a_mapped_column_takes_the_place_of_another():
 
 
 def test_a_mapped_column_is_read_or_refused():
-    with pytest.raises(BadRow, match="--columns names system, which text does not go with"):
+    with error_naming(BadRow, "--columns", "system", "text"):
         to_row({"text": "a", "sys": "b"}, {"system": "sys"})
     with pytest.raises(BadRow, match="label_is_null"):
         to_row({"prompt": "a", "completion": "b", "good": None}, {"label": "good"})

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from helpers.data import write_lines
+from helpers.errors import error_naming
 
 from datasets_prep import reading
 from datasets_prep.reading import Source
@@ -125,7 +126,7 @@ def test_a_folder_of_shards_in_several_containers(tmp_path):
 
 def test_a_folder_with_nothing_to_read(tmp_path):
     (tmp_path / "README.md").write_text("hello")
-    with pytest.raises(UsageError, match="no file that ends in .jsonl, .json, .csv"):
+    with error_naming(UsageError, ".jsonl, .json, .csv"):
         Source(str(tmp_path))
 
 
@@ -158,14 +159,14 @@ def test_both_formats_of_arrow(tmp_path, file_format):
 def test_arrow_cut_short_is_refused(tmp_path, file_format, kept):
     file = arrow(tmp_path / "a.arrow", file_format)
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(RunFailure, match=r"a\.arrow: not a readable arrow file, after row 0 \("):
+    with error_naming(RunFailure, "a.arrow", "row 0"):
         values(file)
 
 
 def test_arrow_with_text_that_is_not_utf8_is_refused(tmp_path):
     file = arrow(tmp_path / "a.arrow")
     file.write_bytes(file.read_bytes().replace(b"prompt 7", b"prompt \xff"))
-    with pytest.raises(RunFailure, match=r"a\.arrow: not a readable arrow file, after row 0 \(.*UTF8"):
+    with error_naming(RunFailure, "a.arrow", "row 0", "UTF8"):
         values(file)
 
 
@@ -174,15 +175,15 @@ def test_a_saved_dataset_with_a_shard_cut_short_is_refused(tmp_path):
     (shard,) = (tmp_path / "saved").glob("*.arrow")
     os.truncate(shard, shard.stat().st_size - 8)  # at the end of a batch, where pyarrow sees nothing missing
     assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 30
-    with pytest.raises(RunFailure, match="saved: not a readable folder of save_to_disk, .*truncated"):
+    with error_naming(RunFailure, "saved", "save_to_disk", "truncated"):
         values(tmp_path / "saved")
     shard.unlink()
-    with pytest.raises(RunFailure, match="saved: not a readable folder"):
+    with error_naming(RunFailure, "saved"):
         values(tmp_path / "saved")
 
 
 def test_columns_of_one_name_are_refused(tmp_path):
     table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(RunFailure, match=r"a\.parquet: .*'text'"):
+    with error_naming(RunFailure, "a.parquet", "'text'"):
         values(tmp_path / "a.parquet")

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.data import gpt2_like
+from helpers.errors import error_naming
 
 from datasets_prep.reasoning_gym import items as items_module
 from datasets_prep.reasoning_gym import prepare_data
@@ -183,7 +184,7 @@ def test_the_missing_package_is_one_line(tmp_path, tokenizer, capsys, monkeypatc
 
 def test_a_task_that_raises_is_one_line_that_names_it():
     broken = Request("gcd", {"max_value": 0}, 1, {"train": 1}, {}, True)
-    with pytest.raises(RunFailure, match="^--tasks gcd: reasoning-gym's gcd fails: max_value must be > min_value$"):
+    with error_naming(RunFailure, "--tasks gcd", "max_value must be > min_value"):
         items_of([broken], 1)
 
 

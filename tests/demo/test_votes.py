@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import ROOT, environment
+from helpers.errors import error_naming
 from helpers.processes import PATIENCE, started
 from helpers.votes import vote
 
@@ -80,7 +81,7 @@ def test_a_whole_last_row_without_an_end_of_line_and_a_file_of_others_are_kept(t
     append_vote(file, vote(1))
     assert [json.loads(line)["pair"] for line in file.read_text().splitlines()] == [vote(n)["pair"] for n in (0, 1)]
     notes.write_text("not a vote")
-    with pytest.raises(UsageError, match="ends with a line that is no vote"):
+    with error_naming(UsageError, "vote"):
         append_vote(notes, vote(0))
     assert notes.read_text() == "not a vote"
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from helpers import ROOT, environment
+from helpers.errors import error_naming
 from helpers.processes import PATIENCE
 
 try:
@@ -80,7 +81,7 @@ def test_a_small_room_has_the_things_and_places_of_its_task():
             assert problem.count(f"(inReceptacle {name}_bar_") == (2 if game["kind"].startswith("pick_two") else 1)
             target = "sink_bar_1_bar_sinkbasin" if game["target"] == "SinkBasin" else f"{game['target'].lower()}_bar_"
             assert not any(f"(inReceptacle {name}_bar_{n} {target}" in problem for n in (0, 1))
-    with pytest.raises(ValueError, match="there is no household game"):
+    with error_naming(ValueError, "household game"):
         household.problem_of(game | {"target": "Sofa"})
 
 
@@ -258,15 +259,15 @@ def test_bad_options_and_games_are_refused_in_one_line(benchmark, env, tmp_path)
     ):
         with pytest.raises(UsageError, match=line):
             make_env("alfworld", **options)
-    with pytest.raises(ValueError, match="has no solvable game in train"):
+    with error_naming(ValueError, "train"):
         make_env("alfworld", data_dir=str(tmp_path / "empty")).starts("train")
-    with pytest.raises(ValueError, match="split dev must be one of"):
+    with error_naming(ValueError, "split dev"):
         env.starts("dev")
-    with pytest.raises(ValueError, match="there is no household game"):
+    with error_naming(ValueError, "household game"):
         env.reset(options=GAME | {"object": "Bed"})
     with pytest.raises(ValueError, match="gone.tw-pddl"):
         env.reset(options={"game": "gone.tw-pddl", "level": 0})
     broken = make_env("alfworld", data_dir=str(benchmark))
     next((benchmark / "valid_seen").rglob("traj_data.json")).write_text("{}")
-    with pytest.raises(ValueError, match="of the benchmark"):
+    with error_naming(ValueError, "benchmark"):
         broken.starts("validation")

@@ -11,6 +11,7 @@ from collections import deque
 import numpy as np
 import pytest
 from helpers import ROOT, environment
+from helpers.errors import error_naming
 from helpers.processes import PATIENCE
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
@@ -166,7 +167,7 @@ def test_options_from_the_command_line():
     }
     assert read_options(["a={[]: 1}", "b=" + "[" * 9999]) == {"a": "{[]: 1}", "b": "[" * 9999}  # texts
     for word in ("horizon", "=3", "a-b=3"):
-        with pytest.raises(ValueError, match="must be name=value"):
+        with error_naming(ValueError, "name=value"):
             read_options([word])
 
 
@@ -174,13 +175,11 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gymnasium", None)
         patch.delitem(sys.modules, "lightrlhf.envs.dangerous_taxi")
-        with pytest.raises(UsageError, match=r"needs the package gymnasium; .* pip install -e '.\[envs\]'"):
+        with error_naming(UsageError, "gymnasium", "'.[envs]'"):
             make_env("dangerous_taxi")
     monkeypatch.delitem(sys.modules, "lightrlhf.envs.alfworld", raising=False)
     monkeypatch.setitem(sys.modules, "fast_downward", None)
-    with pytest.raises(
-        UsageError, match=r"needs the package (alfworld|textworld|fast_downward); .* pip install -e '.\[alfworld\]'"
-    ):
+    with error_naming(UsageError, "package", "'.[alfworld]'"):
         make_env("alfworld")
 
 
@@ -364,7 +363,7 @@ def test_labels_and_actions_are_inverse_to_each_other_also_shuffled():
 def test_labels_are_single_tokens_or_refused(tokenizer):
     ids = prompts.label_ids(tokenizer, prompts.choices(62))
     assert tokenizer.convert_ids_to_tokens(ids) == prompts.choices(62)
-    with pytest.raises(UsageError, match="'10' is not a token of its own"):
+    with error_naming(UsageError, "'10'"):
         prompts.label_ids(tokenizer, prompts.choices(63))
 
 

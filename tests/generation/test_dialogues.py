@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 from helpers import save_model, tiny_policy
+from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import DecodingArgs
@@ -133,7 +134,7 @@ def test_a_template_that_rewrites_turns_is_refused(tokenizer):
 
     rewriting = copy.deepcopy(tokenizer)
     rewriting.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UsageError, match="rewrites earlier turns"):
+    with error_naming(UsageError, "earlier turns"):
         user_turn_ids(rewriting, "hello")
 
 
@@ -202,7 +203,7 @@ def test_a_served_model_speaks_as_the_user(policy, tokenizer, server):
     assert rolled(policy, tokenizer, openings(tokenizer), user=user) == rows
     assert asked[0]["model"] == "guest" and asked[0]["temperature"] == 0.5
     tea = [Dialogue(0, [{"role": "user", "content": "samovar"}], encode_prompt(tokenizer, "samovar"))]
-    with pytest.raises(RunFailure, match="refused a dialogue: status 400: no samovar"):
+    with error_naming(RunFailure, "status 400", "no samovar"):
         rolled(policy, tokenizer, tea, user=user)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment, tiny_policy
+from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.generation import exchange
@@ -174,14 +175,14 @@ def test_no_room_is_one_line(policy, tmp_path, monkeypatch):
     made = Exchange(str(tmp_path))
     usage = exchange.shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(UsageError, match=f"--exchange_dir {tmp_path} has 0.0 GiB free") as problem:
+    with error_naming(UsageError, f"--exchange_dir {tmp_path}", "0.0 GiB") as problem:
         made.write(policy, 1, tmp_path / "base")
     assert "\n" not in str(problem.value)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("a")
-    with pytest.raises(UsageError, match=f"--exchange_dir {tmp_path}/file/in cannot be written") as problem:
+    with error_naming(UsageError, f"--exchange_dir {tmp_path}/file/in") as problem:
         Exchange(str(tmp_path / "file" / "in"))
     assert "\n" not in str(problem.value)
 
@@ -196,7 +197,7 @@ def test_a_disk_that_fails_while_weights_are_written_is_one_line(number, policy,
 
     with monkeypatch.context() as patched:
         patched.setattr("transformers.modeling_utils.safe_save_file", fails)
-        with pytest.raises(RunFailure, match=f"--exchange_dir {tmp_path} cannot be written") as problem:
+        with error_naming(RunFailure, f"--exchange_dir {tmp_path}") as problem:
             made.write(policy, 2, tmp_path / "base")
     assert os.strerror(number) in str(problem.value) and "\n" not in str(problem.value)
     assert not (made.folder / "version-2").exists()  # never half of one

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import rows_of
+from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
 
 from lightrlhf.cli.errors import RunFailure
@@ -134,7 +135,7 @@ def test_a_first_rollout_that_differs_from_its_reference_stops_the_run(monkeypat
         return rollout
 
     monkeypatch.setattr(rollout_sampler, "generate_rollout", other)
-    with pytest.raises(RunFailure, match="before the first update"):
+    with error_naming(RunFailure, "first update"):
         sampler.sample(0)
     assert len(sampler.sample(1)) == 2  # later ones do
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, mixed_batch, save_model, tiny_model, weights
+from helpers.errors import error_naming
 from helpers.trained import logits_of, train_a_little
 from torch import nn
 
@@ -103,7 +104,7 @@ def test_no_copy_of_a_matrix_outlives_its_layer(dtype):
 def test_a_held_weight_that_is_to_be_trained_is_refused():
     layer = nn.Sequential(nn.Linear(4, 4))
     frozen.hold(layer)
-    with pytest.raises(RuntimeError, match="no gradient"):
+    with error_naming(RuntimeError, "gradient"):
         layer(torch.randn(1, 4))
 
 
@@ -195,7 +196,7 @@ def test_an_adapter_that_is_merged_below_is_refused_on_a_held_base(tmp_path, tok
     base = save_model("llama", tmp_path / "base", tokenizer)
     policy = load_policy(str(base), args(use_dora=True), tokenizer)
     export(policy, tmp_path / "adapter", tmp_path / "unused")
-    with pytest.raises(UsageError, match="DoRA adapter is merged in float32; leave --base_dtype out"):
+    with error_naming(UsageError, "DoRA", "--base_dtype"):
         load_policy(str(tmp_path / "adapter"), args(base_dtype="bfloat16"), tokenizer)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, save_model, tiny_model, weights
+from helpers.errors import error_naming
 from helpers.rewards import vowels
 
 import lightrlhf
@@ -96,11 +97,11 @@ def test_a_resumed_run_wants_the_objects_it_began_with(flags, tokenizer, tmp_pat
     again = dataclasses.replace(args, resume_from=str(begun))
     other = model_of(tokenizer)
     other.lm_head.weight.data.mul_(2)
-    with pytest.raises(UsageError, match="policy was .* resume with the objects that the run began with"):
+    with error_naming(UsageError, "policy", "resume"):
         ppo.train(again, policy=other, **objects)
-    with pytest.raises(UsageError, match="prompts was 8 rows"):
+    with error_naming(UsageError, "prompts", "8 rows"):
         ppo.train(again, policy=model_of(tokenizer), **(objects | {"prompts": PROMPTS[:4]}))
-    with pytest.raises(UsageError, match="policy was .* and is not given"):
+    with error_naming(UsageError, "policy", "not given"):
         ppo.train(dataclasses.replace(again, model_name="tiny"), **objects)
     ppo.train(again, policy=model_of(tokenizer), **objects)
     assert weights(last_checkpoint(begun)) == weights(last_checkpoint(whole))
@@ -154,11 +155,11 @@ def test_given_texts_are_the_rows_that_preparation_would_write(cafe_data, tokeni
 
 def test_mistakes_are_exceptions_and_not_exits(tokenizer, tmp_path):
     objects = {"policy": model_of(tokenizer), "tokenizer": tokenizer, "prompts": PROMPTS}
-    with pytest.raises(UsageError, match="what scores responses"):
+    with error_naming(UsageError, "responses"):
         ppo.train(ppo_args(tmp_path), **objects)
-    with pytest.raises(UsageError, match="given row 0 has"):
+    with error_naming(UsageError, "row 0"):
         ppo.train(ppo_args(tmp_path), **(objects | {"prompts": [{"text": "a"}]}), reward=short)
-    with pytest.raises(UsageError, match="the policy to start from"):
+    with error_naming(UsageError, "policy"):
         ppo.train(ppo_args(tmp_path), prompts=PROMPTS, reward=short)
     with pytest.raises(ValueError, match="--mini_batch_size 6"):
         ppo_args(tmp_path, mini_batch_size=6)
@@ -203,7 +204,7 @@ def test_a_model_with_adapters_is_refused_and_frozen_weights_are_trained(tokeniz
     again = as_policy(model, ModelArgs(), tokenizer)
     assert all(p.requires_grad for p in again.parameters())
     as_policy(model, ModelArgs(finetune_mode="lora"), tokenizer)
-    with pytest.raises(UsageError, match="the model has adapters"):
+    with error_naming(UsageError, "adapters"):
         as_policy(model, ModelArgs(finetune_mode="lora"), tokenizer)
     half = as_policy(model_of(tokenizer).to(torch.bfloat16), ModelArgs(), tokenizer)
     state = torch.get_rng_state()
@@ -311,7 +312,7 @@ def test_objects_that_cannot_work_are_refused_before_anything_is_written(objects
 @pytest.mark.parametrize("column", ["chosen", "rejected"])
 def test_a_preference_row_of_messages_is_refused(column, tokenizer, tmp_path):
     rows = [PAIRS[0], {**PAIRS[1], column: [{"role": "assistant", "content": "No."}]}]
-    with pytest.raises(UsageError, match=f"given row 1: {column} is a list, not a text"):
+    with error_naming(UsageError, "row 1", column, "list"):
         dpo.train(DPOArgs(log_dir=str(tmp_path), **SMALL), policy=model_of(tokenizer), tokenizer=tokenizer, rows=rows)
 
 
@@ -323,7 +324,7 @@ def test_a_given_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer, 
     )
     assert metrics(folder) and tokenizer.pad_token_id == tokenizer.eos_token_id
     tokenizer.eos_token = None
-    with pytest.raises(UsageError, match="the given tokenizer has no end token; set its eos_token"):
+    with error_naming(UsageError, "tokenizer", "eos_token"):
         sft.train(SFTArgs(log_dir=str(tmp_path), **SMALL), policy=model, tokenizer=tokenizer, rows=REPLIES)
 
 
@@ -343,7 +344,7 @@ def shifted(tokenizer, folder: Path):
 def test_a_given_tokenizer_with_other_ids_than_the_data_is_refused(cafe_data, tokenizer, tmp_path):
     args = SFTArgs(log_dir=str(tmp_path / "logs"), data_dir=str(cafe_data), **SMALL)
     other = shifted(tokenizer, tmp_path / "other")
-    with pytest.raises(UsageError, match="was prepared with a tokenizer other than the given one"):
+    with error_naming(UsageError, "tokenizer"):
         sft.train(args, policy=model_of(tokenizer), tokenizer=other)
 
 
@@ -354,11 +355,11 @@ def test_a_given_policy_with_a_tokenizer_of_other_ids_is_refused(cafe_data, toke
     shifted(tokenizer, tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     args = SFTArgs(log_dir=str(tmp_path / "logs"), data_dir=str(cafe_data), **SMALL)
-    with pytest.raises(UsageError, match="policy: the tokenizer of .* has other token ids"):
+    with error_naming(UsageError, "policy", "token ids"):
         sft.train(args, policy=policy)
 
 
 def test_a_bad_response_is_no_target(tokenizer, tmp_path):
     rows = [{**row, "label": i > 0} for i, row in enumerate(REPLIES)]
-    with pytest.raises(UsageError, match="given row 0 has label False, so it is no target"):
+    with error_naming(UsageError, "row 0", "label False"):
         sft.train(SFTArgs(log_dir=str(tmp_path), **SMALL), policy=model_of(tokenizer), tokenizer=tokenizer, rows=rows)

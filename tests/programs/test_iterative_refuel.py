@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, reseal, run_killed, weights
+from helpers.errors import error_naming
 from helpers.rewards import echo, vowels
 from safetensors.torch import load_file
 
@@ -345,7 +346,7 @@ def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, fla
     run = iterative_refuel.train(args, **objects, on_step=stop_after_one)
     assert not (run / "iteration-02").exists() and seen[0][0] == 1 and "val/score_turn_3" in seen[0][1]
     assert "vowels" in json.loads((run / "args.json").read_text())["given"]["reward"]
-    with pytest.raises(UsageError, match="user was .* resume with the objects"):
+    with error_naming(UsageError, "user", "resume"):
         iterative_refuel.train(args, reward=vowels)
     iterative_refuel.train(args, **objects)
     assert_same_run(run, finished)

@@ -14,6 +14,7 @@ import helpers
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, weights
+from helpers.errors import error_naming
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -371,7 +372,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 def test_a_policy_without_its_tokenizer_is_refused(policy_dir):
     policy = load_policy(policy_dir, ModelArgs(), corridor_tokenizer())
-    with pytest.raises(UsageError, match="--sft_experiment_dir or --model_name"):
+    with error_naming(UsageError, "--sft_experiment_dir", "--model_name"):
         reflect_rl.train(ReflectRLArgs(), policy=policy, envs=Corridor)
 
 

@@ -23,6 +23,7 @@ from helpers import (
     save_model,
     weights,
 )
+from helpers.errors import error_naming
 
 from lightrlhf import dpo
 from lightrlhf.cli.errors import UsageError
@@ -362,14 +363,14 @@ def test_rows_that_nothing_can_be_learned_from_are_refused(tokenizer, base_model
 
     rows = [{"prompt": f"tea {i}?", "completion": " yes", "label": True} for i in range(4)]
     for loss_type in LOSSES:
-        with pytest.raises(UsageError, match="all 4 rows have the label True; add rows of the other label"):
+        with error_naming(UsageError, "4 rows", "label True"):
             train(rows, loss_type)
     rows = [{"prompt": "tea?", "completion": f" {i}", "label": i > 1} for i in range(4)]
-    with pytest.raises(UsageError, match="all rows have one prompt, but kto compares prompts; use --loss_type bco"):
+    with error_naming(UsageError, "kto", "--loss_type bco"):
         train(rows, "kto")
-    with pytest.raises(UsageError, match="given row 2 has the label 1; unpaired rows need label: True or False"):
+    with error_naming(UsageError, "row 2", "label 1", "True or False"):
         train([*rows[:2], {**rows[2], "label": 1}], "bco")
-    with pytest.raises(UsageError, match=r"given row 0 has \['label', 'prompt'\], but unpaired rows need"):
+    with error_naming(UsageError, "row 0", "['label', 'prompt']"):
         train([{"prompt": "tea?", "label": True}], "bco")
 
 

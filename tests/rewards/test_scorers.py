@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import rows_of, save_model
+from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
 
 from datasets_prep.cafe.tokenizer import train_tokenizer
@@ -102,7 +103,7 @@ def test_a_function_sees_texts_and_columns_of_all_rows(tokenizer):
 
 def test_a_function_that_returns_another_number_of_scores_is_refused(tokenizer):
     rollout = rollout_of(rows_of(2, 2), [[5, EOS], [6, EOS]], tokenizer=tokenizer)
-    with pytest.raises(UsageError, match="returned 1 scores for 2 completions"):
+    with error_naming(UsageError, "1 scores", "2 completions"):
         score_rollout(FunctionScorer(lambda prompts, completions, **columns: [1.0]), rollout)
 
 
@@ -115,7 +116,7 @@ def test_a_function_may_return_nan(tokenizer):
 
 def test_a_function_that_returns_no_number_is_refused(tokenizer):
     rollout = rollout_of(rows_of(2), [[5, EOS]], tokenizer=tokenizer)
-    with pytest.raises(RunFailure, match="the reward function failed: it returned a str 'good' for a response"):
+    with error_naming(RunFailure, "reward function", "str 'good'"):
         score_rollout(FunctionScorer(lambda *texts, **columns: ["good"]), rollout)
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import RunFailure
 
@@ -42,7 +43,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run
     before = [p.clone() for p in module.parameters()]
     (wrapped(torch.ones(1, 3)).sum()).backward()
     module.weight.grad[0, 0] = math.nan
-    with pytest.raises(RunFailure, match="policy gradient norm is nan at step 1"):
+    with error_naming(RunFailure, "policy gradient norm", "nan", "step 1"):
         one.optimize("policy")
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
 
@@ -52,13 +53,11 @@ def test_the_rows_of_the_micro_batch_are_named(run):
     one.order.mix([4, 10])  # two sets, of which the second begins at row 4
     one.order.data_dirs = ["first", "second"]
     one.order.name_batch([9, 3, 4])
-    with pytest.raises(
-        RunFailure, match=r"loss is nan at step 1 \(training rows 3 of first, 0 of second, counted from 0"
-    ):
+    with error_naming(RunFailure, "loss", "nan", "step 1", "3 of first, 0 of second"):
         one.backward(torch.tensor(math.nan), torch.tensor([1, 2]))
     one.order.ends = []
     one.order.name_batch(range(30))
-    with pytest.raises(RunFailure, match=r"\(training rows 0, 1, .*, 15 and 14 more, counted from 0\)"):
+    with error_naming(RunFailure, "rows 0, 1", "15 and 14 more"):
         one.backward(torch.tensor(math.inf))
 
 

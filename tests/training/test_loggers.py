@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import metrics
+from helpers.errors import error_naming
 from helpers.killed import main_of
 from helpers.tiny_runs import TinyRuns
 
@@ -166,5 +167,5 @@ def test_wandb_gets_config_curves_and_texts_without_a_network(offline, tmp_path)
 
 
 def test_a_project_without_wandb_is_refused():
-    with pytest.raises(ValueError, match="--wandb_project coffee is of --logger wandb, not tensorboard; leave it out"):
+    with error_naming(ValueError, "--wandb_project coffee", "--logger wandb", "tensorboard"):
         TrainArgs(wandb_project="coffee")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, weights
+from helpers.errors import error_naming
 from torch import nn
 
 from lightrlhf import online_dpo, ppo, sft
@@ -135,7 +136,7 @@ def test_models_of_one_pass_share_a_scale_that_changes_after_both(overflow, tmp_
 def test_an_optimiser_that_overflows_in_every_step_is_named_although_the_other_does_not(tmp_path, scaled_on_cpus):
     run, _ = one_update(tmp_path, "16-mixed", 0.25)
     module = run.learners["critic"].module
-    with pytest.raises(RunFailure, match="critic gradients of 20 optimiser steps in a row are not finite"):
+    with error_naming(RunFailure, "critic", "20 optimiser steps"):
         for _ in range(30):
             for name in ("policy", "critic"):
                 run.backward(run.learners[name].module.module.weight.sum())
@@ -164,7 +165,7 @@ def test_without_a_gpu_it_is_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
 def test_sharded_models_are_refused(strategy, monkeypatch):
     monkeypatch.setattr("lightrlhf.cli.packages.find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=f"--precision 16-mixed excludes --strategy {strategy}"):
+    with error_naming(ValueError, "--precision 16-mixed", f"--strategy {strategy}"):
         TrainArgs(precision="16-mixed", strategy=strategy)
 
 
