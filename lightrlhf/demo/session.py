@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import FrozenArgs, SamplingArgs
+from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
@@ -115,7 +115,7 @@ class DemoBackend:
         experiment = self.cache.experiment(label)
         values = {name: stored(experiment, name) for name in SLIDERS}
         if values["do_sample"] is None:  # not a flag of programs that always sample
-            values["do_sample"] = SamplingArgs.do_sample
+            values["do_sample"] = True
         if None in values.values():
             raise UsageError(f"{Path(experiment).name} was not trained on samples, so it has no generation settings")
         return list(values.values())
