@@ -64,7 +64,6 @@ def serving(python: str, folder: Path, dtype: str) -> Iterator[httpx2.Client]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = Launch(
-        engine="vllm",
         python=python,
         model=str(folder),
         served_name="model",

@@ -183,15 +183,26 @@ def test_what_is_required_is_imported():
     assert required - {name.lower().replace("_", "-") for name in found} == OF_OTHERS
 
 
-def test_importing_the_programs_loads_no_heavy_library_and_prints_nothing():
-    heavy = ["lightning", "transformers", "peft", "bitsandbytes", "datasets", "gradio", "matplotlib", "torchmetrics"]
-    heavy += ["gymnasium"]
+HEAVY = ["lightning", "transformers", "peft", "bitsandbytes", "datasets", "gradio", "matplotlib", "torchmetrics"]
+HEAVY += ["gymnasium", "accelerate", "tokenizers", "huggingface_hub", "safetensors", "httpx2", "sympy", "PIL"]
+
+
+def test_importing_the_programs_and_their_help_loads_no_heavy_library_and_prints_nothing_else():
     code = f"""
-import importlib, sys
-for name in {[*FILES_OF_PROGRAMS, "envs", "envs.prompts"]}:
-    importlib.import_module("lightrlhf." + name)
-    found = [heavy for heavy in {heavy} if heavy in sys.modules]
+import contextlib, importlib, io, sys
+def check(name):
+    found = [heavy for heavy in {HEAVY} if heavy in sys.modules]
     assert not found, (name, found)
+for name in ("lightrlhf.envs", "lightrlhf.envs.prompts"):
+    importlib.import_module(name)
+    check(name)
+for name in {[one.module for one in PROGRAMS.values()]}:
+    main = importlib.import_module(name).main
+    check(name)
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main(["--help"])
+    assert "usage: " in shown.getvalue(), name
+    check(name + " --help")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
