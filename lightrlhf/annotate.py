@@ -40,13 +40,7 @@ from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.scorers import GroupScorer, with_rewards
-from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.jsonl import JsonlWriter, to_json
-from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.results import show_trial
-from lightrlhf.storage.run_dir import stored
-from lightrlhf.storage.seals import seal
+from lightrlhf.storage import checkpoint, destinations, jsonl, locks, results, run_dir, seals
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
 
@@ -67,7 +61,7 @@ def is_own(folder: Path) -> bool:
 
 def check_folder_of_pairs(folder: str, flag: str) -> None:
     """Raises: ValueError for a folder that cannot be written, or has the data of another program."""
-    check_output(Path(folder) / "report.json", flag)
+    destinations.check_output(Path(folder) / "report.json", flag)
     if not is_own(Path(folder)):
         raise ValueError(f"{flag} {folder} holds data of another program; name another folder")
 
@@ -113,7 +107,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
         if self.choose_type and not (self.data_dir or self.tokenizer_name):
             raise ValueError(f"--choose_type {self.choose_type} needs --data_dir or --tokenizer_name for its tokenizer")
         if self.output_file or self.rm_experiment_dir or self.reward_function:  # else it is only read
-            check_output(self.rewards_file, "--output_file")
+            destinations.check_output(self.rewards_file, "--output_file")
 
     @property
     def rewards_file(self) -> Path:
@@ -166,7 +160,7 @@ def try_batch(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | Non
             ids = pairs[0][f"{side}_input_ids"]
             print(f"{side}: {marked_text(tokenizer, ids, [(pairs[0]['prompt_len'], len(ids))])}")
         print(f"⟦ and ⟧ stand around what a run would train on; {counted(counts)}\n")
-    show_trial(tried[0], len(tried), len(rows), "prompts", seconds, output)
+    results.show_trial(tried[0], len(tried), len(rows), "prompts", seconds, output)
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
@@ -181,7 +175,7 @@ def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
-    with JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
+    with jsonl.JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, partial(with_rewards, scorer=make_scorer(args, reward)), "annotate")
@@ -285,17 +279,17 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     report["margin"] = {"mean": mean, "median": margins[len(margins) // 2]}
-    judge = stored(args.data_dir, "judge") if args.data_dir else None
-    with writing(folder), lock_folder(folder, "--output_dir"):
+    judge = run_dir.stored(args.data_dir, "judge") if args.data_dir else None
+    with writing(folder), locks.lock_folder(folder, "--output_dir"):
         for split, members in splits.items():
             if members:
                 save_split(folder, "preference", split, members)
             else:
                 (folder / f"preference_{split}.pt").unlink(missing_ok=True)
         store_tokenizer(tokenizer, folder)
-        write_text(folder / "report.json", to_json(report, indent=1))
-        write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
-        seal(folder, ["args.json"])
+        checkpoint.write_text(folder / "report.json", jsonl.to_json(report, indent=1))
+        checkpoint.write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
+        seals.seal(folder, ["args.json"])
     return f"{folder}: {counted(counts)}, mean margin {mean:.3f}"
 
 

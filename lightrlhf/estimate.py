@@ -38,12 +38,8 @@ from lightrlhf.generation.graphs import BucketedSlots
 from lightrlhf.generation.packed_decoder import packed_dtype
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
-from lightrlhf.models import frozen
+from lightrlhf.models import frozen, loading, lora, names, quantisation
 from lightrlhf.models.forward import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
-from lightrlhf.models.loading import choose_trainable
-from lightrlhf.models.lora import linear_layers
-from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve
-from lightrlhf.models.quantisation import MIXED
 from lightrlhf.storage.results import print_table
 
 if TYPE_CHECKING:
@@ -114,16 +110,16 @@ def config_of(args: EstimateArgs) -> Any:
     """The Hugging Face config of `--model_name`. Raises: UsageError when there is none, or it is a reward model's."""
     from transformers import AutoConfig
 
-    quiet_libraries()
+    names.quiet_libraries()
     name = args.model_name or ""
     if size := re.fullmatch(r"([\d.]+)([MB])", name):
         return llama_of(float(size[1]) * UNITS[size[2]])
-    source = base_name(resolve(name), "--model_name") or name
+    source = names.base_name(names.resolve(name), "--model_name") or name
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as problem:
         raise UsageError(f"--model_name {name}: {first_line(problem)}") from None
-    if holds_reward_model(source):
+    if names.holds_reward_model(source):
         raise UsageError(f"--model_name {name} is a reward model; give the language model it was trained from")
     return config
 
@@ -176,11 +172,11 @@ def build(args: EstimateArgs, config: Any) -> tuple[PreTrainedModel, int | None]
         model = AutoModelForCausalLM.from_config(config).float()
         if args.base_dtype == "bfloat16":
             frozen.hold(model)
-        for name in linear_layers(model) if bits else ():
+        for name in lora.linear_layers(model) if bits else ():
             layer: Any = model.get_submodule(name)
             layer.weight.data = layer.weight.data.to(frozen.HELD)
             layer.__class__ = frozen.KINDS.get(type(layer), type(layer))
-        choose_trainable(model, args, {}, "policy")
+        loading.choose_trainable(model, args, {}, "policy")
     return model.train(), bits
 
 
@@ -211,7 +207,7 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     """
     width = model.config.get_text_config().hidden_size
     body = {id(p): p for p in model.base_model.parameters()}.values()
-    quantised: list[Any] = [model.get_submodule(name).weight for name in linear_layers(model)] if bits else []
+    quantised: list[Any] = [model.get_submodule(name).weight for name in lora.linear_layers(model)] if bits else []
     saved = sum(p.nbytes - QUANTISED[bits or 4] * p.numel() for p in quantised)
     policy, policy_trained = sum(p.nbytes for p in model.parameters()) - saved, trained(model.parameters())
     scalar, scalar_trained = sum(p.nbytes for p in body) - saved + FLOAT * width, trained(body) + width
@@ -335,7 +331,7 @@ def update_inputs(args: EstimateArgs, model: PreTrainedModel, rows: int, length:
 
 def autocast(args: EstimateArgs) -> AbstractContextManager:
     """The run's precision; the fake tensors are on a CPU."""
-    dtype = MIXED.get(args.precision)
+    dtype = quantisation.MIXED.get(args.precision)
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 

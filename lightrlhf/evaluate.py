@@ -37,8 +37,7 @@ from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
-from lightrlhf.data.splits import check_vocabulary, load_prompts, load_split
-from lightrlhf.data.tokens import pair_rows
+from lightrlhf.data import splits, tokens
 from lightrlhf.evaluation import answers, frame, harnesses, pairs, ranking, responses
 from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
 from lightrlhf.models.loading import find_device, load_scalar
@@ -216,7 +215,7 @@ def evaluate_policy(
     """Results of a language model and one record per prompt (prompt, response, scores)."""
     policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
     results = on_demonstrations(args, policy, data_dir, tokenizer)
-    rows = load_prompts(data_dir, args.split, args.verify)[: args.num_samples]
+    rows = splits.load_prompts(data_dir, args.split, args.verify)[: args.num_samples]
     prompts = [row for row in rows for _ in range(args.num_generations)]
     reference_dir, flag = reference_of(args, name)
     reference = policy
@@ -256,10 +255,10 @@ def on_demonstrations(
     if not Path(data_dir, f"finetune_{args.split}.pt").is_file():
         return {}
     rows, size = (
-        load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples],
+        splits.load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples],
         args.rollout_mini_batch_size,
     )
-    check_vocabulary(rows, vocabulary_size(policy), data_dir)
+    splits.check_vocabulary(rows, vocabulary_size(policy), data_dir)
     results = {"perplexity": answers.perplexity(policy, rows, tokenizer.pad_token_id, size)}
     return results | (answers.rouge(args, policy, rows, tokenizer, args.seed, size) if args.rouge else {})
 
@@ -276,8 +275,8 @@ def on_pairs(
     has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
     if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
         return {}
-    rows = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
-    check_vocabulary(rows, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
+    rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
+    splits.check_vocabulary(rows, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
     divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
     reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
     pad_id, size = tokenizer.pad_token_id, args.rollout_mini_batch_size
@@ -302,10 +301,10 @@ def evaluate_reward_model(
     source = resolve(name, "--experiment_dir")
     model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
     model = model.requires_grad_(False).eval().to(device)
-    rows = load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
+    rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):
-        rows = pair_rows(tokenizer, rows)
-    check_vocabulary(rows, vocabulary_size(model), data_dir)
+        rows = tokens.pair_rows(tokenizer, rows)
+    splits.check_vocabulary(rows, vocabulary_size(model), data_dir)
     return pairs.rank_pairs(model, rows, tokenizer.pad_token_id, args.rollout_mini_batch_size)
 
 

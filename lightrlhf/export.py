@@ -32,10 +32,7 @@ from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.checkpoint import write_folder
-from lightrlhf.storage.destinations import check_destination
-from lightrlhf.storage.gguf_files import ends_of, read_gguf
-from lightrlhf.storage.locks import lock_file
+from lightrlhf.storage import checkpoint, destinations, gguf_files, locks
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
@@ -61,7 +58,7 @@ def check_new(folder: str | Path, flag: str = "--destination_dir") -> None:
         exists = Path(folder).exists()
     if exists:
         raise UsageError(f"{flag} {folder} exists; name a new one, or remove it")
-    check_destination(Path(folder), flag)
+    destinations.check_destination(Path(folder), flag)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +100,8 @@ def run(args: ExportArgs) -> str:
     found: list[Finding] = []
     with writing(f"--destination_dir {destination}", error=UsageError):
         make_folder(destination.parent)
-    with lock_file(destination):
-        write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
+    with locks.lock_file(destination):
+        checkpoint.write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
     show(args, destination, found[0])
     return str(destination)
 
@@ -211,12 +208,12 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
     gguf_writer.write_gguf(model, described, file, args.gguf_type, name)
     write_card(args, folder, name, source)
     try:
-        read, tokenizer, metadata = read_gguf(file, "its file")
+        read, tokenizer, metadata = gguf_files.read_gguf(file, "its file")
     except UsageError as problem:
         wider = "; a wider --gguf_type may hold them" if "not finite" in str(problem) else ""
         raise RunFailure(f"the export was not kept: {str(problem).partition(';')[0]}{wider}") from None
     read = read.float().eval()
-    ends = ends_of(metadata, tokenizer)
+    ends = gguf_files.ends_of(metadata, tokenizer)
     after = checks.observe(read, tokenizer, before)._replace(ends={ends} if isinstance(ends, int) else {*ends})
     types = {one.source: one.type for one in gguf_writer.stored_tensors(model, args.gguf_type)}
     both = zip(gguf_writer.stored_tensors(model, args.gguf_type), gguf_writer.stored_tensors(read, "f32"), strict=True)

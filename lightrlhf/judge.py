@@ -39,10 +39,7 @@ from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device
-from lightrlhf.rewards.encoding import Sample, samples_of_row
-from lightrlhf.rewards.functions import as_text
-from lightrlhf.rewards.loading import load_scorer
-from lightrlhf.rewards.scorers import FunctionScorer
+from lightrlhf.rewards import encoding, functions, loading, scorers
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
@@ -212,17 +209,17 @@ def by_prompt(file: str) -> dict[tuple[str, int], tuple[int, Row]]:
     return rows
 
 
-def sample_of(row: Row, where: str) -> Sample:
+def sample_of(row: Row, where: str) -> encoding.Sample:
     """Its `response`, else the first of its `responses`, with the ids that the row has. Raises: UsageError."""
     responses = row.get("responses") or []
     response = row["response"] if "response" in row else next(iter(responses), None)
     if not isinstance(response, str):
-        raise UsageError(f"{where}, of the prompt {as_text(row['prompt'])[:60]!r}, has no response")
+        raise UsageError(f"{where}, of the prompt {functions.as_text(row['prompt'])[:60]!r}, has no response")
     if response in responses:
-        sample = samples_of_row(row)[responses.index(response)]
+        sample = encoding.samples_of_row(row)[responses.index(response)]
         assert sample is not None
         return sample
-    return Sample(row["prompt"], response, prompt_ids=row.get("prompt_ids"))
+    return encoding.Sample(row["prompt"], response, prompt_ids=row.get("prompt_ids"))
 
 
 def settings_of(args: JudgeArgs) -> Row:
@@ -281,7 +278,7 @@ def question(task: str, pair: Row, swapped: bool) -> str:
     """The prompt of a judging model."""
     prompt, answer, criteria = CRITERIA[task]
     first, second = (pair["b"], pair["a"]) if swapped else (pair["a"], pair["b"])
-    text = as_text(pair["prompt"])
+    text = functions.as_text(pair["prompt"])
     return QUESTION.format(prompt=prompt, answer=answer, criteria=criteria, text=text, first=first, second=second)
 
 
@@ -309,7 +306,7 @@ def compare_scores(args: JudgeArgs) -> Work:
 def reward_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[float | None]]]:
     """Scores of a reward model; a model that compares two responses sees both orders."""
     device, batch_size = find_device(args.accelerator), args.rollout_mini_batch_size
-    scorer = load_scorer(args.rm_experiment_dir or "", device, batch_size, "--rm_experiment_dir")
+    scorer = loading.load_scorer(args.rm_experiment_dir or "", device, batch_size, "--rm_experiment_dir")
     return lambda pairs: scorer([list(pair["samples"].values()) for pair in pairs])
 
 
@@ -319,9 +316,9 @@ def function_scores(args: JudgeArgs) -> Callable[[Sequence[Row]], list[list[floa
 
     def scores_of(pairs: Sequence[Row]) -> list[list[float | None]]:
         columns = [{k: v for k, v in pair["columns"].items() if k not in ("prompt", "response")} for pair in pairs]
-        scorer = FunctionScorer(function, f"--judge {args.judge}")
+        scorer = scorers.FunctionScorer(function, f"--judge {args.judge}")
         sides = [
-            scorer([[Sample(pair["prompt"], pair[side], columns=own)] for pair, own in zip(pairs, columns)])
+            scorer([[encoding.Sample(pair["prompt"], pair[side], columns=own)] for pair, own in zip(pairs, columns)])
             for side in "ab"
         ]
         return [[a, b] for (a,), (b,) in zip(*sides)]
@@ -337,7 +334,7 @@ def ask_person(args: JudgeArgs) -> Work:
         for pair in pairs:
             swapped = random.Random(f"{args.seed} {pair['index']}").random() < 0.5
             first, second = ("b", "a") if swapped else ("a", "b")
-            print(f"\n{'=' * 80}\n{as_text(pair['prompt'])}\n")
+            print(f"\n{'=' * 80}\n{functions.as_text(pair['prompt'])}\n")
             for number, side in ((1, first), (2, second)):
                 print(f"--- {number} {'-' * 74}\n{pair[side]}\n")
             key = ""

@@ -16,22 +16,15 @@ EXCEPTIONS: dict[str, int] = {
     "datasets_prep/common.py:prepare": 63,
     "datasets_prep/formats.py": 507,
     "datasets_prep/reading.py": 464,
-    "lightrlhf/annotate.py imports": 36,
     "lightrlhf/dpo.py": 582,
     "lightrlhf/dpo.py:train": 71,
     "lightrlhf/dpo.py imports": 54,
     "lightrlhf/dpo.py loop": 57,
-    "lightrlhf/estimate.py imports": 34,
-    "lightrlhf/evaluate.py imports": 31,
-    "lightrlhf/export.py imports": 33,
-    "lightrlhf/judge.py imports": 32,
     "lightrlhf/online_refuel.py:train": 64,
     "lightrlhf/online_refuel.py imports": 46,
     "lightrlhf/online_refuel.py loop": 46,
     "lightrlhf/refuel.py imports": 32,
     "lightrlhf/storage/gguf_files.py": 452,
-    "lightrlhf/training/run.py": 500,
-    "lightrlhf/training/run.py:Run": 433,
 }
 """What is longer than its limit, with its lines now: entries go and numbers fall; neither is added to nor raised."""
 
