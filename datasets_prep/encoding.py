@@ -31,7 +31,7 @@ from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
-from lightrlhf.data.turn_ends import closed
+from lightrlhf.data.turn_ends import close_turn
 from lightrlhf.storage.jsonl import Row
 
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
@@ -229,7 +229,7 @@ class Encoder:
         elif segment.kind == "response":
             ids = [*ids, self.tokenizer.eos_token_id]
         elif segment.kind == "answer":
-            ids = closed(self.tokenizer, ids)
+            ids = close_turn(self.tokenizer, ids)
         array = np.array(ids, dtype=np.int32)
         if segment.kept is None:
             return Encoded(array, spells=spells)

@@ -17,7 +17,7 @@ from typing import Any
 from datasets_prep import report
 from lightrlhf.cli.hub import is_on_hub
 from lightrlhf.storage.checkpoint import read_manifest, sealed_files
-from lightrlhf.storage.hub import shown, uploading
+from lightrlhf.storage.hub import shorten_paths, uploading
 from lightrlhf.storage.seals import seal
 
 USE = """```bash
@@ -43,9 +43,9 @@ def portable(folder: Path, repository: str) -> Iterator[Path]:
     """Context manager: a copy of what was written to a folder, sealed, with a card and without absolute paths."""
     summary, stored = (json.loads((folder / name).read_text(encoding="utf-8")) for name in ("report.json", "args.json"))
     text = card(repository, summary)
-    summary["arguments"] = {name: shown(value) for name, value in summary["arguments"].items()}
-    summary["dropped"] = [row | {"first": shown(row["first"])} for row in summary["dropped"]]
-    stored = {name: shown(value) for name, value in stored.items()}
+    summary["arguments"] = {name: shorten_paths(value) for name, value in summary["arguments"].items()}
+    summary["dropped"] = [row | {"first": shorten_paths(row["first"])} for row in summary["dropped"]]
+    stored = {name: shorten_paths(value) for name, value in stored.items()}
     with TemporaryDirectory(prefix=".upload-", dir=folder.parent) as temporary:
         copy = Path(temporary) / folder.name
         for name in read_manifest(folder):
@@ -72,11 +72,11 @@ def card(repository: str, summary: dict[str, Any]) -> str:
         viewer=False,  # that of the hub reads no .pt files
     )
     files = [f"| `{file}.pt` | {one['rows']} | {one['tokens']} |" for file, one in summary["files"].items()]
-    flags = [f"| {flag} | {shown(value)} |" for flag, value in args.items() if value is not None]
-    tokenizer = f" with the tokenizer of `{shown(args['tokenizer_name'])}`" if args["tokenizer_name"] else ""
+    flags = [f"| {flag} | {shorten_paths(value)} |" for flag, value in args.items() if value is not None]
+    tokenizer = f" with the tokenizer of `{shorten_paths(args['tokenizer_name'])}`" if args["tokenizer_name"] else ""
     lines = [
         *("---", data.to_yaml(), "---", f"# {name}", ""),
-        f"Prepared by lightrlhf from `{shown(source)}`{tokenizer}; counts and examples are in [the report](report.md).",
+        f"Prepared by lightrlhf from `{shorten_paths(source)}`{tokenizer}; counts and examples: [report](report.md).",
         *("", "## How to use them", "", USE.format(repository=repository, name=name)),
         *("## Files", "", "| file | rows | tokens |", "|---|---|---|", *files, ""),
         *("## Flags", "", "| argument | value |", "|---|---|", *flags),

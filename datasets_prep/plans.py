@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from datasets_prep.turns import BadRow, Dialogue, check_text, spells_control_token
-from lightrlhf.data.chat import LONGEST, Messages, controls, protected, writes_date
+from lightrlhf.data.chat import LONGEST, Messages, controls, protect, writes_date
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.storage.jsonl import Row
 
@@ -149,7 +149,7 @@ class Planner:
         found = controls(self.tokenizer)
         if (found.beside_tags if keep_tags else found.spelled).search(text):
             raise BadRow("special_token_in_text")
-        return protected(self.tokenizer, text, keep_tags)
+        return protect(self.tokenizer, text, keep_tags)
 
     def _noted(self, plan: Plan, row: Row) -> Plan:
         """The plan with notes on its texts: a stored date, a control token that a content spells as plain text."""

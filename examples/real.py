@@ -16,7 +16,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import resolve
-from lightrlhf.storage.gguf_files import described
+from lightrlhf.storage.gguf_files import describe_file
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(RealArgs, argv)
     started = time.perf_counter()
     folder = resolve(args.model_name)
-    print(f"{described(args.model_name)}\nfolder ({time.perf_counter() - started:.0f} s): {folder}")
+    print(f"{describe_file(args.model_name)}\nfolder ({time.perf_counter() - started:.0f} s): {folder}")
     with TemporaryDirectory() as temporary:
         questions, answers = Path(temporary, "questions.jsonl"), Path(temporary, "answers.jsonl")
         write_jsonl(questions, [{"prompt": [{"role": "user", "content": args.question}]}])

@@ -279,7 +279,7 @@ def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: 
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     report["margin"] = {"mean": mean, "median": margins[len(margins) // 2]}
-    judge = run_dir.stored(args.data_dir, "judge") if args.data_dir else None
+    judge = run_dir.stored_arg(args.data_dir, "judge") if args.data_dir else None
     with writing(folder), locks.lock_folder(folder, "--output_dir"):
         for split, members in splits.items():
             if members:

@@ -35,7 +35,7 @@ from lightrlhf.cli.fields import above, at_least, check_args, flag, positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices
-from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, load_rows, sources
 from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, token_keys
 from lightrlhf.generation.held_out import HeldOut
@@ -188,7 +188,7 @@ def train(
     loaded = [load(args, "train", folder, rows, tokenizer) for folder in sources(args, rows)]
     pairs, notes = ([one for part in parts for one in part] for parts in zip(*loaded))  # or labelled responses
     folders = sources(args, rows) if args.eval_interval else []
-    validation = interleaved([load(args, "validation", folder, rows, tokenizer)[0] for folder in folders])
+    validation = interleave([load(args, "validation", folder, rows, tokenizer)[0] for folder in folders])
     if load is load_unpaired:
         notes += check_labels(args, pairs, args.data_name)
     run = Run(args, "dpo", on_step, given, data=None if rows is None else "given/rows")

@@ -49,7 +49,7 @@ from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
-from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored
+from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored_arg
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
     data_dir = args.data_folder
     if args.harness:
         return harnesses.write_for(args, args.harness, data_dir, device)
-    by = "gold" if stored(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
+    by = "gold" if stored_arg(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
     rows: list[dict[str, Any]] = []
     baseline: list[dict[str, Any]] = []  # records of the first experiment
     for name in args.model_names:
@@ -240,7 +240,7 @@ def evaluate_policy(
     if args.pass_k:
         passes, records = responses.passed(records, args.pass_k, args.pass_threshold)
         results |= passes
-    if judge := stored(data_dir, "judge"):
+    if judge := stored_arg(data_dir, "judge"):
         records = answers.judged(judge, records)
         parts = [key for key in records[0]["gold"] if key != "score"]
         results |= responses.mean_of("gold", [scorers.finite(float(r["gold"]["score"])) for r in records])
@@ -272,21 +272,21 @@ def on_pairs(
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """How the implicit reward of a DPO policy ranks the pairs of the data; empty where one of them is missing."""
-    has_reward = stored(name, "program") == "dpo" and stored(name, "loss_type") not in REFERENCE_FREE
+    has_reward = stored_arg(name, "program") == "dpo" and stored_arg(name, "loss_type") not in REFERENCE_FREE
     if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
         return {}
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     splits.check_vocabulary(rows, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
-    divergence = DIVERGENCES[stored(name, "f_divergence") or "reverse_kl"]
-    reward = partial(divergence, alpha=stored(name, "f_alpha") or 0.0), stored(name, "beta")
+    divergence = DIVERGENCES[stored_arg(name, "f_divergence") or "reverse_kl"]
+    reward = partial(divergence, alpha=stored_arg(name, "f_alpha") or 0.0), stored_arg(name, "beta")
     pad_id, size = tokenizer.pad_token_id, args.rollout_mini_batch_size
     return pairs.implicit_rewards(policy, reference, rows, *reward, pad_id, size)
 
 
 def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
     """Reference model of an experiment's KL and implicit rewards, None if it has none, and the flag for errors."""
-    reference = args.reference_dir or stored(name, "ref_model") or stored(name, "sft_experiment_dir")
-    started = stored(name, "model_name") if stored(name, "program") == "dpo" else None
+    reference = args.reference_dir or stored_arg(name, "ref_model") or stored_arg(name, "sft_experiment_dir")
+    started = stored_arg(name, "model_name") if stored_arg(name, "program") == "dpo" else None
     if reference is None and started not in (None, "tiny"):
         return started, "--model_name"
     return reference, "--reference_dir"

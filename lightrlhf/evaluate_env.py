@@ -32,7 +32,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table
-from lightrlhf.storage.run_dir import located, short_name, stored
+from lightrlhf.storage.run_dir import locate, short_name, stored_arg
 
 COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
 AGENT_ATTEMPTS = 3  # replies of a language model until one must name a command
@@ -165,7 +165,7 @@ def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: 
 def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.device) -> tuple[ModelAgent, ModelAgent]:
     """An experiment's sampling and greedy agents, with the reflector of its training or of the flag."""
     name, given, slots = args.experiment_dir[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
-    reflector_dir = given[number] if given else located(name, "reflect_experiment_dir")
+    reflector_dir = given[number] if given else locate(name, "reflect_experiment_dir")
     tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
     policy = frame.load_frozen(name, tokenizer, device)
     sampled = acting_args(name, read_options(args.acting))
@@ -181,14 +181,14 @@ def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.dev
 def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
     """How an experiment acts: as in its run, else as its data was made; overrides win."""
     values = {}
-    data_dir = located(name, "data_dir")
-    trained = TRAINING.get(stored(name, "program") or "")
+    data_dir = locate(name, "data_dir")
+    trained = TRAINING.get(stored_arg(name, "program") or "")
     for one in dataclasses.fields(ActingArgs):
         if trained and trained.data == "environment":
-            values[one.name] = stored(name, one.name)
+            values[one.name] = stored_arg(name, one.name)
         elif data_dir and one.name in ("with_history", "shuffle_action"):
-            values[one.name] = stored(data_dir, one.name)
-        elif data_dir and one.name == "max_new_tokens" and stored(data_dir, "written"):
+            values[one.name] = stored_arg(data_dir, one.name)
+        elif data_dir and one.name == "max_new_tokens" and stored_arg(data_dir, "written"):
             values[one.name] = COMMAND_TOKENS
     try:
         acting = ActingArgs(**({key: value for key, value in values.items() if value is not None} | overrides))

@@ -36,7 +36,7 @@ from lightrlhf.storage import checkpoint, destinations, gguf_files, locks
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
-from lightrlhf.training.model_card import model_card, quoted
+from lightrlhf.training.model_card import model_card, quote
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
 FOR_LLAMA = ("gguf", "ollama")
@@ -260,7 +260,7 @@ def check_unquantised(args: ExportArgs, model: Any) -> None:
 def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str | None = None) -> None:
     """Write a model card for the hub beside the weights, with that of the source below it."""
     given = {key: value for key, value in to_dict(args).items() if value is not None and key != "destination_dir"}
-    summary = f"Exported by lightrlhf from {quoted(args.model_name)}."
+    summary = f"Exported by lightrlhf from {quote(args.model_name)}."
     header = {"library_name": "peft"} if base is not None else {}
     header |= {"base_model": base} if base is not None and is_on_hub(base) else {}
     header |= {"pipeline_tag": "text-classification"} if holds_reward_model(source) else {}
@@ -268,7 +268,7 @@ def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str
     use = USES[args.to].format(name=name, type=args.gguf_type) if args.to in USES else None
     text = model_card(name, "export", summary, given, header=header, use=use)
     before = Path(source) / "README.md"
-    if before.is_file() and not is_gguf(args.model_name):  # whose folder says nothing but what `described` does
+    if before.is_file() and not is_gguf(args.model_name):  # whose folder says nothing but what `describe_file` does
         text += "\n## The model it was made of\n\n" + without_header(before.read_text(encoding="utf-8"))
     (folder / "README.md").write_text(text, encoding="utf-8")
 

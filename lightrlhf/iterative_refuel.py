@@ -327,8 +327,8 @@ def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str
         scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
         table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
     data = run_dir.data_dir_of(str(directory)) or "given dialogues"
-    start = model_card.quoted(iterated_dir.as_given(args, stored["initial"]))
-    summary = f"{start} trained by `lightrlhf.iterative_refuel` on {model_card.quoted(data)}."
+    start = model_card.quote(iterated_dir.as_given(args, stored["initial"]))
+    summary = f"{start} trained by `lightrlhf.iterative_refuel` on {model_card.quote(data)}."
     flags = {name: value for name, value in stored.items() if name not in ("program", "initial", "given", "began")}
     title, given = stored["experiment_name"], stored.get("given")
     return model_card.model_card(title, "iterative_refuel", summary, flags, table, given)

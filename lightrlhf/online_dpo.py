@@ -312,7 +312,7 @@ def add_scores(
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]
-    judge = data_dir and run_dir.stored(data_dir, "judge")
+    judge = data_dir and run_dir.stored_arg(data_dir, "judge")
     if judge:
         texts = ([record[key] for record in records] for key in ("prompt", "response"))
         for record, gold in zip(records, load_function(judge, "the judge of the data")(*texts)):

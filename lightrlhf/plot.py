@@ -20,7 +20,7 @@ from lightrlhf.cli.fields import Args, at_least, check_args, flag
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.responses import read_responses
-from lightrlhf.storage.curves import Curve, columns, curves_of, joined, seed_groups
+from lightrlhf.storage.curves import Curve, columns, curves_of, join_columns, seed_groups
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.results import draw_curves, new_figure, save_figure, usual_metrics
 from lightrlhf.storage.run_dir import labels, read_metrics
@@ -81,7 +81,7 @@ def run(args: PlotArgs) -> str:
     if args.group_seeds:
         groups = seed_groups(args.experiment_dir)
         runs = {
-            label: [joined([by_folder[folder] for folder in folders]) for folders in seeds.values()]
+            label: [join_columns([by_folder[folder] for folder in folders]) for folders in seeds.values()]
             for label, seeds in groups.items()
         }
     draw({name: curves_of(name, runs) for name in names}, output, args.smoothing)

@@ -33,7 +33,7 @@ from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, FrozenArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
-from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, Splits, load_sets
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import pair_rows
@@ -171,7 +171,7 @@ def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTok
     A reward model is saved with statistics of its scores, so there are validation pairs in any case.
     """
     sets = load_sets("preference", "train", args, given, tokenizer)
-    validation, notes = interleaved(load_sets("preference", "validation", args, given, tokenizer)), []
+    validation, notes = interleave(load_sets("preference", "validation", args, given, tokenizer)), []
     if not validation:
         validation = [row for one in sets for row in one][:MOST_FOR_STATISTICS]
         notes = [f"no validation pairs were given: the first {len(validation)} training pairs take their place"]

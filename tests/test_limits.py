@@ -24,7 +24,6 @@ EXCEPTIONS: dict[str, int] = {
     "lightrlhf/online_refuel.py imports": 46,
     "lightrlhf/online_refuel.py loop": 46,
     "lightrlhf/refuel.py imports": 32,
-    "lightrlhf/storage/gguf_files.py": 452,
 }
 """What is longer than its limit, with its lines now: entries go and numbers fall; neither is added to nor raised."""
 

@@ -84,7 +84,7 @@ def read_problem(problem: BaseException) -> str:
     return first_line(problem)
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """The first three of several names, and how many more there are."""
     found = list(names)
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

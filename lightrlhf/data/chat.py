@@ -167,7 +167,7 @@ def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
     return any(text(messages) != text(messages, **{name: lambda _: "another day"}) for messages in dialogues)
 
 
-def protected(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
+def protect(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
     """`text` with a mark inside each control token that it spells; `keep_tags`: except `<think>` and its like.
 
     Another mark stands behind the beginning of a control token at its end, which the text behind it may complete.
@@ -319,7 +319,7 @@ def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
 
 def shown_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools as a template gets them."""
-    return [_mapped(tool, partial(protected, tokenizer)) for tool in tools] if tools else None
+    return [_mapped(tool, partial(protect, tokenizer)) for tool in tools] if tools else None
 
 
 def _mapped(value: Any, function: Callable[[str], str]) -> Any:

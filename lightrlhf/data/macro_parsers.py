@@ -70,7 +70,7 @@ def parsed_segments(rollout: Rollout, tokenizer: Any, parser: Parser, cutoff: in
     for ids, has_actions in zip(rollout.response_ids(), rollout.action_mask.any(1).tolist()):
         text, ends = token_ends(tokenizer, ids)
         try:
-            starts.append(segment_starts(checked(parser(text), text), ends, cutoff) if has_actions else [0])
+            starts.append(segment_starts(check_spans(parser(text), text), ends, cutoff) if has_actions else [0])
         except Exception:  # parsers raise any exception
             starts.append(list(range(0, len(ids), fallback)) if fallback else [0])
             failures += 1
@@ -97,7 +97,7 @@ def segment_starts(spans: Sequence[Span], ends: Sequence[int], cutoff: int) -> l
     return starts
 
 
-def checked(spans: Sequence[Span], text: str) -> Sequence[Span]:
+def check_spans(spans: Sequence[Span], text: str) -> Sequence[Span]:
     """The spans, checked to be ordered, disjoint and within their parents. Raises: ParseError."""
 
     def check(parts: Sequence[Span], start: int, end: int) -> None:

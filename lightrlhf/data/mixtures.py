@@ -46,7 +46,7 @@ def mixed_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def interleaved(sets: Sequence[Sequence[Item]]) -> list[Item]:
+def interleave(sets: Sequence[Sequence[Item]]) -> list[Item]:
     """The rows of all sets, each spread evenly, so that the first rows are of all of them."""
     placed = [((i + 0.5) / len(rows), number, i) for number, rows in enumerate(sets) for i in range(len(rows))]
     return [sets[number][i] for _, number, i in sorted(placed)]

@@ -16,9 +16,9 @@ import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls, has_generation_tags
-from lightrlhf.data.mixtures import interleaved
+from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows, share_columns
-from lightrlhf.data.splits import SPLITS, differing, load_prompts, load_split
+from lightrlhf.data.splits import SPLITS, drop_equal_pairs, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class SplitArgs(Protocol):
 def load_splits(stage: str, args: SplitArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
     """Training rows, and validation rows unless `--eval_interval 0`, with the same columns. Raises: as `load_rows`."""
     sets = load_sets(stage, "train", args, given, tokenizer)
-    held_out = interleaved(load_sets(stage, "validation", args, given, tokenizer)) if args.eval_interval else []
+    held_out = interleave(load_sets(stage, "validation", args, given, tokenizer)) if args.eval_interval else []
     share_columns([*(row for one in sets for row in one), *held_out])
     return Splits(sets, held_out)
 
@@ -97,7 +97,7 @@ def load_rows(
     if rows:
         check_rows(rows, stage, vocab_size=vocab_size)
         share_columns(rows)
-    return differing(rows) if rows and stage == "preference" else rows
+    return drop_equal_pairs(rows) if rows and stage == "preference" else rows
 
 
 def load_sets(stage: str, split: str, args: SplitArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:

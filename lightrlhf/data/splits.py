@@ -74,10 +74,10 @@ def load_split(
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
     check_rows(rows, stage, str(path), vocab_size)
     share_columns(rows)
-    return differing(rows, str(path)) if stage == "preference" else rows
+    return drop_equal_pairs(rows, str(path)) if stage == "preference" else rows
 
 
-def differing(rows: list[Row], source: str = "") -> list[Row]:
+def drop_equal_pairs(rows: list[Row], source: str = "") -> list[Row]:
     """The pairs whose responses differ; prints how many do not. Raises: UsageError when none does."""
     different, note = without_equal_pairs(rows, source)
     if note and os.environ.get("LOCAL_RANK", "0") == "0":

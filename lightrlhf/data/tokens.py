@@ -23,13 +23,13 @@ from lightrlhf.data.chat import (
     left_out_of_answer,
     left_out_of_prompt,
     model_of,
-    protected,
+    protect,
     render,
     shown_messages,
     shown_tools,
 )
 from lightrlhf.data.splits import Row
-from lightrlhf.data.turn_ends import answer_text, closed, end_tokens
+from lightrlhf.data.turn_ends import answer_text, close_turn, end_tokens
 
 SEPARATOR = "\x01"  # merges with no character behind it, but see `_is_parted`
 
@@ -50,9 +50,9 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[s
             )
         return encode_text(tokenizer, text)
     if tokenizer.bos_token is None or not adds_bos(tokenizer):
-        return encode_text(tokenizer, protected(tokenizer, prompt))
+        return encode_text(tokenizer, protect(tokenizer, prompt))
     text = prompt.removeprefix(tokenizer.bos_token)  # that a prompt may bring
-    return [tokenizer.bos_token_id, *encode_text(tokenizer, protected(tokenizer, text))]
+    return [tokenizer.bos_token_id, *encode_text(tokenizer, protect(tokenizer, text))]
 
 
 def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[int]:
@@ -73,7 +73,7 @@ def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]
 
     The tokenizer writes its own control tokens around the texts, which yield none (Raises: see `encode_text`).
     """
-    shown = [protected(tokenizer, text) for text in (first, second)]
+    shown = [protect(tokenizer, text) for text in (first, second)]
     if controls(tokenizer).by_other_texts:
         for text in shown:
             check_spelling(tokenizer, text, [index for piece in text.split(MARK) for index in _ids(tokenizer, piece)])
@@ -241,7 +241,7 @@ def encode_response(
     Raises: UsageError when the template refuses the messages, or writes an answer in another way than it asks for one.
     """
     if isinstance(prompt, str):
-        text = protected(tokenizer, str(response), keep_tags=True)
+        text = protect(tokenizer, str(response), keep_tags=True)
         return [*encode_text(tokenizer, text, behind=prompt), tokenizer.eos_token_id]
     message = {"role": "assistant", "content": response} if isinstance(response, str) else response
     start = render(tokenizer, prompt, tools, add_generation_prompt=True)
@@ -251,7 +251,7 @@ def encode_response(
             "the chat template does not write an answer behind its generation prompt, so no response can be encoded; "
             "use another one"
         )
-    return closed(tokenizer, encode_text(tokenizer, answer, behind=start))
+    return close_turn(tokenizer, encode_text(tokenizer, answer, behind=start))
 
 
 def check_shown(

@@ -100,7 +100,7 @@ def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
     return turn.rstrip()
 
 
-def closed(tokenizer: Any, ids: list[int]) -> list[int]:
+def close_turn(tokenizer: Any, ids: list[int]) -> list[int]:
     """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
     end = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id} | (set() if end is None else controls(tokenizer).ending_ids)

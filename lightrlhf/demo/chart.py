@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightrlhf.storage.curves import Floats, Steps, smooth, thinned
+from lightrlhf.storage.curves import Floats, Steps, smooth, thin
 
 MAX_POINTS = 1000  # of a line
 COLOURS = 6
@@ -121,7 +121,7 @@ def style(number: int) -> str:
 
 def shown(line: Drawn) -> Drawn:
     """At most `MAX_POINTS` of a line's points."""
-    kept = thinned(line.values, MAX_POINTS)
+    kept = thin(line.values, MAX_POINTS)
     return line._replace(
         **{name: getattr(line, name)[kept] for name in ("places", "steps", "values", "errors", "seeds")}
     )

@@ -38,7 +38,7 @@ from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import checkpoints, step_of
-from lightrlhf.storage.run_dir import choices, located, stored
+from lightrlhf.storage.run_dir import choices, locate, stored_arg
 from lightrlhf.storage.seals import check_sealed
 
 REPEAT_TIMES, PARSING_CUTOFF = 3, 5  # for experiments whose args.json has no such flag
@@ -113,7 +113,7 @@ class ModelCache:
                     f"--experiment_dir {folder} is neither a model folder (config.json) "
                     "nor an experiment dir (args.json)"
                 )
-            if stored(folder, "program") == "rm":
+            if stored_arg(folder, "program") == "rm":
                 raise UsageError(
                     f"--experiment_dir {folder} is a reward model, which generates no text; "
                     "pass it as --rm_experiment_dir"
@@ -134,7 +134,7 @@ class ModelCache:
 
     def data(self, label: str) -> str | None:
         """Folder of the splits that a model was trained on; None if unknown or missing."""
-        name = self.data_dir or located(self.experiment(label), "data_dir")
+        name = self.data_dir or locate(self.experiment(label), "data_dir")
         return name if name is not None and Path(name).is_dir() else None
 
     def model(self, label: str) -> LoadedModel:
@@ -145,8 +145,10 @@ class ModelCache:
         """The model that a model's training started from; None if unknown, or for a model without training."""
         source, experiment = self._choice(label)
         keys = ("ref_model", "sft_experiment_dir", "model_name")
-        name = self.reference_dir or next((located(experiment, key) for key in keys if stored(experiment, key)), None)
-        untrained = stored(experiment, "program") is None or step_of(Path(source)) is None
+        name = self.reference_dir or next(
+            (locate(experiment, key) for key in keys if stored_arg(experiment, key)), None
+        )
+        untrained = stored_arg(experiment, "program") is None or step_of(Path(source)) is None
         if name is None or name in ("tiny", source) or (untrained and self.reference_dir is None):
             return None
         return self._load(name, self.data(label))
@@ -255,18 +257,18 @@ def macro_segments(experiment: str, measures: Measures, tokenizer: Any, ngram: i
     the experiment's parser is not installed.
     """
     rollout = measures.rollout
-    condition = "fixed" if ngram is not None else stored(experiment, "termination_condition") or "fixed"
+    condition = "fixed" if ngram is not None else stored_arg(experiment, "termination_condition") or "fixed"
     if condition == "fixed":
-        length = ngram if ngram is not None else stored(experiment, "ngram")
+        length = ngram if ngram is not None else stored_arg(experiment, "ngram")
         segments = macro_actions.fixed(rollout.action_mask, 1 if length is None else length)
     elif condition == "ppl":
         segments = macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs)
     elif condition == "randomized":
-        width = (stored(experiment, "repeat_times") or REPEAT_TIMES) * len(macro_actions.RANDOM_LENGTHS)
+        width = (stored_arg(experiment, "repeat_times") or REPEAT_TIMES) * len(macro_actions.RANDOM_LENGTHS)
         segments = macro_actions.randomized(rollout.action_mask, torch.rand(1, width))
     else:
-        parser = make_parser(stored(experiment, "parser"), stored(experiment, "parser_model"))
-        cutoff = stored(experiment, "parsing_cutoff") or PARSING_CUTOFF
+        parser = make_parser(stored_arg(experiment, "parser"), stored_arg(experiment, "parser_model"))
+        cutoff = stored_arg(experiment, "parsing_cutoff") or PARSING_CUTOFF
         segments, _ = parsed_segments(rollout, tokenizer, parser, cutoff, fallback=1)
     return segments[rollout.action_mask].tolist()
 

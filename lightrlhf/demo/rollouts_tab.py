@@ -27,7 +27,7 @@ from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.run_dir import located, stored
+from lightrlhf.storage.run_dir import locate, stored_arg
 from lightrlhf.training.rollout_log import FILE, SAMPLES
 
 LONGEST_ADDRESS = 4000  # characters
@@ -206,7 +206,7 @@ class Rollouts:
         """What is shown of a run beside its samples."""
         folder = str(self.paths()[label].parent)
         try:
-            return Run(label, str(stored(folder, "program")), self.pieces_of(folder))
+            return Run(label, str(stored_arg(folder, "program")), self.pieces_of(folder))
         except UsageError as problem:
             return Run(label, "", None, str(problem))
 
@@ -215,7 +215,7 @@ class Rollouts:
         with self.lock:
             if folder not in self.pieces:
                 saved = checkpoints(Path(folder))
-                data = self.backend.args.data_dir or (None if saved else located(folder, "data_dir"))
+                data = self.backend.args.data_dir or (None if saved else locate(folder, "data_dir"))
                 tokenizer = load_tokenizer(data, str(saved[-1]) if saved else None, verify=self.backend.args.verify)
                 self.pieces[folder] = functools.partial(pieces, tokenizer)
             return self.pieces[folder]

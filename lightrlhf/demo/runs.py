@@ -24,12 +24,12 @@ from lightrlhf.storage.curves import (
     columns,
     curves_of,
     differences,
-    joined,
+    join_columns,
     over_seeds,
     seed_groups,
 )
 from lightrlhf.storage.results import USUAL_METRICS
-from lightrlhf.storage.run_dir import read_logged, stored, stored_args
+from lightrlhf.storage.run_dir import read_logged, stored_arg, stored_args
 
 AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
@@ -120,7 +120,7 @@ def lines_of(folders: Mapping[str, str], by_settings: bool) -> list[Line]:
     lines = []
     for label, seeds in seed_groups(list(names)).items():
         runs = [names[folder] for folders in seeds.values() for folder in folders]
-        lines.append(Line(label, runs, [joined([metrics(folder) for folder in own]) for own in seeds.values()]))
+        lines.append(Line(label, runs, [join_columns([metrics(folder) for folder in own]) for own in seeds.values()]))
     return lines
 
 
@@ -248,7 +248,7 @@ def warning_line(found: Warned) -> str:
 
 def named(label: str, folder: str) -> str:
     """A run by its label and seed."""
-    seed = stored(folder, "seed")
+    seed = stored_arg(folder, "seed")
     return label if seed is None else f"{label}, seed {seed}"
 
 

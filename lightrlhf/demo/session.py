@@ -47,7 +47,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.encoding import Messages
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.storage.run_dir import experiment_of, labels, located, stored
+from lightrlhf.storage.run_dir import experiment_of, labels, locate, stored_arg
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
@@ -87,7 +87,7 @@ class DemoBackend:
             resolve(args.model_name)
         cache = ModelCache(args.models, device, MAX_MODELS, model_args, args.data_dir, args.reference_dir, args.verify)
         last = args.models[-1]
-        default_file = (experiment_of(last) if stored(last, "program") else Path()) / "votes.jsonl"
+        default_file = (experiment_of(last) if stored_arg(last, "program") else Path()) / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))
 
     # ------------------------------------------------------------------------------------------- settings and prompts
@@ -113,7 +113,7 @@ class DemoBackend:
     def stored_settings(self, label: str) -> list[Any]:
         """Values of `SLIDERS` that an experiment was trained with. Raises: UsageError when it has none."""
         experiment = self.cache.experiment(label)
-        values = {name: stored(experiment, name) for name in SLIDERS}
+        values = {name: stored_arg(experiment, name) for name in SLIDERS}
         if values["do_sample"] is None:  # not a flag of programs that always sample
             values["do_sample"] = True
         if None in values.values():
@@ -180,7 +180,7 @@ class DemoBackend:
 
     def reward_model(self) -> str | None:
         """`--rm_experiment_dir`, else the last experiment's whose reward model exists."""
-        stored_names = [located(folder, "rm_experiment_dir") for folder in reversed(self.args.models)]
+        stored_names = [locate(folder, "rm_experiment_dir") for folder in reversed(self.args.models)]
         return self.args.rm_experiment_dir or next(
             (name for name in stored_names if name and Path(name).is_dir()), None
         )

@@ -24,7 +24,7 @@ from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import write_results
-from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained
+from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class PolicyEvaluationArgs(EvaluationArgs, DecodingArgs, SealArgs):
     @property
     def model_names(self) -> list[str]:
         """The models in the order of the table. Raises: UsageError when the first began from no pretrained one."""
-        first = [pretrained(self.experiment_dir[0])] if self.use_pretrained else []
+        first = [pretrained_model(self.experiment_dir[0])] if self.use_pretrained else []
         return first + self.experiment_dir
 
     @property

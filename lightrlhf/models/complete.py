@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightrlhf.cli.errors import UsageError, listed, read_problem
+from lightrlhf.cli.errors import UsageError, list_names, read_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +42,7 @@ def check_complete(
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         renamed = [key for key in unexpected if key.count(".") > 1]  # not lm_head.weight
-        instead = f"; it has {listed(renamed)} instead" if renamed else ""
+        instead = f"; it has {list_names(renamed)} instead" if renamed else ""
         raise UsageError(
             f"{named}: {file_of(source, missing[0])} lacks {missing[0]}{others}, which {type(model).__name__} "
             f"has{instead}; give an intact copy of the model"
@@ -56,7 +56,9 @@ def check_complete(
         )
     unread = [key for key in unexpected if not _is_known(model, key)]
     if unread and os.environ.get("LOCAL_RANK", "0") == "0":
-        note_unread(f"{named}: {type(model).__name__} has no place for {len(unread)} of its tensors: {listed(unread)}")
+        note_unread(
+            f"{named}: {type(model).__name__} has no place for {len(unread)} of its tensors: {list_names(unread)}"
+        )
 
 
 def _is_known(model: PreTrainedModel, key: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightrlhf.cli.errors import UsageError, listed
+from lightrlhf.cli.errors import UsageError, list_names
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
@@ -99,8 +99,8 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
     missing = model.load_state_dict(lora.base_state_dict(policy.model), strict=False).missing_keys
     if other := [key for key in missing if key.split(".")[0] not in HEADS]:
         raise UsageError(
-            f"policy: its weights lack {listed(other)} of a {type(model).__name__} by its config, so they cannot start "
-            "a critic or reward model; give a model that is whole"
+            f"policy: its weights lack {list_names(other)} of a {type(model).__name__} by its config, so they cannot "
+            "start a critic or reward model; give a model that is whole"
         )
     if args.base_dtype == "bfloat16":
         frozen.hold(model)

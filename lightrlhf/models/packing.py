@@ -131,14 +131,14 @@ def _layouts(members: list[list[int]], shared: Sequence[int], rests: Sequence[in
     for size in halves(max(map(len, members))):
         parts: list[Part] = []
         for rows in members:
-            split = balanced({row: rests[row] for row in rows}, -(-len(rows) // size))
+            split = balance({row: rests[row] for row in rows}, -(-len(rows) // size))
             parts += [sorted(part) for part in split]
         lengths = {i: shared[part[0]] + sum(rests[row] for row in part) for i, part in enumerate(parts)}
         longest = max(lengths.values())
         yield Layout([[part] for part in parts], longest)
         count = min(len(parts), -(-sum(lengths.values()) // longest))
         for fewer in halves(count):
-            bins = balanced(lengths, fewer)
+            bins = balance(lengths, fewer)
             width = max(sum(lengths[i] for i in one) for one in bins)
             yield Layout([[parts[i] for i in sorted(one)] for one in bins], width)
 
@@ -151,7 +151,7 @@ def halves(count: int) -> Iterator[int]:
         yield count
 
 
-def balanced(lengths: dict[int, int], count: int) -> list[list[int]]:
+def balance(lengths: dict[int, int], count: int) -> list[list[int]]:
     """Keys in `count` lists, longest first, each to the list with the fewest tokens so far."""
     lists: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, number) for number in range(count)]  # tokens, keys, number of each list

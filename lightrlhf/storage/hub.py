@@ -30,10 +30,10 @@ def uploading(repository: str, kind: Literal["model", "dataset"], kept: str) -> 
         raise RunFailure(f"--push_to_hub {repository} failed: {first_line(problem)}; {kept}") from problem
 
 
-def shown(value: Any) -> Any:
+def shorten_paths(value: Any) -> Any:
     """A flag's value as a card shows it: of an absolute path its last two parts."""
     if isinstance(value, list):
-        return [shown(one) for one in value]
+        return [shorten_paths(one) for one in value]
     if isinstance(value, str) and Path(value).is_absolute():
         return str(Path(*Path(value).parts[1:][-2:]))
     return value

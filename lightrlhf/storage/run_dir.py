@@ -1,6 +1,6 @@
 """Experiment dirs, read without loading a model: arguments, initial model, metrics; and new ones.
 
-Paths in `args.json` are stored as typed, so a relative one is relative to the directory of the run's start; `located`
+Paths in `args.json` are stored as typed, so a relative one is relative to the directory of the run's start; `locate`
 resolves it from other directories, too.
 """
 
@@ -34,7 +34,7 @@ NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*")
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def stored(directory: str, key: str) -> Any:
+def stored_arg(directory: str, key: str) -> Any:
     """A value of `stored_args`; None when there is none. Raises: UsageError."""
     return stored_args(directory).get(key)
 
@@ -70,8 +70,8 @@ def data_dir_of(directory: str) -> str | None:
 
     Raises: UsageError when it was trained on several.
     """
-    given = stored(directory, "given") or {}
-    folder = None if {"rows", "prompts", "dialogues"} & given.keys() else stored(directory, "data_dir")
+    given = stored_arg(directory, "given") or {}
+    folder = None if {"rows", "prompts", "dialogues"} & given.keys() else stored_arg(directory, "data_dir")
     if isinstance(folder, list):
         raise UsageError(f"--data_dir is required: {directory} was trained on several, {', '.join(folder)}; give one")
     return folder
@@ -89,12 +89,12 @@ def is_experiment_dir(directory: str) -> bool:
     return (path / "args.json").is_file() and step_of(path) is None
 
 
-def located(directory: str, key: str) -> str | None:
+def locate(directory: str, key: str) -> str | None:
     """The path stored under `key`, unchanged if it exists, else relative to the directory of the run's start.
 
     Of several, the first.
     """
-    name, place = stored(directory, key), stored(directory, "output_dir") or stored(directory, "log_dir")
+    name, place = stored_arg(directory, key), stored_arg(directory, "output_dir") or stored_arg(directory, "log_dir")
     name = name[0] if isinstance(name, list) else name
     if name is None or Path(name).exists() or place is None or Path(place).is_absolute():
         return name
@@ -105,18 +105,18 @@ def located(directory: str, key: str) -> str | None:
     return name
 
 
-def pretrained(experiment_dir: str) -> str:
+def pretrained_model(experiment_dir: str) -> str:
     """The pretrained model that an experiment goes back to. Raises: UsageError when args.json has none."""
-    before = "sft_experiment_dir" if stored(experiment_dir, "sft_experiment_dir") else "model_name"
-    name = located(experiment_dir, before)
+    before = "sft_experiment_dir" if stored_arg(experiment_dir, "sft_experiment_dir") else "model_name"
+    name = locate(experiment_dir, before)
     if name is None or name == "tiny":
         raise UsageError(f"--use_pretrained: {experiment_dir} did not start from a pretrained model")
-    return pretrained(name) if stored(name, "program") else name
+    return pretrained_model(name) if stored_arg(name, "program") else name
 
 
 def short_name(name: str) -> str:
     """Experiment name of an experiment dir, else the last part of the path."""
-    return stored(name, "experiment_name") or Path(name).name
+    return stored_arg(name, "experiment_name") or Path(name).name
 
 
 def labels(folders: Sequence[str]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
     models: dict[str, tuple[str, str]] = {}
     for folder in dict.fromkeys(folders):
         try:
-            models.setdefault(f"pretrained {Path(pretrained(folder)).name}", (pretrained(folder), folder))
+            models.setdefault(f"pretrained {Path(pretrained_model(folder)).name}", (pretrained_model(folder), folder))
         except UsageError:
             pass  # not an experiment, or one without a pretrained model
     for label, folder in labels(folders).items():
@@ -266,7 +266,7 @@ def discard_runs(folder: Path) -> None:
 def resumed_dir(resume_from: str, output_dir: str | None) -> Path:
     """The experiment dir of `--resume_from`. Raises: UsageError when `--output_dir` was given and is another one."""
     is_other = output_dir and Path(output_dir).resolve() != Path(resume_from).resolve()
-    if is_other and output_dir != stored(resume_from, "output_dir"):  # else the run has moved since
+    if is_other and output_dir != stored_arg(resume_from, "output_dir"):  # else the run has moved since
         raise UsageError(f"--output_dir {output_dir}: a resumed run goes on in {resume_from}; leave it out")
     return Path(resume_from)
 

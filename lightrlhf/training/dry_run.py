@@ -68,7 +68,7 @@ class DryRun:
         def keep(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             given = signature.bind(*positional, **named).arguments
             if self.fed[name] is None and torch.is_grad_enabled() and len(given["input_ids"]):
-                self.fed[name] = kept(given, output)
+                self.fed[name] = keep_batch(given, output)
 
         wrapped.register_forward_hook(keep, with_kwargs=True)
 
@@ -141,7 +141,7 @@ def texts_of_sample(row: Row, tokenizer: Any) -> list[str]:
     return ["", f"first sample: {score}{rewards}; {sampled}", text]
 
 
-def kept(given: Mapping[str, Any], output: Any) -> Fed:
+def keep_batch(given: Mapping[str, Any], output: Any) -> Fed:
     """A micro-batch by the arguments of a model's pass, and its output, whose gradient shows the scores in the loss."""
     names = ("input_ids", "attention_mask", "group")
     ids, mask, group = (None if given.get(n) is None else given[n].detach().cpu().clone() for n in names)

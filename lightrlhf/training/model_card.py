@@ -15,9 +15,9 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.hub import is_gguf, is_on_hub
-from lightrlhf.storage.gguf_files import described
-from lightrlhf.storage.hub import shown
-from lightrlhf.storage.run_dir import located, stored, stored_args
+from lightrlhf.storage.gguf_files import describe_file
+from lightrlhf.storage.hub import shorten_paths
+from lightrlhf.storage.run_dir import locate, stored_arg, stored_args
 from lightrlhf.training.provenance import versions
 
 STARTS = ("sft_experiment_dir", "model_name")  # flags of the model that a run starts from, the later stage first
@@ -80,7 +80,7 @@ def model_card(
     if given:
         lines += ["| given from Python | |", "|---|---|", *(f"| {name} | {kind} |" for name, kind in given.items()), ""]
     lines += ["## Flags", "", f"With {made}.", "", "| argument | value |", "|---|---|"]
-    lines += [f"| {name} | {shown(value)} |" for name, value in args.items() if value is not None]
+    lines += [f"| {name} | {shorten_paths(value)} |" for name, value in args.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -94,15 +94,15 @@ def lineage(args: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     if is_gguf(name):
         with suppress(UsageError):  # a file that is gone by now
-            return [(name, described(name))]
+            return [(name, describe_file(name))]
     elif not is_on_hub(name):
         with suppress(UsageError):
             if before := stored_args(name):
                 flag = next((flag for flag in STARTS if before.get(flag)), None)
-                data = f" on {quoted(before['data_dir'])}" if before.get("data_dir") else ""
-                line = f"{quoted(name)}, by `lightrlhf.{before.get('program')}`{data}"
-                return [*lineage({flag: located(name, flag)} if flag else {}), (name, line)]
-    return [(name, quoted(name))]
+                data = f" on {quote(before['data_dir'])}" if before.get("data_dir") else ""
+                line = f"{quote(name)}, by `lightrlhf.{before.get('program')}`{data}"
+                return [*lineage({flag: locate(name, flag)} if flag else {}), (name, line)]
+    return [(name, quote(name))]
 
 
 def licence(name: str, line: str) -> str | None:
@@ -127,12 +127,12 @@ def hub_datasets(folders: Any) -> list[str]:
     found = []
     for folder in folders if isinstance(folders, list) else [folders] if folders else []:
         with suppress(UsageError):
-            name = stored(folder, "dataset_name")
+            name = stored_arg(folder, "dataset_name")
             if isinstance(name, str) and is_on_hub(name):
                 found.append(name)
     return found
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     """Names as code, joined by +."""
-    return " + ".join(f"`{shown(one)}`" for one in (value if isinstance(value, list) else [value]))
+    return " + ".join(f"`{shorten_paths(one)}`" for one in (value if isinstance(value, list) else [value]))

@@ -29,7 +29,7 @@ from lightrlhf.storage.checkpoint import (
     set_aside,
     write_text,
 )
-from lightrlhf.storage.hub import shown
+from lightrlhf.storage.hub import shorten_paths
 from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.run_dir import (
     check_parent,
@@ -190,7 +190,7 @@ class RunFiles:
 
     def card(self, step: int, data: str, results: Metrics | None = None) -> str:
         """The model card after this step."""
-        names, title = " + ".join(map(shown, data.split(" + "))), self.args.experiment_name
+        names, title = " + ".join(map(shorten_paths, data.split(" + "))), self.args.experiment_name
         summary, flags = f"Trained by `lightrlhf.{self.program}` for {step} steps on `{names}`.", to_dict(self.args)
         return model_card(title, self.program, summary, flags, results or {}, dict(self.given))
 

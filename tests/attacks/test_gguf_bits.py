@@ -18,7 +18,7 @@ from helpers.gguf import infos
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models import gguf_writer
 from lightrlhf.models.names import quiet_libraries
-from lightrlhf.storage.gguf_files import opened, read_gguf
+from lightrlhf.storage.gguf_files import open_file, read_gguf
 
 ROW = "gguf bits"
 TYPES = ("f32", "f16", "q8_0", "q4_0")
@@ -57,7 +57,7 @@ def test_each_bit_of_kinds_and_offsets(type_name, contents, tmp_path, case):
     for name, (place, _, _) in infos(content).items():
         for bit in range(96):
             file.write_bytes(flipped(content, place, bit))
-            told = refusal(opened, file)
+            told = refusal(open_file, file)
             case(f"{type_name} {name} bit {bit}", bool(told) and "\n" not in told, told)
 
 
@@ -86,6 +86,6 @@ def test_numbers_of_entries_that_no_file_has(contents, tmp_path, case):
                 put = struct.pack("<IQ", kind, count)
                 file.write_bytes(content[:place] + put + content[place + len(put) :])
                 start = time.perf_counter()
-                told = refusal(opened, file)
+                told = refusal(open_file, file)
                 spent = time.perf_counter() - start
                 case(f"{key.decode()} {count} of kind {kind}", bool(told) and spent < 2, f"{spent:.2f} s {told}")

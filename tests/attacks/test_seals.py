@@ -20,7 +20,7 @@ from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import final_checkpoint, write_folder
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
-from lightrlhf.storage.run_dir import stored
+from lightrlhf.storage.run_dir import stored_arg
 
 ROW = "seals"
 STAGES = ("finetune", "preference", "prompts")
@@ -160,7 +160,7 @@ def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
         before = (mine / "args.json").read_bytes()
         for _ in range(12):
             flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
-            line = said(partial(stored, str(mine), "program"))
+            line = said(partial(stored_arg, str(mine), "program"))
             case(f"{mine.name}/args.json", "args.json is not what" in line or "args.json cannot be read" in line, line)
             (mine / "args.json").write_bytes(before)
     base = tmp_path / "run" / "base"

@@ -16,7 +16,7 @@ from lightrlhf.data import macro_parsers
 from lightrlhf.data.macro_parsers import (
     ParseError,
     Span,
-    checked,
+    check_spans,
     make_parser,
     parsed_segments,
     python_spans,
@@ -77,7 +77,7 @@ def trees(draw, start=0, end=40, depth=3):
 @settings(max_examples=60)
 @given(trees(), st.lists(st.integers(1, 40), min_size=1, max_size=30).map(sorted), st.integers(1, 6))
 def test_parsed_segments_tile_the_response_and_break_at_spans_only(tree, ends, cutoff):
-    starts = segment_starts(checked([tree], "x" * 40), ends, cutoff)
+    starts = segment_starts(check_spans([tree], "x" * 40), ends, cutoff)
     assert starts[0] == 0 and starts == sorted(set(starts))
     mask = torch.ones(1, len(ends), dtype=torch.bool)
     segments = macro.beginning_at(mask, [starts])
@@ -135,7 +135,7 @@ def test_textblob_finds_phrases_without_a_download(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", None)
     text = "The old man (Bob) will buy a new car in the city. He left!"
-    spans = checked(make_parser("textblob", None)(text), text)
+    spans = check_spans(make_parser("textblob", None)(text), text)
     found = list(texts_of(spans, text))
     assert {"The old man", "will buy a new car in the city", "in the city", "He left"} <= set(found)
     assert [text[s.start : s.end] for s in spans] == ["The old man (Bob) will buy a new car in the city.", "He left!"]
@@ -143,14 +143,14 @@ def test_textblob_finds_phrases_without_a_download(monkeypatch):
 
 def test_python_is_segmented_at_statements_and_expressions():
     text = "x = 1\nif x > 0:\n    print('é', x + 2)\n"
-    spans = checked(python_spans(text), text)
+    spans = check_spans(python_spans(text), text)
     assert [text[s.start : s.end] for s in spans] == ["x = 1", "if x > 0:\n    print('é', x + 2)"]
     assert {"x > 0", "print('é', x + 2)", "x + 2"} <= set(texts_of(spans, text))
 
 
 def test_a_program_that_does_not_parse_is_segmented_into_lines():
     text = "x = = 1\ny = 2\n"
-    assert [text[s.start : s.end] for s in checked(python_spans(text), text)] == ["x = = 1", "y = 2"]
+    assert [text[s.start : s.end] for s in check_spans(python_spans(text), text)] == ["x = = 1", "y = 2"]
     with pytest.raises(ParseError):
         python_spans("print((1\n")
 
@@ -205,4 +205,4 @@ def test_a_response_that_cannot_be_parsed_is_counted_and_segmented_by_the_fallba
 @pytest.mark.parametrize("spans", [[Span(0, 99)], [Span(0, 3), Span(2, 4)], [Span(0, 3, (Span(1, 4),))], [Span(2, 2)]])
 def test_spans_that_overlap_or_exceed_their_parent_are_an_error(spans):
     with pytest.raises(ParseError):
-        checked(spans, TEXT)
+        check_spans(spans, TEXT)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrlhf.data.mixtures import interleaved, mixed_order, mixed_shares
+from lightrlhf.data.mixtures import interleave, mixed_order, mixed_shares
 
 MIXTURES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 10)), min_size=2, max_size=4)
 
@@ -57,7 +57,7 @@ def test_a_share_is_rounded_to_the_largest_rest():
 @given(st.lists(st.lists(st.integers(), min_size=0, max_size=30), min_size=1, max_size=4))
 def test_interleaved_rows_are_all_rows_and_spread_evenly(sets):
     labelled = [[(number, i) for i in range(len(rows))] for number, rows in enumerate(sets)]
-    found = interleaved(labelled)
+    found = interleave(labelled)
     assert sorted(found) == sorted(row for rows in labelled for row in rows)
     for number, rows in enumerate(labelled):
         assert [row for row in found if row[0] == number] == rows
@@ -68,4 +68,4 @@ def test_interleaved_rows_are_all_rows_and_spread_evenly(sets):
 
 @pytest.mark.parametrize("rows", [[], [1, 2, 3]])
 def test_one_set_stays_as_it_is(rows):
-    assert interleaved([rows]) == rows
+    assert interleave([rows]) == rows

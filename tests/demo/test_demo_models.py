@@ -35,7 +35,7 @@ from lightrlhf.demo.summaries import summary_fields, summary_prompt
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.run_dir import choices, located
+from lightrlhf.storage.run_dir import choices, locate
 
 DEVICE = torch.device("cpu")
 TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello."}]
@@ -215,9 +215,9 @@ def test_paths_of_an_experiment_are_found_from_elsewhere(tmp_path, monkeypatch):
     (run / "args.json").write_text(json.dumps({"log_dir": "out/logs", "data_dir": "data", "ref_model": "gone"}))
     reseal(run)
     monkeypatch.chdir(tmp_path)
-    assert located(str(run), "data_dir") == str(data)
-    assert located(str(run / "checkpoint-000001"), "data_dir") == str(data)
-    assert located(str(run), "ref_model") == "gone" and located(str(run), "model_name") is None
+    assert locate(str(run), "data_dir") == str(data)
+    assert locate(str(run / "checkpoint-000001"), "data_dir") == str(data)
+    assert locate(str(run), "ref_model") == "gone" and locate(str(run), "model_name") is None
     assert list(choices([str(run)])) == ["2026"]
 
 

@@ -17,7 +17,7 @@ from lightrlhf.data.splits import load_split
 from lightrlhf.evaluation import answers
 from lightrlhf.maths.ops import wilson_interval, win_rate
 from lightrlhf.storage.results import write_results
-from lightrlhf.storage.run_dir import pretrained
+from lightrlhf.storage.run_dir import pretrained_model
 
 BY_TURN = ["--by_turn", "True"]
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
@@ -242,7 +242,7 @@ def test_use_pretrained_is_row_zero_and_not_what_wins_are_counted_against(sft, b
 
 
 def test_the_pretrained_model_is_found_through_the_chain(rm_dir, base_model):
-    assert pretrained(rm_dir) == str(base_model)
+    assert pretrained_model(rm_dir) == str(base_model)
 
 
 def test_num_samples_and_split(sft, cafe_data):

@@ -240,7 +240,7 @@ def test_the_largest_error_of_a_type_is_one_and_not_much_more(type_name):
 
 def broken_weights(monkeypatch):
     """Query and key rows are left in transformers' order."""
-    monkeypatch.setattr(gguf_writer, "interleaved", lambda value, heads: value)
+    monkeypatch.setattr(gguf_writer, "interleave_halves", lambda value, heads: value)
 
 
 def broken_rope(monkeypatch):

@@ -15,11 +15,11 @@ from lightrlhf.storage.curves import (
     columns,
     curves_of,
     differences,
-    joined,
+    join_columns,
     over_seeds,
     seed_groups,
     smooth,
-    thinned,
+    thin,
 )
 
 
@@ -44,9 +44,9 @@ def test_columns_are_finite_numbers_by_step_and_the_last_of_a_step_counts():
 def test_of_a_resumed_run_the_last_folder_counts_where_they_share_a_step():
     begun = columns([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 99.0, "older": 5.0}])
     went_on = columns([{"step": 2, "loss": 2.0}, {"step": 2, "val": 7.0}, {"step": 3, "loss": 3.0}])
-    whole = {name: points(own) for name, own in joined([begun, went_on]).items()}
+    whole = {name: points(own) for name, own in join_columns([begun, went_on]).items()}
     assert whole == {"loss": {1: 1.0, 2: 2.0, 3: 3.0}, "val": {2: 7.0}}
-    assert points(joined([begun])["older"]) == {2: 5.0}
+    assert points(join_columns([begun])["older"]) == {2: 5.0}
 
 
 def test_means_and_standard_errors_over_the_seeds_that_have_a_value():
@@ -99,8 +99,8 @@ def test_smooth_keeps_length_ends_and_straight_lines():
 @pytest.mark.parametrize("number", [4, 5, 1000, 1001, 50_000])
 def test_a_thinned_line_is_short_and_keeps_ends_lowest_and_highest(number):
     values = np.random.default_rng(number).normal(size=number)
-    kept = thinned(values, 1000)
+    kept = thin(values, 1000)
     assert len(kept) <= 1000 and (len(kept) == number or number > 1000)
     assert {0, number - 1, int(values.argmin()), int(values.argmax())} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
-    assert len(thinned(values, 4)) <= 4
+    assert len(thin(values, 4)) <= 4

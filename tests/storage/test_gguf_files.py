@@ -28,7 +28,7 @@ from lightrlhf.models import gguf_writer
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.storage import gguf_files
 from lightrlhf.storage.checkpoint import damage
-from lightrlhf.storage.gguf_files import FOLDER, described, from_gguf
+from lightrlhf.storage.gguf_files import FOLDER, describe_file, from_gguf
 from lightrlhf.storage.locks import LOCK
 
 HUGE, LARGE = 2**60, 2**31
@@ -212,7 +212,7 @@ def test_a_kind_of_the_same_size_as_that_of_the_file(source, tmp_path):
     for type_name, other in (("f16", 30), ("bf16", 1), ("q4_0", 20)):
         file = tmp_path / f"{type_name}.gguf"
         gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, type_name, "tiny")
-        gguf_files.opened(file, "it")
+        gguf_files.open_file(file, "it")
         content = file.read_bytes()
         file.write_bytes(with_infos(content, {QUERY: (other, infos(content)[QUERY][2])}))
         refused(file, f"its general.file_type is {type_name.upper()}")
@@ -391,7 +391,7 @@ def test_the_code_of_a_template_is_not_run(write, tmp_path):
 
 
 def test_a_tokenizer_that_is_read_with_other_ids(write, monkeypatch):
-    read = gguf_files.completed
+    read = gguf_files.complete_tokenizer
 
     def swapped(tokenizer, stored):
         tokens = list(stored[TOKENS])
@@ -403,7 +403,7 @@ def test_a_tokenizer_that_is_read_with_other_ids(write, monkeypatch):
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
     file = write()
-    monkeypatch.setattr(gguf_files, "completed", swapped)
+    monkeypatch.setattr(gguf_files, "complete_tokenizer", swapped)
     refused(file, "2 of its 400 tokens get another id", INTACT)
 
 
@@ -416,7 +416,7 @@ def test_names_of_files(write, tmp_path, monkeypatch):
     (tmp_path / "link.gguf").symlink_to(odd)
     monkeypatch.setenv("HOME", str(odd.parent))
     folder = from_gguf(str(odd))
-    assert damage(folder) is None and folder.name.startswith(odd.stem) and odd.name in described(str(odd))
+    assert damage(folder) is None and folder.name.startswith(odd.stem) and odd.name in describe_file(str(odd))
     assert from_gguf(f"~/{odd.name}") == folder
     assert AutoModelForCausalLM.from_pretrained(from_gguf(str(tmp_path / "link.gguf"))).config.hidden_size == 32
     (tmp_path / "folder.gguf").mkdir()

@@ -14,7 +14,7 @@ from lightrlhf.data.splits import load_split, save_split
 from lightrlhf.models.names import resolve
 from lightrlhf.storage import seals
 from lightrlhf.storage.checkpoint import is_sealed, save_checkpoint, verify_checkpoint
-from lightrlhf.storage.run_dir import stored
+from lightrlhf.storage.run_dir import stored_arg
 
 ROWS = [{"prompt_len": 1, "input_ids": [5, 6, 7], "targets": torch.tensor([-100, 6, 7])}]
 
@@ -110,8 +110,8 @@ def test_a_linked_or_renamed_checkpoint_is_checked_and_a_foreign_folder_is_not(t
 
 def test_changed_arguments_of_a_run_are_noticed(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.1}))
-    assert stored(str(tmp_path), "beta") == 0.1
+    assert stored_arg(str(tmp_path), "beta") == 0.1
     seals.seal(tmp_path, ["args.json"])
     (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.3}))
     with error_naming(UsageError, "args.json", "python -m"):
-        stored(str(tmp_path), "beta")
+        stored_arg(str(tmp_path), "beta")

@@ -24,7 +24,7 @@ from lightrlhf.cli.latest import follow_latest
 from lightrlhf.plot import PlotArgs
 from lightrlhf.rm import RMArgs
 from lightrlhf.storage.locks import LOCK
-from lightrlhf.storage.run_dir import labels, link_latest, located, stored
+from lightrlhf.storage.run_dir import labels, link_latest, locate, stored_arg
 from lightrlhf.storage.temporary import temporary_path
 from lightrlhf.training.iterated_dir import kept_if_started, open_directory
 from lightrlhf.training.run import Run
@@ -191,7 +191,7 @@ def test_each_run_and_stage_links_itself_and_a_resumed_one_keeps_the_link(cafe_d
     assert sft.main(["--resume_from", str(link), "--max_steps", "2"]) == str(first)
     assert [row["step"] for row in metrics(first)][-1] == 2
     second = Path(sft.main([*flags, "--model_name", str(link)]))
-    assert os.readlink(link) == second.name and stored(str(second), "model_name") == str(first)
+    assert os.readlink(link) == second.name and stored_arg(str(second), "model_name") == str(first)
     sft.main(["--resume_from", str(first), "--max_steps", "3"])
     assert os.readlink(link) == second.name
     assert "latest" not in (second / "README.md").read_text()
@@ -268,7 +268,7 @@ def test_a_relative_path_is_found_from_where_the_run_began(tmp_path, monkeypatch
     (tmp_path / "work" / "data").mkdir()
     (run / "args.json").write_text(json.dumps({"output_dir": "runs/mine", "log_dir": "logs", "data_dir": "data"}))
     monkeypatch.chdir(tmp_path)
-    assert located(str(run), "data_dir") == str(tmp_path / "work" / "data")
+    assert locate(str(run), "data_dir") == str(tmp_path / "work" / "data")
 
 
 def test_programs_in_iterations_refuse_it_too(base_model, tmp_path):

@@ -18,7 +18,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.sft import SFTArgs
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.run_dir import located
+from lightrlhf.storage.run_dir import locate
 
 FLAGS = ["--mini_batch_size", "6", "--micro_batch_size", "3", "--log_interval", "1", "--learning_rate", "1e-2", *CPU]
 PPO_FLAGS = ["--rollout_size", "6", "--mini_batch_size", "6", "--micro_batch_size", "3", "--max_new_tokens", "4"]
@@ -119,7 +119,7 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
         (tmp_path / "args.json").write_text(json.dumps({"program": "sft", "data_dir": stored}))
         reseal(tmp_path)
         assert parse(SFTArgs, ["--resume_from", str(tmp_path)]).data_dir == stored
-        assert located(str(tmp_path), "data_dir") == "a"
+        assert locate(str(tmp_path), "data_dir") == "a"
     assert not hasattr(args_class("lightrlhf.online_dpo"), "data_dirs")
 
 
