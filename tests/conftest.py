@@ -18,6 +18,8 @@ from helpers import CAFE_SIZES, CPU, ROOT, environment, forks, processes, reseal
 from helpers.servers import Scripted
 from hypothesis import settings
 
+from lightrlhf.cli.patience import DEFAULTS
+
 os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # ranks and servers import tests/helpers, too
 
 torch.set_num_threads(1)
@@ -37,6 +39,13 @@ def pytest_collection_modifyitems(items):
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _usual_patience(monkeypatch):
+    """Restore how long programs wait for others, which `helpers.servers.wait_at_most` changes."""
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "")
 
 
 @pytest.fixture(autouse=True)

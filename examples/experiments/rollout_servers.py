@@ -125,7 +125,7 @@ def sampler(args: RolloutServersArgs, folder: Path, arm: str) -> Iterator[dict[s
             yield {}
             return
         with serving(args, folder, ARMS[arm]["engine"], others) as url:
-            yield {"rollout_server": [url], "health_timeout": PATIENCE} | flags
+            yield {"rollout_server": [url]} | flags
     finally:
         bind(set(cores))
         if before is None:

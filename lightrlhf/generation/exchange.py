@@ -26,27 +26,38 @@ from lightrlhf.storage.temporary import left, new_mark
 from lightrlhf.storage.writing import make_folder, writing
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
-KEPT = 2  # versions
+FOLDER = "LIGHTRLHF_EXCHANGE_DIR"  # environment variable that names another folder
+KEPT, ROOM = 2, 1.05  # versions, and their size beside their numbers
 PREFIX = "lightrlhf"
 
 
-class Exchange:
-    """The folder of one trainer below `--exchange_dir`; versions of it begin with a token of its own.
+def choose_root(size: int) -> Path:
+    """Folder that the servers see, for versions of `size` bytes.
 
-    folder: a memory file system when not given, else the system's temporary folder.
+    It is the one of LIGHTRLHF_EXCHANGE_DIR, which servers on other machines need; else a file system in memory that has
+    room for the versions that are kept; else the temporary folder (TMPDIR).
+    """
+    if named := os.environ.get(FOLDER):
+        return Path(named)
+    has_room = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM * KEPT * size
+    return MEMORY if has_room else Path(tempfile.gettempdir())
+
+
+class Exchange:
+    """The folder of one trainer below `root`; versions of it begin with a token of its own.
+
     Raises: UsageError when it cannot be written.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
-        memory = str(MEMORY) if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
-        self.root = Path(folder or memory).resolve()
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
         mark = new_mark()
         self.token = mark.rpartition("-")[2]
-        with writing(f"--exchange_dir {self.root}", error=UsageError):
+        with writing(self.name, error=UsageError):
             make_folder(self.root)
         self._remove_left()
         self.folder = self.root / f"{PREFIX}-{mark}"
-        lock = lock_folder(self.folder, "--exchange_dir")
+        lock = lock_folder(self.folder, "the exchange folder")
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
         self.folder.chmod(0o755)  # a server may run as another user
 
@@ -62,7 +73,7 @@ class Exchange:
         mine = sorted(self.folder.glob("version-*"), key=lambda path: path.stat().st_mtime_ns)
         for old in mine[: 1 - KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        with writing(f"--exchange_dir {self.root}"):  # neither hashed nor synchronised: no one reads it after a crash
+        with writing(self.name):  # neither hashed nor synchronised: no one reads it after a crash
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             export_for_servers(policy, partial, base_dir, as_adapter)
@@ -76,15 +87,17 @@ class Exchange:
         self._end()
 
     def _check_space(self, policy: Policy) -> None:
-        least = 4 if is_held(policy.model) else 1  # merged weights are float32
-        tensors = policy.model.state_dict().values()
-        needed = sum(tensor.numel() * max(tensor.element_size(), least) for tensor in tensors)
-        free = shutil.disk_usage(self.root).free
-        if free < needed * 1.05:
+        needed, free = version_bytes(policy), shutil.disk_usage(self.root).free
+        if free < needed * ROOM:
             raise UsageError(
-                f"--exchange_dir {self.root} has {free / 2**30:.1f} GiB free, the weights take up to "
-                f"{needed / 2**30:.1f} GiB a version; name a folder with more room that the servers see"
+                f"{self.name} has {free / 2**30:.1f} GiB free, the weights take up to {needed / 2**30:.1f} GiB a "
+                f"version; free space there, or name in {FOLDER} a folder with more room that the servers see"
             )
+
+    @property
+    def name(self) -> str:
+        """The folder, as errors name it."""
+        return f"weights for servers: {self.root}"
 
     def _remove_left(self) -> None:
         """Remove folders of trainers of this machine that were killed: their processes and locks are gone."""
@@ -95,6 +108,12 @@ class Exchange:
                 lock = Lock(folder / LOCK, str(folder))  # a lock of its own, which this process does not have either
                 if lock.handle is not None:  # where there are no locks nothing says whether the trainer lives
                     _remove(folder, lock, os.getpid())
+
+
+def version_bytes(policy: Policy) -> int:
+    """Bytes of the weights that a server loads, at most."""
+    least = 4 if is_held(policy.model) else 1  # merged weights are float32
+    return sum(tensor.numel() * max(tensor.element_size(), least) for tensor in policy.model.state_dict().values())
 
 
 def _remove(folder: Path, lock: Lock, owner: int) -> None:

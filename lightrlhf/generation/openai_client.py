@@ -24,8 +24,8 @@ from typing import Any
 
 from lightrlhf.cli.addresses import check_address
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.cli.fields import at_least, flag
-from lightrlhf.cli.groups import TimeoutArgs
+from lightrlhf.cli.fields import Args, at_least, flag
+from lightrlhf.cli.patience import REQUEST, SERVER, patience
 from lightrlhf.generation.server_client import (
     HEALTH_DEADLINE,
     Busy,
@@ -38,6 +38,7 @@ from lightrlhf.generation.server_client import (
     retry,
 )
 
+MAX_ATTEMPTS = 8  # at a request, after which the program fails
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
 # by finish_reason: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
 TRUNCATED = {"stop": False, "eos_token": False, "stop_sequence": False, "eos": False, "end_turn": False}
@@ -46,15 +47,13 @@ NO_ANSWER = ("content_filter", "tool_calls", "function_call")  # ends that anoth
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteArgs(TimeoutArgs):
+class RemoteArgs(Args):
     """OpenAI-compatible servers."""
 
     base_url: list[str] = flag([], check=partial(check_address, example="http://localhost:8000/v1"))
     """Addresses of the servers up to `/v1`, used in turn; the key is read from OPENAI_API_KEY."""
     max_workers: int = at_least(1, 16, show="rarely")
     """Concurrent requests."""
-    max_attempts: int = at_least(1, 8, show="rarely")
-    """Attempts per request until the program fails."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Servers:
 
     def __init__(self, args: RemoteArgs, model: str, first_wait: float = 1.0) -> None:
         self.args, self.model, self.first_wait = args, model, first_wait
-        self.http = HttpThread(args.request_timeout)
+        self.http = HttpThread(patience(REQUEST))
         self.clients = [ServerClient(self.http, url, "--base_url") for url in args.base_url]
         self.told: set[str] = set()  # other models' names in answers
         self.slots = asyncio.Semaphore(args.max_workers)
@@ -93,9 +92,9 @@ class Servers:
     def wait_until_healthy(self) -> None:
         """Wait until every server answers `/health`, or `/v1/models` where there is no such path.
 
-        Raises: RunFailure naming a server that does not within `--health_timeout`, or that refuses the key.
+        Raises: RunFailure naming a server that does not in time, or that refuses the key.
         """
-        timeout = self.args.health_timeout
+        timeout = patience(SERVER)
         for client in self.clients:
             look = partial(client.check_health, min(HEALTH_DEADLINE, timeout))
             self.http.start(client.wait_until(look, timeout)).result()
@@ -136,12 +135,12 @@ class Servers:
 
         async with self.slots:
             try:
-                return await retry(attempt, self.args.max_attempts, self.first_wait, jitter=self.first_wait)
+                return await retry(attempt, MAX_ATTEMPTS, self.first_wait, jitter=self.first_wait)
             except Unanswered as problem:
                 return Reply(error=str(problem))
             except Busy as problem:
                 raise RunFailure(
-                    f"{client.name} failed {self.args.max_attempts} times, last with: {message_of(problem)}; "
+                    f"{client.name} failed {MAX_ATTEMPTS} times, last with: {message_of(problem)}; "
                     "complete rows are kept, run the same command to resume"
                 ) from None
 
@@ -149,7 +148,7 @@ class Servers:
         chat = "messages" in request
         path = client.api + ("/chat/completions" if chat else "/completions")
         try:
-            answer = await client.ask(path, {"model": self.model, **request}, self.args.request_timeout)
+            answer = await client.ask(path, {"model": self.model, **request}, patience(REQUEST))
         except RefusedRequest as problem:
             return Reply(error=problem.reason)
         reply = reply_of(answer, chat)

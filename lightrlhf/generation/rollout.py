@@ -126,7 +126,7 @@ def refuse_gap(served: ServedPolicy, batch: SampledBatch) -> None:
     args, run = served.args, served.run
     metrics = gap_metrics(served.ranks, batch, args)
     rounds = run is not None and compute_dtype(run.args) != torch.float32
-    limit = args.max_sampling_kl or (1e-2 if rounds else 1e-6)
+    limit = 1e-2 if rounds else 1e-6
     if not metrics["sampling/kl"] <= limit:
         where = f" at step {run.step + 1}" if run else ""
         raise ServersGone(

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightrlhf.cli.errors import RunFailure, ServersGone, UsageError
 from lightrlhf.data.batch import SampledBatch
 from lightrlhf.generation.engine import Completions
-from lightrlhf.generation.exchange import Exchange
+from lightrlhf.generation.exchange import Exchange, choose_root, version_bytes
 from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
@@ -177,10 +177,7 @@ class ServedPolicy:
         for url, settings in self.servers.settings():
             dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
             if dtype != precision:
-                return (
-                    f"{url} computes in {dtype}, this run in {precision}: start it with --dtype {precision}, or allow "
-                    f"the gap by a --max_sampling_kl above it"
-                )
+                return f"{url} computes in {dtype}, this run in {precision}: start it with --dtype {precision}"
         if self.args.temperature != 1 or rollout.sampling_gap is None or self.only_labels:  # servers score whole texts
             return "check that servers have the run's model and --dtype, and reset their prefix caches"
         first = rollout.select(slice(0, CHECKED_ROWS))
@@ -230,7 +227,7 @@ class ServedPolicy:
                         f"--rollout_server {url} reports log-probabilities of another distribution than it samples "
                         f"from (logprobs_mode {mode}); start it with --logprobs-mode processed_logprobs"
                     )
-            self.exchange = Exchange(args.exchange_dir)
+            self.exchange = Exchange(choose_root(version_bytes(self.policy)))
         except BaseException:
             self.servers.close()
             raise

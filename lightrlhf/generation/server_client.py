@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.patience import SERVER
 
 if TYPE_CHECKING:
     import httpx2
@@ -216,7 +217,7 @@ class ServerClient:
                 if time.monotonic() > end:
                     raise RunFailure(
                         f"{self.name} did not answer within {seconds:g} s ({message_of(problem)}); "
-                        "start a server at this address, or give a longer --health_timeout"
+                        f"start a server at this address, or set a longer {SERVER}"
                     ) from None
             await asyncio.sleep(min(PROBE_SECONDS, seconds / 10))
 

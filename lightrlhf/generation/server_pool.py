@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, ServersGone
 from lightrlhf.cli.groups import SamplingArgs, ServerArgs
+from lightrlhf.cli.patience import REQUEST, SERVER, patience
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.server_client import (
     PROBE_SECONDS,
@@ -49,15 +50,15 @@ class RolloutServers:
     """The servers of `--rollout_server`, as one sampler.
 
     vocabulary: number of token ids that the model has; a response with another one is refused.
-    Raises: RunFailure when one does not answer within `--health_timeout`, is neither vLLM nor `lightrlhf.serve`, or
+    Raises: RunFailure when one does not answer in time, is neither vLLM nor `lightrlhf.serve`, or
     refuses the key.
     """
 
     def __init__(self, args: ServerArgs, vocabulary: int = 2**31) -> None:
         self.args, self.vocabulary = args, vocabulary
-        self.http = HttpThread(args.request_timeout)
+        self.http = HttpThread(patience(REQUEST))
         clients = [ServerClient(self.http, url, "--rollout_server") for url in args.rollout_server]
-        self.servers = [VLLM(client, args.request_timeout) for client in clients]
+        self.servers = [VLLM(client, patience(REQUEST)) for client in clients]
         self.outages: dict[VLLM, str] = {}  # why a server is left out
         self.last_seen = 0.0  # when some server was in use
         self.target: Target | None = None
@@ -88,7 +89,7 @@ class RolloutServers:
 
         uniforms: (B, max_new_tokens); our own server samples with them, others draw numbers of their own; allowed: the
         only tokens that may be sampled, for each prompt, log-probabilities are then over them.
-        The future raises: ServersGone when no server is left for `--health_timeout`, RunFailure for what no server
+        The future raises: ServersGone when no server is left for long, RunFailure for what no server
         would answer.
         """
         return self.http.start(self._sample(list(prompts), args, {*ends, *args.eos_ids}, uniforms, allowed))
@@ -124,7 +125,7 @@ class RolloutServers:
         return [server for server in self.servers if server not in self.outages]
 
     async def _connect(self) -> None:
-        timeout = self.args.health_timeout
+        timeout = patience(SERVER)
         await asyncio.gather(*(server.client.wait_until(server.connect, timeout) for server in self.servers))
 
     async def _score(self, texts: list[list[int]]) -> list[tuple[str, list[list[float]]]]:
@@ -227,7 +228,7 @@ class RolloutServers:
     async def _wait_for(self, server: VLLM) -> None:
         """Wait until a server is not left out. Raises: ServersGone when all of them have been for long."""
         while server in self.outages:
-            seconds = self.args.health_timeout
+            seconds = patience(SERVER)
             if not self._usable() and time.monotonic() - self.last_seen > seconds:
                 reasons = "; ".join(f"{server.client.url}: {reason}" for server, reason in self.outages.items())
                 raise ServersGone(f"no --rollout_server has answered for {seconds:g} s ({reasons})")

@@ -21,7 +21,7 @@ Steps = NDArray[np.int64]
 NO_SETTINGS = {  # arguments that change no number, or that runs of one setting differ by
     *("seed", "experiment_name", "log_dir", "output_dir", "resume_from", "logger", "wandb_project", "profile"),
     *("push_to_hub", "verify", "save_interval", "save_minutes", "keep_last", "log_rollouts"),
-    *("ddp_timeout", "versions", "git_commit", "began"),
+    *("versions", "git_commit", "began"),
 }
 SEED_OR_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*|seed[-_=]?\d+")  # in a path, as of a model to start from
 

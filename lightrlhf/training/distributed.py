@@ -24,6 +24,7 @@ from torch import nn
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import DeviceArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.loading import find_device
@@ -117,7 +118,7 @@ def processes(args: DeviceArgs) -> tuple[int, int]:
 def _strategy(args: TrainArgs, world_size: int) -> Any:
     from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 
-    timeout = timedelta(seconds=args.ddp_timeout + COLLECTIVE_GRACE)
+    timeout = timedelta(seconds=patience(RANK) + COLLECTIVE_GRACE)
     if args.strategy == "fsdp":
         size = getattr(args, "tensor_parallel", 1)
         return ModelParallelStrategy(shard_layers, world_size // size, tensor_parallel_size=size, timeout=timeout)
@@ -140,7 +141,7 @@ def launch(fabric: Any, args: TrainArgs) -> None:
         fabric.launch()
     except torch.distributed.DistError as problem:
         line = " ".join(str(problem).split())[:200]
-        raise RunFailure(f"the ranks did not all start within --ddp_timeout {args.ddp_timeout} s: {line}") from None
+        raise RunFailure(f"the ranks did not all start within {RANK} {patience(RANK):g} s: {line}") from None
     leave_at_exit()
 
 

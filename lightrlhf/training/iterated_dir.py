@@ -39,9 +39,15 @@ from lightrlhf.training.resume import read_checkpoint
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
 from lightrlhf.training.summary import describe_device, describe_model, lines, planned_results
 
-SERVERS = ("rollout_server", "exchange_dir", "request_timeout", "health_timeout", "max_sampling_kl")
 NO_EFFECT = ("save_minutes", "save_interval", "keep_last", "log_interval")  # any value gives the same models
-FREE = ("resume_from", "iterations", "stage", "dry_run", *NO_EFFECT, *SERVERS)  # may change when a run is resumed
+FREE = (
+    "resume_from",
+    "iterations",
+    "stage",
+    "dry_run",
+    "rollout_server",
+    *NO_EFFECT,
+)  # may change when a run is resumed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.training.best import Best
@@ -73,7 +74,7 @@ class Run(Generic[AnyArgs]):
         args, self.ranks = self.args, Ranks(fabric, self.args)
         self.files = RunFiles(args, self.ranks, program, self.given, data)
         if self.ranks.num_processes > 1:
-            self.ranks.watchdog = RankWatchdog(fabric, args.ddp_timeout, self.files.last_good)
+            self.ranks.watchdog = RankWatchdog(fabric, patience(RANK), self.files.last_good)
             check_same(fabric, args)
         seed_everything(args.seed, verbose=False)
         began, self.resumed = self.files.resume()

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from lightrlhf.cli.patience import RANK
+
 HEARTBEAT_SECONDS = 2.0  # seconds between two signs of life
 HEARTBEAT_TIMEOUT = 40.0  # a rank that gave none for so long is gone; long enough for a thread that gets no turn
 SUSPECT_TIMEOUT = 4 * HEARTBEAT_SECONDS  # the same once a collective has failed
@@ -119,7 +121,7 @@ class RankWatchdog(threading.Thread):
                     f"rank {silent[0]} is gone (killed, or its machine is); last seen at {reports[silent[0]]['where']}"
                 )
             if self.waiting_since and now - self.waiting_since > self.patience:
-                self._end(f"{_late(reports)} within --ddp_timeout {self.patience:g} s")
+                self._end(f"{_late(reports)} within {RANK} {self.patience:g} s")
             if self.failure:
                 failed_since = failed_since or now
                 if now - failed_since > 2 * SUSPECT_TIMEOUT:

@@ -71,7 +71,7 @@ def first_answer(served: ServedRuns, before: int) -> float:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_of_two_servers_is_killed_at_a_random_time(program, runs, servers, tmp_path, case):
-    served = ServedRuns(runs, program, tmp_path, servers(2), "--health_timeout", 60)
+    served = ServedRuns(runs, program, tmp_path, servers(2), patience=60.0)
     whole, seconds = left_alone(served)
     rng = random.Random(f"{kill_seed()} {program}")
     for number in range(KILLS):
@@ -112,7 +112,7 @@ def test_one_of_two_servers_is_killed_at_a_random_time(program, runs, servers, t
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_all_servers_are_killed_and_the_run_goes_on_when_they_are_back(program, runs, servers, tmp_path, case):
-    served = ServedRuns(runs, program, tmp_path, servers(1), "--health_timeout", 0.5)
+    served = ServedRuns(runs, program, tmp_path, servers(1), patience=0.5)
     whole, seconds = left_alone(served)
     rng = random.Random(f"{kill_seed()} {program} all")
     for number in range(GONE):

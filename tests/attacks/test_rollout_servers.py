@@ -37,7 +37,7 @@ def no_waiting(monkeypatch):
 def outcome(tmp_path, *servers: FakeVLLM) -> str:
     """Whether the responses are right, or the line that says why there are none."""
     try:
-        with Client(tmp_path, *servers, request_timeout=0.5, health_timeout=2.0) as client:
+        with Client(tmp_path, *servers, request=0.5, server=2.0) as client:
             return "right" if client.sample() == right() else "WRONG responses"
     except RunFailure as problem:
         named = servers[0].url in str(problem) and "\n" not in str(problem)

@@ -8,7 +8,7 @@ import time
 import zlib
 
 import pytest
-from helpers.servers import RawServer, reply
+from helpers.servers import RawServer, reply, wait_at_most
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
@@ -121,7 +121,8 @@ ENDING = {code: reply(b'{"choices": [%s]}' % json.dumps(choice()).encode(), {"Lo
 
 
 def client(server, **options) -> Servers:
-    options = {"request_timeout": 1.5, "health_timeout": 5.0, "max_attempts": 3, "max_workers": 2} | options
+    wait_at_most(1.5, 5.0)
+    options = {"max_workers": 2} | options
     return Servers(RemoteArgs(base_url=[server.url], **options), "tiny", first_wait=0.01)
 
 
@@ -231,7 +232,8 @@ def test_nothing_is_lost_or_wrong_after_the_server_heals(case, program, tmp_path
         folder = tmp_path / name.replace(" ", "_")
         write_jsonl(folder / "p.jsonl", [{"prompt": text} for text in QUESTIONS])
         sick = {text: [script] * 99 for text in QUESTIONS[2:]}
-        remote = ["--request_timeout", 2, "--max_attempts", 2, "--max_workers", 2]
+        wait_at_most(2.0, 600.0)
+        remote = ["--max_workers", 2]
         if program == "generate":
             flags = ["--prompts_file", folder / "p.jsonl", "--output_file", folder / "r.jsonl", "--model_name", "tiny"]
             flags += ["--rollout_engine", "openai", *remote]
@@ -285,7 +287,7 @@ def test_nothing_is_lost_or_wrong_after_the_server_heals(case, program, tmp_path
         else:
             dialogues = [Dialogue(n, [{"role": "user", "content": text}], {}) for n, text in enumerate(QUESTIONS)]
             with RawServer({"": [script] * 999}) as server:
-                args = RemoteArgs(base_url=[server.url], max_attempts=2, request_timeout=2.0)
+                args = RemoteArgs(base_url=[server.url])
                 with Servers(args, "tiny") as servers:
                     user = ServedUser(servers, 1.0, 8)
                     try:

@@ -37,7 +37,10 @@ class Case:
 # ------------------------------------------------------------------------------------------- the base and this tree
 PROGRAMS: dict[str, str] = {"kto": "dpo"}
 """Programs by what does their work in a tree without them."""
-FLAGS: list[tuple[str, str, str]] = []
+FLAGS: list[tuple[str, str, str]] = [
+    (".*", "--rollout_server {server0}", "--rollout_server {server0} --exchange_dir {work}/exchange"),
+    ("ppo|grpo", "--eval_interval 0 --save_interval 100", "--eval_interval 0 --health_timeout 0.5 --save_interval 100"),
+]
 """Flags that the base has otherwise: (pattern of programs, words here, words in the base); "" for none."""
 MOVED: dict[str, str] = {}
 """Names in records that the base has otherwise: pattern to name here, "" for what is not compared; see `records.py`."""
@@ -225,7 +228,7 @@ def variants() -> Iterator[Case]:
 
 def served() -> Iterator[Case]:
     """Runs whose responses a server samples: at the weights of the step, one behind, and killed between two steps."""
-    one = "--rollout_server {server0} --exchange_dir {work}/exchange --rollout_mini_batch_size 32"
+    one = "--rollout_server {server0} --rollout_mini_batch_size 32"
     for program in SAMPLING:
         more = "" if program in ITERATED else quiet(program)
         for staleness in (0, 1) if program in ("ppo", "grpo") else (0,):
@@ -234,9 +237,9 @@ def served() -> Iterator[Case]:
             name = f"{program}/served-{staleness}"
             yield Case(name, (step(program, one, stale),), servers=1, served=model, slow=True)
     for program, staleness in (("grpo", 0), ("grpo", 1), ("ppo", 0), ("ppo", 1)):
-        more = f"--max_staleness {staleness} --eval_interval 0 --health_timeout 0.5 --save_interval 100"
+        more = f"--max_staleness {staleness} --eval_interval 0 --save_interval 100"
         killer = "--reward_function freeze_functions:kills_a_server"
-        variables = {"FREEZE_SERVER": "{pid0}", "FREEZE_CALL": "3"}
+        variables = {"FREEZE_SERVER": "{pid0}", "FREEZE_CALL": "3", "LIGHTRLHF_SERVER_TIMEOUT": "0.5"}
         dies = step(program, one, more, killer, status=1, variables=variables)
         name = f"{program}/server_killed-{staleness}"
         yield Case(name, (dies, resume(program)), servers=1, slow=True)
@@ -269,7 +272,7 @@ def tools() -> Iterator[Case]:
     yield Case("generate/dry", (tool("generate", f"{generate} --dry_run True", ONE, printed=True),))
     ranks = f"{generate} --devices 2"
     yield Case("generate/ranks", (tool("generate", ranks, ONE, ranks=2),), slow=True)
-    served = f"{generate} --rollout_server {{server0}} --exchange_dir {{work}}/exchange"
+    served = f"{generate} --rollout_server {{server0}}"
     yield Case("generate/served", (tool("generate", served, ONE),), servers=1, slow=True)
     yield Case("generate/openai", (tool("generate", f"{generate} {at}", ONE),), servers=1, slow=True)
     rewards = f"{VOWELS} --num_generations 2 --pass_k 1 2 --pass_threshold 2 --rouge True"

@@ -196,7 +196,7 @@ def server():
 
 def test_a_served_model_speaks_as_the_user(policy, tokenizer, server):
     url, asked = server
-    args = UserArgs(user_model="guest", base_url=[url], max_attempts=2, user_temperature=0.5)
+    args = UserArgs(user_model="guest", base_url=[url], user_temperature=0.5)
     user = load_user(args, torch.device("cpu"), 4)
     rows = rolled(policy, tokenizer, openings(tokenizer), user=user)
     assert {row.messages[2]["content"][:7] for row in rows} == {"number "}

@@ -15,19 +15,26 @@ from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.generation import exchange
-from lightrlhf.generation.exchange import Exchange
+from lightrlhf.generation.exchange import Exchange, choose_root
 from lightrlhf.models.roles import Policy
 from lightrlhf.storage import locks
 from lightrlhf.storage.temporary import host
 
 KILLED = """
 import os, signal, sys
+from pathlib import Path
 from lightrlhf.generation.exchange import Exchange
-made = Exchange(sys.argv[1])
+made = Exchange(Path(sys.argv[1]))
 (made.folder / "version-1").mkdir()
 (made.folder / "partial").mkdir()
 print(made.folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+STARTED = """
+import sys
+from pathlib import Path
+from lightrlhf.generation.exchange import Exchange
+Exchange(Path(sys.argv[1]))
 """
 
 
@@ -45,7 +52,7 @@ def killed_in(folder: Path) -> Path:
 
 
 def test_versions_appear_whole_are_new_and_only_two_are_kept(policy, tmp_path):
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     targets = [made.write(policy, step, tmp_path / "base") for step in (0, 1, 5)]
     assert [target.folder.name for target in targets] == ["version-0", "version-1", "version-5"]
     assert sorted(path.name for path in made.folder.glob("[!.]*")) == ["version-1", "version-5"]
@@ -55,7 +62,7 @@ def test_versions_appear_whole_are_new_and_only_two_are_kept(policy, tmp_path):
 
 
 def test_a_resumed_run_uses_no_name_again(policy, tmp_path):
-    first, second = Exchange(str(tmp_path)), Exchange(str(tmp_path))
+    first, second = Exchange(tmp_path), Exchange(tmp_path)
     one, other = (made.write(policy, 3, tmp_path / "base") for made in (first, second))
     assert one.folder != other.folder and one.version != other.version
 
@@ -63,29 +70,29 @@ def test_a_resumed_run_uses_no_name_again(policy, tmp_path):
 def test_a_killed_trainer_leaves_nothing_after_the_next_start(tmp_path):
     left = killed_in(tmp_path)
     assert (left / "version-1").is_dir()
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     assert list(tmp_path.iterdir()) == [made.folder]
 
 
 def test_living_trainers_keep_their_folders(policy, tmp_path):
     """One of this process, and one of another process."""
-    mine = Exchange(str(tmp_path))
+    mine = Exchange(tmp_path)
     target = mine.write(policy, 1, tmp_path / "base")
-    code = "import sys; from lightrlhf.generation.exchange import Exchange; Exchange(sys.argv[1])"
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
-    again = Exchange(str(tmp_path))
+        subprocess.run([sys.executable, "-c", STARTED, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
+    again = Exchange(tmp_path)
     again.close()
     assert (target.folder / "model.safetensors").is_file() and list(tmp_path.iterdir()) == [mine.folder]
 
 
 STARTS = """
 import sys, time
+from pathlib import Path
 from lightrlhf.generation.exchange import Exchange
 print("ready", flush=True)
 for line in sys.stdin:
     time.sleep(max(0.0, float(line) - time.time()))
-    made = Exchange(sys.argv[1])
+    made = Exchange(Path(sys.argv[1]))
     print(made.folder, flush=True)
     sys.stdin.readline()
     print(made.folder.is_dir(), flush=True)
@@ -117,17 +124,16 @@ def test_trainers_that_start_at_once_keep_their_folders(tmp_path):
 
 def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path, monkeypatch):
     """Another trainer starts between the moments in which this one makes its folder and locks it."""
-    code = "import sys; from lightrlhf.generation.exchange import Exchange; Exchange(sys.argv[1])"
     acquired = locks._acquired
 
     def slowly(path: Path, what: str, wait: bool) -> int | None:
         path.touch()
         monkeypatch.undo()
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-c", STARTED, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
         return acquired(path, what, wait)
 
     monkeypatch.setattr(locks, "_acquired", slowly)
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     assert made.folder.is_dir() and (made.folder / locks.LOCK).is_file()
 
 
@@ -138,7 +144,7 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, caps
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", no_lock)
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     assert left.is_dir() and made.folder.is_dir()
     assert "without locks" in capsys.readouterr().err
 
@@ -157,39 +163,47 @@ def test_what_others_own_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / f"{exchange.PREFIX}-{host()}-mine").mkdir()
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr("os.getuid", lambda: os.stat(left).st_uid + 1)
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == before | {made.folder.name}
     made.close()
     monkeypatch.undo()
-    Exchange(str(tmp_path)).close()
+    Exchange(tmp_path).close()
     assert {path.name for path in tmp_path.iterdir()} == before - {left.name} and (elsewhere / locks.LOCK).exists()
 
 
-def test_without_a_memory_file_system_it_is_in_the_temporary_folder(tmp_path, monkeypatch):
+def test_weights_lie_in_the_named_folder_or_in_memory_with_room_or_the_temporary_folder(tmp_path, monkeypatch):
+    for name in ("memory", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(exchange, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert choose_root(100) == tmp_path / "memory"
+    assert choose_root(10**18) == tmp_path / "temporary"  # two versions do not fit
+    monkeypatch.setenv(exchange.FOLDER, str(tmp_path / "shared"))
+    assert choose_root(10**18) == tmp_path / "shared"
+    monkeypatch.delenv(exchange.FOLDER)
     monkeypatch.setattr(exchange, "MEMORY", tmp_path / "missing")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert Exchange().folder.parent == tmp_path
+    assert choose_root(1) == tmp_path / "temporary"
 
 
 def test_no_room_is_one_line(policy, tmp_path, monkeypatch):
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     usage = exchange.shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
-    with error_naming(UsageError, f"--exchange_dir {tmp_path}", "0.0 GiB") as problem:
+    with error_naming(UsageError, f"{tmp_path} has", "0.0 GiB") as problem:
         made.write(policy, 1, tmp_path / "base")
     assert "\n" not in str(problem.value)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("a")
-    with error_naming(UsageError, f"--exchange_dir {tmp_path}/file/in") as problem:
-        Exchange(str(tmp_path / "file" / "in"))
+    with error_naming(UsageError, f"{tmp_path}/file/in cannot be written") as problem:
+        Exchange(tmp_path / "file" / "in")
     assert "\n" not in str(problem.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fails_while_weights_are_written_is_one_line(number, policy, tmp_path, monkeypatch):
-    made = Exchange(str(tmp_path))
+    made = Exchange(tmp_path)
     made.write(policy, 1, tmp_path / "base")
 
     def fails(*_: object, **__: object) -> None:
@@ -197,7 +211,7 @@ def test_a_disk_that_fails_while_weights_are_written_is_one_line(number, policy,
 
     with monkeypatch.context() as patched:
         patched.setattr("transformers.modeling_utils.safe_save_file", fails)
-        with error_naming(RunFailure, f"--exchange_dir {tmp_path}") as problem:
+        with error_naming(RunFailure, f"{tmp_path} cannot be written") as problem:
             made.write(policy, 2, tmp_path / "base")
     assert os.strerror(number) in str(problem.value) and "\n" not in str(problem.value)
     assert not (made.folder / "version-2").exists()  # never half of one

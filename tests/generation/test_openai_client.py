@@ -10,17 +10,15 @@ import time
 import pytest
 from helpers.errors import error_naming
 from helpers.processes import PATIENCE
-from helpers.servers import RawServer, Scripted, half_closed, reply, silent, status
+from helpers.servers import RawServer, Scripted, half_closed, reply, silent, status, wait_at_most
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 
 
-def client(*servers: Scripted, **options) -> Servers:
-    args = RemoteArgs(
-        base_url=[s.url for s in servers], **{"request_timeout": PATIENCE, "health_timeout": PATIENCE, **options}
-    )
-    return Servers(args, "tiny", first_wait=0.01)
+def client(*servers: Scripted, request: float = PATIENCE, **options) -> Servers:
+    wait_at_most(request, PATIENCE)
+    return Servers(RemoteArgs(base_url=[s.url for s in servers], **options), "tiny", first_wait=0.01)
 
 
 def prompts(*texts: str) -> list[dict]:
@@ -61,7 +59,7 @@ def test_chat_and_plain_completions_and_their_stop_reason(serve):
 )
 def test_a_transient_failure_is_retried(serve, failure):
     server = serve({"a": [failure, failure]})
-    with client(server, request_timeout=2.0 if failure is silent else PATIENCE) as servers:
+    with client(server, request=2.0 if failure is silent else PATIENCE) as servers:
         assert list(servers.replies(prompts("a", "b"))) == [Reply("a!"), Reply("b!")]
     assert server.asked["a"] == 3 and server.asked["b"] == 1
 
@@ -89,7 +87,7 @@ def answer(text: object = "WRONG", end: object = "stop", **more) -> bytes:
     ids="null number list surrogate abort filter no_end two another's deep gzip drips".split(),
 )
 def test_what_is_no_answer_is_asked_again_or_reported(said):
-    with RawServer({"q": [said]}) as server, client(server, request_timeout=1.0) as servers:
+    with RawServer({"q": [said]}) as server, client(server, request=1.0) as servers:
         (seen,) = servers.replies(prompts("q"))
     assert seen == Reply("q!") or seen.error.startswith("not answered")
 
@@ -115,9 +113,10 @@ def test_a_request_is_retried_at_another_server(serve):
         assert [r.text for r in servers.replies(prompts("a", "b"))] == ["a!", "b!"]
 
 
-def test_the_last_failure_is_one_line_that_names_the_server(serve):
+def test_the_last_failure_is_one_line_that_names_the_server(serve, monkeypatch):
     server = serve({"b": [status(500, {"error": "on\nfire"})] * 9})
-    with client(server, max_attempts=3) as servers:
+    monkeypatch.setattr("lightrlhf.generation.openai_client.MAX_ATTEMPTS", 3)
+    with client(server) as servers:
         replies = servers.replies(prompts("a", "b", "c"))
         assert next(replies) == Reply("a!")
         with error_naming(RunFailure, f"--base_url {server.url}", "status 500: on fire"):
@@ -162,10 +161,11 @@ def test_a_server_that_never_answers_is_one_line():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    args = RemoteArgs(base_url=[url], health_timeout=0.2)
+    wait_at_most(PATIENCE, 0.2)
+    args = RemoteArgs(base_url=[url])
     with (
         Servers(args, "tiny", first_wait=0.05) as servers,
-        error_naming(RunFailure, f"--base_url {url}", "--health_timeout"),
+        error_naming(RunFailure, f"--base_url {url}"),
     ):
         servers.wait_until_healthy()
 
@@ -180,7 +180,8 @@ def test_an_address_that_is_invalid_or_contains_a_password_is_refused(url):
 # ------------------------------------------------------------------------------------------------------ a real server
 def test_transformers_serve_answers(transformers_serve):
     url, model = transformers_serve
-    args = RemoteArgs(base_url=[url], max_workers=2, health_timeout=PATIENCE)
+    wait_at_most(PATIENCE, PATIENCE)
+    args = RemoteArgs(base_url=[url], max_workers=2)
     conversation = [{"role": "user", "content": "Two coffees, please."}]
     options = {"max_tokens": 5, "temperature": 0.0}
     with Servers(args, model) as servers:

@@ -93,7 +93,7 @@ def test_a_late_server_is_not_asked_twice_but_left_out(tmp_path, capsys):
         return answer
 
     with FakeVLLM({SAMPLES: [late]}) as slow, FakeVLLM() as fast:
-        with Client(tmp_path, slow, fast, request_timeout=0.4) as client:
+        with Client(tmp_path, slow, fast, request=0.4) as client:
             assert client.sample() == right()
             release.set()
     assert "no whole reply within 0.4 s" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_servers_share_by_what_they_finish(tmp_path):
         return answer
 
     with FakeVLLM({SAMPLES: [slow]}) as held, FakeVLLM({SAMPLES: [last] * 99}) as fast:
-        with Client(tmp_path, held, fast, request_timeout=30.0) as client:
+        with Client(tmp_path, held, fast, request=30.0) as client:
             assert client.sample(prompts) == right(prompts)
     asked = [len(one["prompt"]) for server in (held, fast) for one in server.bodies[SAMPLES]]
     assert asked == [5] * 8 and len(held.bodies[SAMPLES]) == 1  # nothing is asked twice
@@ -220,10 +220,10 @@ def test_an_adapter_from_another_folder_is_one_line(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------- connecting
-def connecting(server: FakeVLLM, **options) -> str:
+def connecting(server: FakeVLLM, patience: float = 3.0) -> str:
     """Why a client cannot be made."""
     with pytest.raises(RunFailure, match=server.url) as problem:
-        RolloutServers(args_of(server, **options))
+        RolloutServers(args_of(server, server=patience))
     assert "\n" not in str(problem.value)
     return str(problem.value)
 
@@ -237,7 +237,7 @@ def test_what_is_no_server_of_rollouts_is_one_line():
     with FakeVLLM({"/version": [reply(b"", status=401)]}) as server:
         assert "refused the key (status 401)" in connecting(server)
     with FakeVLLM({"/health": [reply(b"", status=503)] * 999}) as server:
-        assert "did not answer within 0.3 s" in connecting(server, health_timeout=0.3)
+        assert "did not answer within 0.3 s" in connecting(server, patience=0.3)
 
 
 ODD = ([], 3, "a", None, [3], {"data": []}, {"data": [3]}, {"data": [{}]}, {"data": [{"id": "a", "parent": "b"}]})
@@ -252,7 +252,7 @@ def test_odd_answers_of_every_route_are_one_line_or_harmless(tmp_path, monkeypat
         for value in ODD:
             with FakeVLLM({route: [json_reply(value)] * 99}) as server:
                 try:
-                    with Client(tmp_path, server, health_timeout=0.2) as client:
+                    with Client(tmp_path, server, server=0.2) as client:
                         assert client.sample() == right(), (route, value)
                 except RunFailure as problem:
                     assert server.url in str(problem) and "\n" not in str(problem), (route, value)
@@ -266,7 +266,7 @@ def test_a_prompt_without_room_is_one_line(tmp_path):
 
 
 def test_all_gone_is_one_line_after_the_patience(tmp_path, capsys):
-    with FakeVLLM() as one, FakeVLLM() as other, Client(tmp_path, one, other, health_timeout=0.3) as client:
+    with FakeVLLM() as one, FakeVLLM() as other, Client(tmp_path, one, other, server=0.3) as client:
         for server in (one, other):
             server.listener.shutdown(2)
             server.listener.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.servers import FakeVLLM, right_ids
+from helpers.servers import FakeVLLM, right_ids, wait_at_most
 from lightrlhf.cli.groups import RolloutServerArgs
 from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.generation.vllm import Target
@@ -22,10 +22,11 @@ def target(folder: Path, version: str = "token-1", is_adapter: bool = False) -> 
     return Target(folder / version, version, is_adapter)
 
 
-def args_of(*servers: FakeVLLM, **options) -> RolloutServerArgs:
-    """Flags of a run on servers."""
-    given = {"request_timeout": 5.0, "health_timeout": 3.0, "max_new_tokens": TOKENS} | options
-    return RolloutServerArgs(rollout_server=[server.url for server in servers], **given)
+def args_of(*servers: FakeVLLM, request: float = 5.0, server: float = 3.0, **options) -> RolloutServerArgs:
+    """Flags of a run on servers; request, server: seconds to wait for an answer, and for a server."""
+    wait_at_most(request, server)
+    given = {"max_new_tokens": TOKENS} | options
+    return RolloutServerArgs(rollout_server=[one.url for one in servers], **given)
 
 
 class Client:

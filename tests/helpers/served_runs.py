@@ -20,6 +20,7 @@ import torch
 from helpers import last_checkpoint, metrics, weights
 from helpers.killed import fork, forked, main_of, wait, with_events
 from helpers.processes import PATIENCE
+from helpers.servers import wait_at_most
 from helpers.tiny_runs import TinyRuns, experiment_of
 
 KEY = "key-of-the-tests"
@@ -88,12 +89,22 @@ class ForkedServer:
 class ServedRuns:
     """Runs of a program on servers, in forks; `folder` has a folder of each."""
 
-    def __init__(self, runs: TinyRuns, program: str, folder: Path, servers: list[ForkedServer], *more: object) -> None:
+    def __init__(
+        self,
+        runs: TinyRuns,
+        program: str,
+        folder: Path,
+        servers: list[ForkedServer],
+        *more: object,
+        patience: float = 600.0,
+    ) -> None:
         self.runs, self.program, self.folder, self.servers = runs, program, folder, servers
         self.exchange, self.output = folder / "exchange", folder / "output"
         urls = [server.url for server in servers]
         self.more = ["--rollout_mini_batch_size", 32, "--eval_interval", 3, "--log_rollouts", 1000]
-        self.more += ["--rollout_server", *urls, "--exchange_dir", self.exchange, *more]
+        self.more += ["--rollout_server", *urls, *more]
+        self.patience = patience  # seconds until a run ends without a server
+        self.exchange.mkdir()
 
     def call(self, name: str, at: int = 0, tell: Path | None = None) -> Callable[[], None]:
         """A run that dies at its event number `at`, and writes what it learns from."""
@@ -144,8 +155,11 @@ class ServedRuns:
 
     def _noting(self, name: str, flags: list[str]) -> Callable[[], None]:
         def call() -> None:
+            from lightrlhf.generation import exchange
             from lightrlhf.generation.server_pool import RolloutServers
 
+            exchange.MEMORY = self.exchange
+            wait_at_most(600.0, self.patience)
             sample = RolloutServers._sample
 
             async def noted(servers: RolloutServers, prompts: list, *more: Any) -> Any:

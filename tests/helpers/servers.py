@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from lightrlhf.cli.patience import REQUEST, SERVER
+
+
+def wait_at_most(request: float, server: float) -> None:
+    """Let programs wait so many seconds for an answer, and for a server, until the test ends."""
+    os.environ.update({REQUEST: str(request), SERVER: str(server)})
 
 
 class Scripted(ThreadingHTTPServer):

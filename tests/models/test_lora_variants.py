@@ -249,7 +249,7 @@ def test_an_orthogonal_adapter_of_an_odd_rank_is_refused():
 def test_dora_for_servers_is_refused(tmp_path):
     from lightrlhf.ppo import PPOArgs
 
-    server = {"rollout_server": ["http://localhost:1"], "exchange_dir": str(tmp_path), "exchange_adapter": True}
+    server = {"rollout_server": ["http://localhost:1"], "exchange_adapter": True}
     start = {"model_name": "some", "reward_function": ["helpers.rewards:length"], "share_backbone": False}
     with error_naming(ValueError, "--exchange_adapter True", "--use_dora True"):
         PPOArgs(finetune_mode="lora", use_dora=True, **server, **start)

@@ -40,7 +40,7 @@ def wait_for_answers(server: ForkedServer, number: int) -> None:
 
 
 def test_servers_and_trainer_are_killed_and_every_run_ends_as_the_one_left_alone(runs, servers, tmp_path):
-    served = ServedRuns(runs, "grpo", tmp_path, servers, "--health_timeout", 60)
+    served = ServedRuns(runs, "grpo", tmp_path, servers, patience=60.0)
     status = forked(served.call("whole", tell=tmp_path / "events"), served.output)
     assert status == 0, served.output.read_text()[-3000:]
     whole, events = served.state("whole"), json.loads((tmp_path / "events").read_text())
@@ -65,8 +65,8 @@ def test_servers_and_trainer_are_killed_and_every_run_ends_as_the_one_left_alone
 
 def test_all_servers_gone_is_one_line_a_checkpoint_and_a_run_that_goes_on(runs, servers, tmp_path):
     server = servers[0]
-    more = ("--health_timeout", 0.5, "--save_interval", 100, "--eval_interval", 0)
-    served = ServedRuns(runs, "grpo", tmp_path, [server], *more)
+    more = ("--save_interval", 100, "--eval_interval", 0)
+    served = ServedRuns(runs, "grpo", tmp_path, [server], *more, patience=0.5)
     assert wait(served.start("whole")) == 0, served.output.read_text()[-3000:]
     of_whole = len(server.answered())
     pid = served.start("gone")

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, run_program, weights
+from helpers.servers import wait_at_most
 from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
+from lightrlhf.cli.patience import RANK, REQUEST
 from lightrlhf.generation import served
 from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.storage.checkpoint import checkpoints
@@ -119,7 +121,9 @@ def test_the_exchange_folder_keeps_two_versions_and_goes_with_the_run(runs, url,
         return target
 
     monkeypatch.setattr(served.Exchange, "write", written)
-    run(runs, "grpo", tmp_path / "run", "--rollout_server", url, "--exchange_dir", tmp_path / "exchange")
+    monkeypatch.setattr("lightrlhf.generation.exchange.MEMORY", tmp_path / "exchange")
+    (tmp_path / "exchange").mkdir()
+    run(runs, "grpo", tmp_path / "run", "--rollout_server", url)
     assert [versions for _, versions in seen][-1] == ["version-5", "version-6"]
     assert len({target.version for target, _ in seen}) == len(seen) == 7
     assert not list((tmp_path / "exchange").iterdir())
@@ -133,10 +137,11 @@ def test_the_exchange_folder_keeps_two_versions_and_goes_with_the_run(runs, url,
         (["--min_p", "0.1"], "--min_p 0.1 with --rollout_server"),
         (["--rollout_server", "nowhere"], "--rollout_server nowhere is not an address"),
         (["--rollout_server", "http://a:1", "http://a:1"], "is given twice"),
-        (["--devices", "2", "--ddp_timeout", "900"], "--ddp_timeout 900 with --request_timeout 600"),
+        (["--devices", "2"], f"{RANK} 900 with {REQUEST} 600"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path, capsys):
+def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(RANK, "900")
     more = [] if "--rollout_server" in given else ["--rollout_server", "http://127.0.0.1:9"]
     with pytest.raises(SystemExit) as stopped:
         run(runs, "grpo", tmp_path, *more, *given)
@@ -159,8 +164,9 @@ def test_a_sleeping_server_is_woken_before_it_is_asked(runs, url, tmp_path, monk
 
 
 def test_a_server_that_is_not_there_is_one_line_and_leaves_nothing(runs, tmp_path, capsys):
+    wait_at_most(600, 0.5)
     with pytest.raises(SystemExit) as stopped:
-        run(runs, "ppo", tmp_path, "--rollout_server", "http://127.0.0.1:9", "--health_timeout", "0.5")
+        run(runs, "ppo", tmp_path, "--rollout_server", "http://127.0.0.1:9")
     assert stopped.value.code == 1
     assert "--rollout_server http://127.0.0.1:9 did not answer within 0.5 s" in capsys.readouterr().err
     assert not list(tmp_path.rglob("args.json"))

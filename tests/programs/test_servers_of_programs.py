@@ -141,7 +141,6 @@ def test_a_server_of_other_weights_is_refused(flags, runs, url, tmp_path, monkey
     assert stopped.value.code == RunFailure.exit_status
     assert "servers sample from other probabilities than the policy: KL" in error
     assert (tmp_path / "rows.jsonl").read_bytes() == b""
-    generated(tmp_path / "rows.jsonl", flags, "--rollout_server", url, "--max_sampling_kl", "100")
 
 
 @pytest.mark.parametrize(

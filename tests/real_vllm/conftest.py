@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import CAFE_SIZES, CPU, last_checkpoint, metrics
 from helpers.proxy import Faults, forwarding
+from helpers.servers import wait_at_most
 from helpers.serving import KEY
 
 from datasets_prep.cafe import prepare_data
@@ -67,7 +68,7 @@ def trained(cafe_sft, base_data, tmp_path):
 
     def train(url: str, *flags: object, program=grpo, data=base_data) -> list[dict[str, float]]:
         given = ["--data_dir", data, "--model_name", cafe_sft, "--log_dir", tmp_path, "--rollout_server", url]
-        given += ["--exchange_dir", tmp_path / "exchange", *SHORT, *FLAGS[program], *flags]
+        given += [*SHORT, *FLAGS[program], *flags]
         return metrics(program.main([str(flag) for flag in given]))
 
     return train
@@ -79,7 +80,8 @@ def failure(trained, capsys):
 
     def fail(server: str, faults: Faults, *flags: object, **options) -> str:
         with forwarding(server, faults) as url, pytest.raises(SystemExit) as stopped:
-            trained(url, "--health_timeout", 5, *flags, **options)
+            wait_at_most(600, 5)
+            trained(url, *flags, **options)
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert stopped.value.code == 1 and len(lines) == 1, lines
         return lines[0]

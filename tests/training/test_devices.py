@@ -25,6 +25,7 @@ from helpers.processes import PATIENCE
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.cli.patience import RANK
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl
@@ -141,10 +142,9 @@ def together(odd_data, base_model, alone, tmp_path_factory):
         flags[flags.index("helpers.rewards:length")] = f"helpers.rewards:{function}"
         flags += ["--strategy", strategy, "--epochs", "99", "--eval_interval", "0", "--save_interval", "1"]
         flags += ["--log_dir", str(logs / name)]
-        if name == "hangs":
-            flags += ["--ddp_timeout", str(LATE)]
         job = {"name": name, "calls": [["lightrlhf.ppo", flags]], "log_dir": str(logs / name)}
-        jobs.append(job | ({"kill": 0} if name == "killed" else {}))
+        more = {"killed": {"kill": 0}, "hangs": {"variables": [{RANK: LATE}] * 2}}
+        jobs.append(job | more.get(name, {}))
 
     flags = [*flags_of("sft", odd_data, base_model, 14, 2), "--epochs", "99", "--log_dir", str(logs / "leaves")]
     jobs.append({"name": "leaves", "calls": [["helpers.faulty_ranks:killed", flags]]})
@@ -430,7 +430,7 @@ def test_a_rank_that_does_not_come_is_named(together):
     ending, _ = together
     assert ending["hangs"]["status"] == [1, 1]
     (line,) = said("".join(ending["hangs"]["text"]))
-    assert "rank 1 (at score of step 3)" in line and f"within --ddp_timeout {LATE} s" in line
+    assert "rank 1 (at score of step 3)" in line and f"within {RANK} {LATE} s" in line
 
 
 @pytest.mark.slow

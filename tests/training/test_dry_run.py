@@ -137,7 +137,8 @@ def test_servers_sample_and_no_weights_are_left(dry, runs, tmp_path_factory, mon
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     exchange = tmp_path_factory.mktemp("exchange")
     server = ForkedServer(runs.model, tmp_path_factory.mktemp("server") / "one")
-    flags = ["--rollout_server", server.url, "--exchange_dir", exchange, "--rollout_mini_batch_size", 32]
+    monkeypatch.setattr("lightrlhf.generation.exchange.MEMORY", exchange)
+    flags = ["--rollout_server", server.url, "--rollout_mini_batch_size", 32]
     try:
         assert "\nfirst sample: score" in dry("grpo", *flags, "--finetune_mode", "lora")
         assert len({note["version"] for note in server.answered()}) == 2 and not list(exchange.iterdir())

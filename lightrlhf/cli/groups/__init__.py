@@ -11,7 +11,7 @@ from lightrlhf.cli.groups.optimizer import OptimizerArgs
 from lightrlhf.cli.groups.rewards import AuditArgs, RewardArgs
 from lightrlhf.cli.groups.run import DryRunArgs, RolloutLogArgs, RunArgs
 from lightrlhf.cli.groups.sampling import DecodingArgs, SamplingArgs
-from lightrlhf.cli.groups.servers import AheadServerArgs, RolloutServerArgs, ServerArgs, TimeoutArgs
+from lightrlhf.cli.groups.servers import AheadServerArgs, RolloutServerArgs, ServerArgs
 from lightrlhf.cli.groups.train import TrainArgs
 
 __all__ = [
@@ -35,6 +35,5 @@ __all__ = [
     "ServerArgs",
     "StartArgs",
     "TensorParallelArgs",
-    "TimeoutArgs",
     "TrainArgs",
 ]

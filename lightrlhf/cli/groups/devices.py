@@ -20,8 +20,6 @@ class DeviceArgs(Args):
     """Machines."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = flag("auto", packages={"deepspeed": "deepspeed"})
     """Whole models on each rank (ddp), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
-    ddp_timeout: int = at_least(1, 1800, show="rarely")
-    """Seconds that ranks wait for each other before the run ends and names the one that did not come."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = flag(
         "32-true", when="16-mixed", excludes={"strategy": ("fsdp", "deepspeed")}
     )

@@ -7,33 +7,20 @@ from functools import partial
 from typing import Literal
 
 from lightrlhf.cli.addresses import check_address
-from lightrlhf.cli.fields import Args, above, flag, positive
+from lightrlhf.cli.fields import Args, above, flag
 from lightrlhf.cli.groups.devices import DeviceArgs
 from lightrlhf.cli.groups.sampling import SamplingArgs
+from lightrlhf.cli.patience import RANK, REQUEST, SERVER, patience
 
 WITH_SERVERS = "rollout_server"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeoutArgs(Args):
-    """Patience with servers."""
-
-    request_timeout: float = positive(600.0, show="rarely")
-    """Seconds until an unanswered request counts as failed."""
-    health_timeout: float = positive(600.0, show="rarely")
-    """Seconds to wait until every server is up, and for a rollout server when all have failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerArgs(TimeoutArgs):
+class ServerArgs(Args):
     """Sampling on servers."""
 
     rollout_server: list[str] = flag([], unique=True, check=partial(check_address, example="http://localhost:8000"))
     """Addresses of servers that sample in place of this process: vLLM or `lightrlhf.serve`."""
-    exchange_dir: str | None = flag(None, needs=WITH_SERVERS, show="rarely")
-    """Folder that servers see, for weights; when not given a file system in memory, else the temporary folder."""
-    max_sampling_kl: float | None = positive(None, needs=WITH_SERVERS, show="rarely")
-    """Largest KL a token between servers and trainer; when not given 1e-6, with a mixed precision 0.01."""
 
     @property
     def sampling_correction(self) -> str:
@@ -89,11 +76,11 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
                     f"tokens alone, another distribution than the one that learns; leave it at {whole}"
                 )
         if isinstance(self, DeviceArgs) and self.devices * self.num_nodes > 1:
-            if self.ddp_timeout < self.request_timeout + self.health_timeout:
+            waits = [patience(name) for name in (RANK, REQUEST, SERVER)]
+            if waits[0] < waits[1] + waits[2]:
                 raise ValueError(
-                    f"--ddp_timeout {self.ddp_timeout} with --request_timeout {self.request_timeout:g} and "
-                    f"--health_timeout {self.health_timeout:g}: other ranks would give up before the servers are; "
-                    "raise the first"
+                    f"{RANK} {waits[0]:g} with {REQUEST} {waits[1]:g} and {SERVER} {waits[2]:g}: other ranks would "
+                    "give up before the servers are; raise the first"
                 )
 
 
