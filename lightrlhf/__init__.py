@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lightrlhf.generation.rollout import generate_rollout as generate_rollout
     from lightrlhf.grpo import GRPOArgs as GRPOArgs
     from lightrlhf.iterative_refuel import IterativeRefuelArgs as IterativeRefuelArgs
+    from lightrlhf.kto import KTOArgs as KTOArgs
     from lightrlhf.models.loading import load_policy as load_policy
     from lightrlhf.models.loading import load_scalar as load_scalar
     from lightrlhf.models.roles import Policy as Policy

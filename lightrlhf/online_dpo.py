@@ -36,7 +36,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data import batch, responses, schema, splits, tokens
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.evaluation import answers
-from lightrlhf.maths import ops, preference, unpaired
+from lightrlhf.maths import ops, preference
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -92,13 +92,6 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
     lr_warmup_ratio: float | None = 0.1
     """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
-
-    def _check(self) -> None:
-        if self.loss_type in unpaired.UNPAIRED_LOSSES:
-            raise ValueError(
-                f"--loss_type {self.loss_type} learns from single responses, but this program chooses pairs; "
-                "use a loss of pairs, such as bco_pair"
-            )
 
 
 def train(

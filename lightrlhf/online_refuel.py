@@ -14,6 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,39 +23,29 @@ from torch import Tensor, nn
 
 from lightrlhf import refuel
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.fields import at_least, check_args
+from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.groups import RolloutLogArgs, ServerArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import mix_seed
-from lightrlhf.data.splits import check_data_dir, check_vocabulary
-from lightrlhf.generation.dialogue_pairs import turn_rollout, turn_row
-from lightrlhf.generation.dialogues import (
-    Dialogue,
-    DialogueArgs,
-    User,
-    load_dialogues,
-    max_positions,
-    roll_out,
-    sample_of,
-    share_columns,
-)
+from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
+from lightrlhf.data.rows import Splits
+from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.generation import dialogue_pairs
+from lightrlhf.generation import dialogues as talks
+from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User
 from lightrlhf.generation.samplers import ServedSampler
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import whiten
 from lightrlhf.models.given import load_start
-from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.refuel import Pairs, log_replies, score_shard, train_step
 from lightrlhf.rewards.functions import RewardFunctions
 from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.training.provenance import given_objects
-from lightrlhf.training.rollout_log import append_rollouts, num_logged, writing_rollouts
+from lightrlhf.training import reference as scoring
+from lightrlhf.training import rollout_log
 from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,52 +94,57 @@ def train(
     `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, OnlineRefuelArgs)
-    is_given = dialogues is not None
-    given = given_objects(policy=policy, tokenizer=tokenizer, dialogues=dialogues, user=user, reward=reward)
-    args.check_start(policy)
-    args.check_reward(reward)
-    if dialogues is None:
-        check_data_dir(args)
-        splits = ("train", "validation") if args.eval_dialogues else ("train",)
-        dialogues = {split: load_dialogues(args.data_dir, split, args.verify) for split in splits}
-    dialogues = share_columns(dialogues)
-    data = "given/dialogues" if is_given else None
-    run = Run(args, "online_refuel", on_step, given, data)
-    tokenizer = load_tokenizer(None if is_given else args.data_dir, starting_model(args)[0], tokenizer, args.verify)
-    policy = load_start(policy, args, tokenizer)
-    enable_packing(policy)
-    rows = with_room(run, policy, dialogues["train"])
-    held_out = with_room(run, policy, dialogues.get("validation", []))[: args.eval_dialogues]
-    reference = run.freeze(policy.reference())
+    given = {"policy": policy, "tokenizer": tokenizer, "dialogues": dialogues, "user": user, "reward": reward}
+    run, start = begin(
+        args, OnlineRefuelArgs, "online_refuel", load_splits, load_start, check_dialogues, given, on_step
+    )
+    pad_id = start.tokenizer.pad_token_id
+    rows = with_room(run, start.policy, start.rows)
+    held_out = with_room(run, start.policy, start.held_out)[: args.eval_dialogues]
+    reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
     scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
-    user = user or recorded_user
-    num_steps = run.num_steps(rows, args.rollout_size)
-    parts = math.ceil(args.rollout_size / args.mini_batch_size)
-    model = run.setup("policy", policy, args.learning_rate, num_steps * args.ppo_epochs * parts)
-    sample = ServedSampler(args, policy, tokenizer, run) if args.rollout_server else None
-    run.keep(policy, tokenizer)
+    num_steps, num_parts = run.num_steps(rows, args.rollout_size), math.ceil(args.rollout_size / args.mini_batch_size)
+    model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * num_parts)
+    served = ServedSampler(args, start.policy, start.tokenizer, run) if args.rollout_server else None
+    sampler = DialogueSampler(run, model, user or recorded_user, start.tokenizer, served)
+    run.keep(start.policy, start.tokenizer)
 
     def measure() -> Metrics:
-        log_replies(run, policy, pairs.rows[:2], tokenizer, "train")
-        return evaluate(run, model, scorer, user, held_out, tokenizer, sample)
+        refuel.log_replies(run, start.policy, pairs.rows[:2], start.tokenizer, "train")
+        return evaluate(run, sampler, scorer, held_out)
 
     for step in run.steps(num_steps):
         batch = run.global_batch(rows, step, args.rollout_size)
         run.name_batch([row.index for row in batch], "dialogues")
         with run.phase("rollout"):
-            mine = run.shard(batch)
-            pairs, rollout_metrics = make_pairs(run, model, reference, scorer, user, mine, tokenizer, sample)
+            pairs, metrics = make_pairs(run, sampler, reference, scorer, run.shard(batch))
         with run.phase("update"):
-            parts = min(parts, len(batch) // run.world_size)  # equally many on each rank
+            parts = min(num_parts, len(batch) // run.world_size)  # equally many on each rank
             for epoch in range(args.ppo_epochs):
                 order = torch.randperm(len(pairs.rows), generator=run.generator(step, epoch, run.rank)).tolist()
                 for part in range(parts):
                     index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
-                    metrics = train_step(run, model, pairs.select(index), tokenizer.pad_token_id)
-        run.end_step(rollout_metrics | metrics, pairs.rows, measure if held_out else None)
+                    metrics |= refuel.train_step(run, model, pairs.select(index), pad_id)
+        run.end_step(metrics, pairs.rows, measure if held_out else None)
     return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+def load_splits(
+    args: OnlineRefuelArgs, given: Mapping[str, Sequence[Dialogue]] | None, tokenizer: PreTrainedTokenizerBase
+) -> Splits[Dialogue]:
+    """The dialogues of both splits, given ones or those of `--data_dir`, with the same columns."""
+    if given is None:
+        splits = ("train", "validation") if args.eval_dialogues else ("train",)
+        given = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}
+    rows = talks.share_columns(given)
+    return Splits([rows["train"]], rows.get("validation", []))
+
+
+def check_dialogues(args: OnlineRefuelArgs, policy: Policy, rows: Sequence[Dialogue]) -> None:
+    """Raises: UsageError when the model has no embedding for a token of the dialogues."""
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
 
 
 def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:
@@ -159,12 +155,11 @@ def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogu
     args = run.args
     if not rows:
         return []
-    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
 
     def longest(row: Dialogue) -> int:
         return len(row.input_ids) + sum(max(args.max_new_tokens - (end - start), 0) for start, end in row.turn_spans)
 
-    fitting = [row for row in rows if longest(row) <= min(max_positions(policy), args.total_length)]
+    fitting = [row for row in rows if longest(row) <= min(talks.max_positions(policy), args.total_length)]
     if not fitting:
         raise UsageError(
             f"--max_new_tokens {args.max_new_tokens} in each turn does not fit into --total_length {args.total_length} "
@@ -176,16 +171,32 @@ def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogu
 
 
 # --------------------------------------------------------------------------------------------------------- roll-outs
+@dataclass
+class DialogueSampler:
+    """Continues dialogues with a user: the policy's turns are sampled in this process, or on servers."""
+
+    run: Run[OnlineRefuelArgs]
+    model: nn.Module
+    user: User
+    tokenizer: PreTrainedTokenizerBase
+    served: ServedSampler | None
+
+    def roll_out(self, starts: Sequence[Dialogue], ends: Sequence[int], key: int) -> list[Dialogue]:
+        """Continue dialogues of this rank to `ends` assistant turns each; key: of the noise, besides the run's seed."""
+        args = self.run.args
+        policy: Any = getattr(self.model, "module", self.model)
+        with unsharded(policy) if self.served is None else nullcontext():
+            seed, slots = mix_seed(args.seed, key), args.rollout_mini_batch_size
+            return talks.roll_out(policy, self.tokenizer, starts, ends, self.user, args, seed, slots, self.served)
+
+
 def make_pairs(
     run: Run[OnlineRefuelArgs],
-    model: nn.Module,
+    sampler: DialogueSampler,
     reference: nn.Module,
     scorer: GroupScorer,
-    user: User,
     rows: Sequence[Dialogue],
-    tokenizer: PreTrainedTokenizerBase,
-    sample: ServedSampler | None = None,
-) -> tuple[Pairs, Metrics]:
+) -> tuple[refuel.Pairs, Metrics]:
     """A pair from each dialogue of this rank, and metrics over all ranks.
 
     R = s - init_kl_coeff (S_old - S_ref) at turn h, whitened over both sides and all ranks if requested. A pair without
@@ -194,18 +205,18 @@ def make_pairs(
     args, device = run.args, run.device
     turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
     starts, ends = [row.before(h) for row, h in zip(rows, turns)], [row.num_turns for row in rows]
-    sides = [
-        continue_dialogues(run, model, user, starts, ends, tokenizer, mix_seed(run.step, i), sample) for i in range(2)
-    ]
+    sides = [sampler.roll_out(starts, ends, mix_seed(run.step, i)) for i in range(2)]
     scores = score_dialogues(scorer, [dialogue for side in sides for dialogue in side])
     truncated = [dialogue.truncated[h] for side in sides for dialogue, h in zip(side, turns)]
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
-    pair_rows = [turn_row(one, two, h) for one, two, h in zip(*sides, turns)]
+    pair_rows = [dialogue_pairs.turn_row(one, two, h) for one, two, h in zip(*sides, turns)]
     width = max((len(row[f"{side}_action_mask"]) for row in pair_rows for side in refuel.SIDES), default=0)
     by_token, ref_by_token = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
-    old = score_shard(run, model, pair_rows, tokenizer.pad_token_id, by_token)  # (2, B)
-    kl = old - score_shard(run, reference, pair_rows, tokenizer.pad_token_id, ref_by_token)  # (2, B)
-    log_sides(run, tokenizer, turns, sides, scores, by_token - ref_by_token)
+    collate = partial(dialogue_pair_batch, pad_id=sampler.tokenizer.pad_token_id)
+    settings = (pair_rows, collate, 2, args.temperature)
+    old = scoring.score_shard(run, sampler.model, *settings, by_token)  # (2, B)
+    kl = old - scoring.score_shard(run, reference, *settings, ref_by_token)  # (2, B)
+    log_sides(run, sampler.tokenizer, turns, sides, scores, by_token - ref_by_token)
     given = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
     valid = given.isfinite().all(0).expand_as(given)  # (2, B)
     rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
@@ -217,8 +228,9 @@ def make_pairs(
     num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.sum_over_ranks(
         torch.cat([sums, counts])
     ).tolist()
-    gap = {} if sample is None else {name: sample.metrics[name] for name in GAP if name in sample.metrics}
-    return Pairs(pair_rows, rewards, old), gap | {
+    served = {} if sampler.served is None else sampler.served.metrics
+    gap = {name: served[name] for name in GAP if name in served}
+    return refuel.Pairs(pair_rows, rewards, old), gap | {
         "objective/score": score / num_valid if num_valid else math.nan,
         "objective/reward": reward / num_valid if num_valid else math.nan,
         "objective/kl": ratio / num_sides,
@@ -226,23 +238,6 @@ def make_pairs(
         "completions/truncated_ratio": num_cut / num_sides,
         "completions/mean_length": num_tokens / num_sides,
     }
-
-
-def continue_dialogues(
-    run: Run[OnlineRefuelArgs],
-    model: nn.Module,
-    user: User,
-    starts: Sequence[Dialogue],
-    ends: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
-    key: int,
-    sample: ServedSampler | None,
-) -> list[Dialogue]:
-    """Roll dialogues of this rank out to `ends` assistant turns each."""
-    policy: Any = getattr(model, "module", model)
-    with unsharded(policy) if sample is None else nullcontext():
-        seed, slots = mix_seed(run.args.seed, key), run.args.rollout_mini_batch_size
-        return roll_out(policy, tokenizer, starts, ends, user, run.args, seed, slots, sample)
 
 
 def log_sides(
@@ -255,32 +250,26 @@ def log_sides(
 ) -> None:
     """Log both sides of the first dialogues; scores: of all first sides, then the second ones; log_ratios: (2, B, T-1)
     of the trained turns."""
-    number = num_logged(run, len(scores))
+    number = rollout_log.num_logged(run, len(scores))
     if not number:
         return
-    with writing_rollouts(run):
+    with rollout_log.writing_rollouts(run):
         rows = []
         for place in range(number):
             i, side = divmod(place, 2)
             start, end = sides[side][i].turn_spans[turns[i]]
             score, log_ratio = scores[side * len(turns) + i], log_ratios[side, i, start - 1 : end - 1]
-            rows.append(turn_rollout(tokenizer, sides[side][i], turns[i], i, score, log_ratio))
-        append_rollouts(run, rows)
+            rows.append(dialogue_pairs.turn_rollout(tokenizer, sides[side][i], turns[i], i, score, log_ratio))
+        rollout_log.append_rollouts(run, rows)
 
 
 def score_dialogues(scorer: GroupScorer, dialogues: Sequence[Dialogue]) -> list[float | None]:
     """The score of each whole dialogue."""
-    return [score for (score,) in scorer([[sample_of(row, row.num_turns - 1)] for row in dialogues])]
+    return [score for (score,) in scorer([[talks.sample_of(row, row.num_turns - 1)] for row in dialogues])]
 
 
 def evaluate(
-    run: Run[OnlineRefuelArgs],
-    model: nn.Module,
-    scorer: GroupScorer,
-    user: User,
-    rows: Sequence[Dialogue],
-    tokenizer: PreTrainedTokenizerBase,
-    sample: ServedSampler | None,
+    run: Run[OnlineRefuelArgs], sampler: DialogueSampler, scorer: GroupScorer, rows: Sequence[Dialogue]
 ) -> Metrics:
     """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation.
 
@@ -288,7 +277,7 @@ def evaluate(
     """
     shard = run.shard(run.eval_rows(rows, run.args.rollout_mini_batch_size))
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
-    dialogues = continue_dialogues(run, model, user, starts, ends, tokenizer, -1, sample)
+    dialogues = sampler.roll_out(starts, ends, -1)
     scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]
     total, count = run.total(sum(scores)), run.total(len(scores))
     return {"val/score": total / count if count else math.nan}

@@ -55,7 +55,14 @@ ALGORITHMS = (
         "GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO, REINFORCE++",
         ("Shao 2024: 2402.03300",),
     ),
-    Program("dpo", "DPOArgs", "preference", "DPO and twenty relatives, KTO and BCO", ("Rafailov 2023: 2305.18290",)),
+    Program("dpo", "DPOArgs", "preference", "DPO and twenty relatives", ("Rafailov 2023: 2305.18290",)),
+    Program(
+        "kto",
+        "KTOArgs",
+        "unpaired",
+        "KTO and BCO, from responses labelled good or bad",
+        ("Ethayarajh 2024: 2402.01306",),
+    ),
     Program(
         "online_dpo",
         "OnlineDPOArgs",

@@ -16,38 +16,34 @@ Left out: training all turns of a dialogue at once, which would bias the differe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.fields import check_args, positive
+from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataArgs, EvalArgs, SamplingArgs, StartArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, dialogue_pair_batch, micro_batch_indices
-from lightrlhf.data.rows import Given, load_rows
-from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
+from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices
+from lightrlhf.data.rows import Given, Splits, load_rows
+from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
 from lightrlhf.generation.engine import generate
-from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import find_device
-from lightrlhf.models.names import starting_model
-from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
-from lightrlhf.models.saving import hash_weights
+from lightrlhf.models.roles import Policy
 from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.training import reference as scoring
 from lightrlhf.training.rollout_log import log_samples, rollout_row
 from lightrlhf.training.run import Metrics, OnStep, Run
-from lightrlhf.training.scored import by_place, parts_to_score, score_parts
+from lightrlhf.training.start import Start, begin, check_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,12 +112,6 @@ def first_minus_second(values: Tensor) -> Tensor:
     return first - second
 
 
-def turn_logps(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
-    """S, the log-probability of the actions of each row, which are one turn's tokens: -> (2B,)."""
-    logprobs: Tensor = model(**policy_inputs(batch), temperature=temperature).logprobs
-    return logprobs.sum(1)
-
-
 # ---------------------------------------------------------------------------------------------------------- program
 class Pairs(NamedTuple):
     """N pairs to learn from; row 0 of a (2, N) tensor is of the chosen sides."""
@@ -150,40 +140,22 @@ def train(
     `data.rows`; on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, RefuelArgs)
-    if rows is None:
-        check_data_dir(args)
-    args.check_start(policy)
-    given = given_objects(policy=policy, tokenizer=tokenizer, rows=rows)
-    tokenizer = load_tokenizer(args.data_dir if rows is None else None, starting_model(args)[0], tokenizer, args.verify)
-    train_rows = load_rows("refuel", "train", args.data_dir, rows, tokenizer, args.verify)
-    validation_rows: list[Row] = []
-    if args.eval_interval and (rows is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()):
-        validation_rows = load_rows("refuel", "validation", args.data_dir, rows, tokenizer, args.verify)
-    run = Run(args, "refuel", on_step, given, data=None if rows is None else "given/rows")
-    policy = load_start(policy, args, tokenizer)
-    check_vocabulary(train_rows, vocabulary_size(policy), args.data_dir)
-    check_positions(train_rows, policy, args.data_dir)
-    enable_packing(policy)
-    pad_id = tokenizer.pad_token_id
-    num_steps = run.num_steps(train_rows, args.mini_batch_size)
-    every = [*train_rows, *validation_rows]
-    with run.phase("old log-probabilities"):
-        parts = parts_to_score(run, len(train_rows), len(validation_rows), num_steps)
-        scored = old_logps(run, policy.to(run.device), every, pad_id, parts, keep=rows is None and run.dry is None)
-    old = cast(Tensor, by_place(scored, len(every))).float().to(run.device)
-    pairs = Pairs(train_rows, rewards_of(run, train_rows), old[:, : len(train_rows)])
-    validation = Pairs(validation_rows, rewards_of(run, validation_rows), old[:, len(train_rows) :])
-    model = run.setup("policy", policy, args.learning_rate, num_steps)
-    run.keep(policy, tokenizer, lambda: {"reference": scored})
+    given = {"policy": policy, "tokenizer": tokenizer, "rows": rows}
+    run, start = begin(args, RefuelArgs, "refuel", load_pairs, load_start, check_texts, given, on_step)
+    pad_id = start.tokenizer.pad_token_id
+    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    old = score_old(run, start, num_steps)  # S_old
+    pairs, validation = make_pairs(run, start, old)
+    model = run.setup("policy", start.policy, args.learning_rate, num_steps)
+    run.keep(start.policy, start.tokenizer, lambda: {"reference": old.state})
 
     def measure() -> Metrics:
-        split = "validation" if validation.rows else "train"
-        log_replies(run, policy, (validation.rows or train_rows)[:2], tokenizer, split)
+        split, shown = ("validation", validation) if validation.rows else ("train", pairs)
+        log_replies(run, start.policy, shown.rows[:2], start.tokenizer, split)
         return validate(run, model, validation, pad_id) if validation.rows else {}
 
     for step in run.steps(num_steps):
-        batch = run.global_batch(range(len(train_rows)), step, args.mini_batch_size)
+        batch = run.global_batch(range(len(pairs.rows)), step, args.mini_batch_size)
         mine = pairs.select(run.shard(batch))._replace(places=None)
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
@@ -191,63 +163,45 @@ def train(
     return run.finish()
 
 
+# ------------------------------------------------------------------------------------------------------------ data
+def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+    """Pairs of dialogues, those of the validation split where there is one."""
+    rows = load_rows("refuel", "train", args.data_dir, given, tokenizer, args.verify)
+    has_validation = given is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()
+    if not (args.eval_interval and has_validation):
+        return Splits([rows], [])
+    return Splits([rows], load_rows("refuel", "validation", args.data_dir, given, tokenizer, args.verify))
+
+
+def make_pairs(run: Run[RefuelArgs], start: Start[Policy, Row], old: scoring.Scored) -> tuple[Pairs, Pairs]:
+    """The pairs of training and of validation, with what the loss reads."""
+    assert old.logps is not None
+    number, logps = len(start.rows), old.logps.float().to(run.device)  # (2, N)
+    trained = Pairs(start.rows, rewards_of(run, start.rows), logps[:, :number])
+    return trained, Pairs(start.held_out, rewards_of(run, start.held_out), logps[:, number:])
+
+
 def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:
     """The stored rewards of both sides of N rows: (2, N)."""
     return torch.tensor([[float(row[f"{side}_reward"]) for row in rows] for side in SIDES], device=run.device)
 
 
-# ------------------------------------------------------------------------------------------- old log-probabilities
-def old_logps(
-    run: Run[Any], policy: Policy, rows: Sequence[Row], pad_id: int, parts: Sequence[Sequence[int]], keep: bool = True
-) -> dict[str, Any]:
-    """S_old of both sides of the rows of `parts` under the policy that this training starts from, by `score_parts`.
-
-    With `keep` finished parts are stored next to the pairs.
-    """
-
-    def score_part(part: Sequence[int]) -> Tensor:
-        return score(run, policy, [rows[i] for i in part], pad_id).reshape(-1)
-
-    folder = Path(run.args.data_dir) if keep else None
-    return score_parts(run, "old log-probabilities", fingerprint(run, policy, rows), parts, score_part, folder)
+# ----------------------------------------------------------------------------------------------- log-probabilities
+def score_rows(run: Run[Any], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+    """S of both sides of N rows, dropout off, computed on all ranks: (2, N) on each."""
+    return scoring.score_rows(run, model, rows, partial(dialogue_pair_batch, pad_id=pad_id), 2, run.args.temperature)
 
 
-def fingerprint(run: Run[Any], policy: Policy, rows: Sequence[Row]) -> str:
-    """SHA-256 of the weights, the rows, precision, device, torch's version and the settings of the forward passes."""
-    device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
-    settings = (run.args.precision, device, torch.__version__, run.args.temperature, run.args.micro_batch_size)
-    digest = hash_weights(policy.model, hashlib.sha256(repr(settings).encode()))
-    for row in rows:
-        parts = [row[f"{side}_{name}"] for side in SIDES for name in ("input_ids", "action_mask")]
-        digest.update(repr([torch.as_tensor(part).tolist() for part in parts]).encode())
-    return str(digest.hexdigest())
+def score_old(run: Run[RefuelArgs], start: Start[Policy, Row], num_steps: int) -> scoring.Scored:
+    """S_old of the pairs that steps and evaluations read, validation last, under the policy that is trained."""
+    rows = start.rows + start.held_out
+    parts = scoring.parts_to_score(run, len(start.rows), len(start.held_out), num_steps)
+    digest = scoring.fingerprint(start.policy, rows, (run.args.temperature,))
 
+    def score(model: nn.Module, part: list[Row]) -> Tensor:
+        return score_rows(run, model, part, start.tokenizer.pad_token_id)
 
-def score(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
-    """S of both sides of N rows, computed in shards over the ranks: (2, N) on each rank."""
-    logps = torch.zeros(2, len(rows), device=run.device)
-    mine = run.shard(range(len(rows)))
-    logps[:, mine] = score_shard(run, model, [rows[i] for i in mine], pad_id)
-    return run.sum_over_ranks(logps)
-
-
-def score_shard(
-    run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int, by_token: Tensor | None = None
-) -> Tensor:
-    """S of both sides of this rank's B rows, dropout off: (2, B).
-
-    by_token: (2, B, T-1) of zeros, which gets the log-probability of each action.
-    """
-    logps = torch.zeros(2, len(rows), device=run.device)
-    with inference(model):
-        for index in run.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
-            batch = dialogue_pair_batch([rows[i] for i in index], pad_id).to(run.device)
-            with run.autocast():
-                logprobs: Tensor = model(**policy_inputs(batch), temperature=run.args.temperature).logprobs
-                logps[:, index] = logprobs.sum(1).float().reshape(2, -1)
-            if by_token is not None:
-                by_token[:, index, : logprobs.shape[1]] = logprobs.float().unflatten(0, (2, -1))
-    return logps
+    return scoring.score_before_training(run, start.policy, rows, parts, score, digest, "old log-probabilities")
 
 
 # --------------------------------------------------------------------------------------------------------- learning
@@ -261,7 +215,8 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
         micro = pairs.select(index)
         batch = dialogue_pair_batch(micro.rows, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            losses, micro_sums = pair_losses(run.args, turn_logps(model, batch, run.args.temperature), micro)
+            logps = scoring.sequence_logps(model, batch, run.args.temperature)  # (2b,)
+            losses, micro_sums = pair_losses(run.args, logps, micro)
             run.backward(losses.sum() / total, [places[j] for j in index])
         sums += micro_sums
     metrics = mean_metrics("train/", (run.sum_over_ranks(sums) / total).tolist())
@@ -290,7 +245,7 @@ def mean_metrics(prefix: str, means: Sequence[float]) -> Metrics:
 def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) -> Metrics:
     """The metrics of `train_step` on (the first `--eval_iters` micro-batches of) the validation pairs."""
     pairs = pairs.select(run.eval_rows(range(len(pairs.rows)), run.args.micro_batch_size))
-    _, sums = pair_losses(run.args, score(run, model, pairs.rows, pad_id).reshape(-1), pairs)
+    _, sums = pair_losses(run.args, score_rows(run, model, pairs.rows, pad_id).reshape(-1), pairs)
     return mean_metrics("val/", (sums / len(pairs.rows)).tolist())
 
 

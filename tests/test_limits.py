@@ -16,14 +16,7 @@ EXCEPTIONS: dict[str, int] = {
     "datasets_prep/common.py:prepare": 63,
     "datasets_prep/formats.py": 507,
     "datasets_prep/reading.py": 464,
-    "lightrlhf/dpo.py": 582,
-    "lightrlhf/dpo.py:train": 71,
-    "lightrlhf/dpo.py imports": 54,
-    "lightrlhf/dpo.py loop": 57,
-    "lightrlhf/online_refuel.py:train": 64,
-    "lightrlhf/online_refuel.py imports": 46,
-    "lightrlhf/online_refuel.py loop": 46,
-    "lightrlhf/refuel.py imports": 32,
+    "lightrlhf/online_refuel.py imports": 37,
 }
 """What is longer than its limit, with its lines now: entries go and numbers fall; neither is added to nor raised."""
 
@@ -38,7 +31,7 @@ def lengths(path: Path) -> Iterator[tuple[str, int, int]]:
             yield f"{name}:{node.name}", lines(node), FUNCTION
         if isinstance(node, ast.ClassDef):
             yield f"{name}:{node.name}", lines(node), CLASS
-    if is_program:
+    if is_program and path.stem != "__init__":  # whose imports are written by `make lists`
         yield f"{name} imports", sum(map(lines, filter(is_import, ast.walk(tree)))), IMPORTS
     for node in tree.body if is_program else ():
         if isinstance(node, ast.FunctionDef) and node.name == "train":

@@ -122,6 +122,17 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("map_size", "random_map", "is_slippery", "few_data", "easy"), (UNUSED,)),
 }
 
+VALUES = {
+    "--loss_type kto": "use lightrlhf.kto --loss_type kto",
+    "--loss_type bco": "use lightrlhf.kto --loss_type bco",
+}
+
+
+def not_one_of(name: str, value: object, choices: str) -> str:
+    """The error for a value that is not among a flag's choices, with the answer to one that another program has."""
+    other = VALUES.get(f"--{name} {value}")
+    return f"--{name} {value} is not one of {choices}" + (f"; {other}" if other else "")
+
 
 def answer(name: str, flags: set[str]) -> str:
     """The answer to another library's name for a flag in a program with these flags; "" if there is none."""

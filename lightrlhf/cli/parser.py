@@ -21,7 +21,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.fields import declared_flags
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.names import ALIASES
+from lightrlhf.cli.names import ALIASES, not_one_of
 from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, checked_flags, config_as_json, flags_of, hint
 from lightrlhf.cli.values import options_of
 
@@ -205,5 +205,5 @@ def _shorten(message: str, flags: set[str]) -> str:
             if not value.startswith("["):
                 return f"--{flag} {value} is not a list such as [{value}]"
             return f"--{flag} {value} has an item that is not {kind}"
-        return f"--{flag} {value} is not " + ("one of " + choices[1].replace("'", "") if choices else kind)
+        return not_one_of(flag, value, choices[1].replace("'", "")) if choices else f"--{flag} {value} is not {kind}"
     return line

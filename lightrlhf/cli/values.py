@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from lightrlhf.cli.latest import follow_latest
+from lightrlhf.cli.names import not_one_of
 
 TYPES: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
@@ -60,7 +61,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     """Raises: ValueError naming the flag when a value, or an item of a list, is not of type `kind`."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"--{name} {value} is not one of {', '.join(map(str, get_args(kind)))}")
+            raise ValueError(not_one_of(name, value, ", ".join(map(str, get_args(kind)))))
     elif kind in TYPES:
         accepted, words = TYPES[kind]
         if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):

@@ -118,9 +118,7 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     if stage == "unpaired" and not isinstance(row.get("label"), bool):
         raise UsageError(f"{where} has the label {row.get('label')!r}; unpaired rows need label: True or False")
     if stage == "finetune" and row.get("label", True) is not True:
-        raise UsageError(
-            f"{where} has label {row['label']!r}, so it is no target; leave it out, or use lightrlhf.dpo's kto or bco"
-        )
+        raise UsageError(f"{where} has label {row['label']!r}, so it is no target; leave it out, or use lightrlhf.kto")
     if COLUMNS[stage] - {"columns"} <= row.keys():
         return {"columns": {}, **row} if "columns" in COLUMNS[stage] else dict(row)
     needed = TEXTS.get(stage, tuple(sorted(COLUMNS[stage])))

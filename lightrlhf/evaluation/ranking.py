@@ -23,7 +23,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.responses import is_prompt, with_all_columns
 from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
 from lightrlhf.maths.ops import share_interval
-from lightrlhf.maths.ranking import best_of_n, mean_interval, tied_scores, ties_score
+from lightrlhf.maths.reward_bench import best_of_n, mean_interval, tied_scores, ties_score
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.jsonl import Row, read_jsonl

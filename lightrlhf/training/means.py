@@ -1,9 +1,10 @@
-"""Means of metrics over the steps since the last row of `metrics.jsonl`."""
+"""Means over steps: of metrics since the last row of `metrics.jsonl`, and running ones that a loss reads."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 # not averaged: the next step's learning rate, the number of a stage, and counters over all steps
 LAST = {"train/lr", "curriculum/stage", "train/skipped_steps", "train/loss_scale"}
@@ -38,3 +39,23 @@ class StepMeans:
     def state(self) -> dict[str, list[float]]:
         """What a resumed run needs, as plain values."""
         return dict(self.sums)
+
+
+@dataclass
+class RunningMean:
+    """Mean over all finished steps, 0 before the first.
+
+    The current step is not included: its values are known only after all its micro-batches.
+    """
+
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def value(self) -> float:
+        return self.total / max(self.count, 1)
+
+    def update(self, total: float, count: int) -> None:
+        """Add the values of a step: their sum and their number."""
+        self.total += total
+        self.count += count

@@ -1,194 +1,300 @@
-"""Log-probabilities of responses under the policy, and under its reference before training begins.
+"""Log-probabilities of rows under the model that training starts from, or another one, computed once before training.
 
-The reference is the policy as it was loaded, or `--ref_model`: it scores the rows that the steps will read, so no
-second model is in memory during training. Rows are pairs, or for the losses of `UNPAIRED_LOSSES` labelled responses. A
-checkpoint stores the log-probabilities with a hash of the reference's weights and of the tokens.
+A step reads them with its rows, so no second model is in memory. Only rows that the planned steps read are scored, in
+parts of some consecutive steps. The parts are always the same, since batching changes last bits, and a run of ten steps
+must equal a run of five steps that is resumed for five more. With many rows, a file next to the data stores the
+finished parts, so a run that is killed before its first checkpoint does not score them again. Checkpoints store all
+parts, with a hash of the model's weights and of the rows.
 
 Left out: references that move during training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.cli.groups import FrozenArgs
-from lightrlhf.data.batch import Batch, micro_batches, mismatched_rows, preference_batch, unpaired_batch
-from lightrlhf.data.splits import Row, check_vocabulary, longest_text, token_keys
-from lightrlhf.maths.preference import REFERENCE_FREE
-from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.batch import Batch, micro_batch_indices
+from lightrlhf.data.splits import Row, token_keys
 from lightrlhf.models.forward import inference
-from lightrlhf.models.loading import load_policy
-from lightrlhf.models.probes import check_positions, enable_packing
-from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
+from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.saving import hash_weights
-from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.checkpoint import save_tensors
+from lightrlhf.storage.locks import lock_folder
+from lightrlhf.training.dry_run import NUM_STEPS
+from lightrlhf.training.provenance import versions
 from lightrlhf.training.run import Run
-from lightrlhf.training.scored import blocks, in_parts, score_parts
-from lightrlhf.training.start_check import check_start
 
-SCORING_TOLERANCE = 1e-2  # nats per token
-
-
-def sequence_logps(model: nn.Module, batch: Batch) -> Tensor:
-    """Log-probability of each whole response: (2B,), the chosen ones first; (B,) of labelled responses."""
-    return model(**policy_inputs(batch)).logprobs.sum(1)
+PART_ROWS = 64  # of each rank, enough to pack rows of similar length together
+KEPT_ROWS = 256  # of each rank; with more rows finished parts are kept in a file
+WRITE_SECONDS = 10.0  # between two writes of the file
+Collate = Callable[[Sequence[Row]], Batch]  # b rows -> S * b texts: all first sides, then all second ones
+Parts = dict[str, Tensor]
 
 
-def make_batch(args: Any, rows: list[Row], pad_id: int) -> Batch:
-    """B pairs as 2B rows, the chosen ones first, or B labelled responses."""
-    return (unpaired_batch if args.loss_type in UNPAIRED_LOSSES else preference_batch)(rows, pad_id)
+class Rows(Protocol):
+    """A list of rows, or what makes them when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int, /) -> Row: ...
 
 
-def score_rows(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
-    """Log-probabilities of N rows, dropout off, computed on all ranks: (2N,) or (N,) on each, the chosen ones first."""
-    sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
+class Scored(NamedTuple):
+    """Log-probabilities of N rows with S sides, from before training."""
+
+    state: dict[str, Any]  # for the checkpoint: fingerprint, places, logps
+    logps: Tensor | None  # (S, N) float64, NaN where no step reads the row; None without any
+
+
+# ------------------------------------------------------------------------------------------------------------ passes
+def sequence_logps(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """Log-probability of the actions of each row: (B,)."""
+    logprobs: Tensor = model(**policy_inputs(batch), temperature=temperature).logprobs
+    return logprobs.sum(1)
+
+
+def score_rows(
+    run: Run, model: nn.Module, rows: Sequence[Row], collate: Collate, sides: int = 2, temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities of N rows, dropout off, computed on all ranks: (S, N) on each."""
     logps = torch.zeros(sides, len(rows), device=run.device)
     here = run.shard(range(len(rows)))
-    logps[:, here] = score_shard(run, model, [rows[i] for i in here], pad_id).reshape(sides, -1)
-    return run.sum_over_ranks(logps).reshape(-1)
+    logps[:, here] = score_shard(run, model, [rows[i] for i in here], collate, sides, temperature)
+    return run.sum_over_ranks(logps)
 
 
-def score_shard(run: Run, model: nn.Module, rows: list[Row], pad_id: int, dropout: bool = False) -> Tensor:
-    """Log-probabilities of this rank's B rows: (2B,) or (B,), the chosen ones first.
+def score_shard(
+    run: Run,
+    model: nn.Module,
+    rows: Sequence[Row],
+    collate: Collate,
+    sides: int = 2,
+    temperature: float = 1.0,
+    by_token: Tensor | None = None,
+    dropout: bool = False,
+) -> Tensor:
+    """Log-probabilities of this rank's B rows, dropout off: (S, B).
 
-    dropout: as the next training pass over these rows in micro-batches draws it, and without using up random numbers.
+    by_token: (S, B, T-1) of zeros, which gets the log-probability of each action. dropout: as the next training pass
+    over these rows in micro-batches draws it, and without using up random numbers.
     """
-    sides = 1 if run.args.loss_type in UNPAIRED_LOSSES else 2
     logps = torch.zeros(sides, len(rows), device=run.device)
-    numbered = [{**row, "index": index} for index, row in enumerate(rows)]
     with replayed_dropout(run.device) if dropout else inference(model):
-        for micro in run.pad_passes(micro_batches(numbered, run.args.micro_batch_size)):
+        for index in run.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
+            batch = collate([rows[i] for i in index]).to(run.device)
             with run.autocast():
-                scores = sequence_logps(model, make_batch(run.args, micro, pad_id).to(run.device))  # (2B,) or (B,)
-            logps[:, [row["index"] for row in micro]] = scores.float().reshape(sides, -1)
-    return logps.reshape(-1)
+                logprobs: Tensor = model(**policy_inputs(batch), temperature=temperature).logprobs  # (S b, t-1)
+                logps[:, index] = logprobs.sum(1).float().reshape(sides, -1)
+            if by_token is not None:
+                by_token[:, index, : logprobs.shape[1]] = logprobs.float().unflatten(0, (sides, -1))
+    return logps
 
 
 @contextmanager
 def replayed_dropout(device: torch.device) -> Iterator[None]:
-    """Context manager: no gradients, and on leaving the random state of before, for later passes to repeat."""
+    """Context manager: no gradients; restores the random state on exit, for later passes to repeat."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         yield
 
 
-class Mismatches:
-    """KTO's mismatched prompts and responses of the validation rows, and of each step.
+# ---------------------------------------------------------------------------------------------------- before training
+def score_before_training(
+    run: Run,
+    model: Policy,
+    rows: Rows,
+    parts: Sequence[Sequence[int]],
+    score: Callable[[Policy, list[Row]], Tensor],
+    digest: str,
+    phase: str = "reference",
+) -> Scored:
+    """Score the rows of `parts`, given by their places among `rows`.
 
-    They follow from the order of the data, so the reference scores them before training, and a resumed run has the
-    same. Their places follow those of the rows: first validation, then the steps, with a whole batch each.
-    No mismatched text is longer than the longest of the data.
+    Call this before `run.setup`, which loads the trained weights of a resumed run.
+    score: returns the (S, n) log-probabilities of n rows, on all ranks. digest: hash of what they depend on, see
+    `fingerprint`; a resumed run takes those of its checkpoint if that is the same. phase: named in errors.
     """
-
-    def __init__(self, run: Run, rows: list[Row], validation: list[Row], num_steps: int) -> None:
-        self.run, self.rows, self.validation = run, rows, validation
-        self.blocks = blocks(run, num_steps, of_dry_run=run.dry is not None)
-        self.width = longest_text(rows + validation)
-        args = run.args
-        self.size = args.mini_batch_size * run.world_size
-        self.key = (len(rows), args.seed, self.size, *args.data_weights)
-        self.end = self._start(self.blocks[-1].stop)
-        self.logps = torch.empty(1, 0)  # (1, end), once they are scored
-        self._last: tuple[int, list[Row]] = -2, []  # a step and its mismatched rows
-
-    def parts(self) -> list[list[int]]:
-        """All places to score, in parts."""
-        parts = in_parts(self.run, range(self._start(-1), self._start(0)))
-        for steps in self.blocks:
-            ends = [(self._start(step), self._start(step) + len(self._batch(step))) for step in steps]
-            parts.append([place for first, end in ends for place in range(first, end)])
-        return parts
-
-    def row(self, place: int) -> Row:
-        """The mismatched row at a place."""
-        step, number = divmod(place - self._start(0), self.size)
-        if place < self._start(0):
-            step, number = -1, place - self._start(-1)
-        if self._last[0] != step:  # places come in order
-            self._last = step, self._mismatched(self.validation if step < 0 else self._batch(step))
-        return self._last[1][number]
-
-    def add(self, batch: list[Row], step: int) -> list[Row]:
-        """Rows of a step, or of validation (-1), with their `mismatch` and its log-probability under the reference."""
-        values = self.logps[0, self._start(step) : self._start(step) + len(batch)].tolist()
-        columns = zip(batch, self._mismatched(batch), values, strict=True)
-        return [{**row, "mismatch": {**other, "ref_logps": logp}} for row, other, logp in columns]
-
-    def _start(self, step: int) -> int:
-        first = len(self.rows) + len(self.validation)
-        return first if step < 0 else first + len(self.validation) + step * self.size
-
-    def _batch(self, step: int) -> list[Row]:
-        return self.run.global_batch(self.rows, step, self.run.args.mini_batch_size)
-
-    def _mismatched(self, batch: list[Row]) -> list[Row]:
-        return mismatched_rows(batch, self.rows, self.width)
-
-
-def reference_logps(
-    run: Run, policy: Policy, rows: list[Row], tokenizer: Any, parts: list[list[int]], mismatches: Mismatches | None
-) -> dict[str, Any]:
-    """Log-probabilities under the reference of the rows at the places of `parts`, as `score_parts` returns them.
-
-    Mismatched rows come last. Call this before `run.setup`, which loads the trained weights of a resumed run. A loss
-    without a reference has no log-probabilities.
-    """
-    if run.args.loss_type in REFERENCE_FREE:
-        return {"fingerprint": None, "places": [], "logps": []}
-    reference = policy
-    if run.args.ref_model is not None:
-        load_tokenizer(
-            run.args.data_dir if Path(run.args.data_dirs[0]).is_dir() else None,
-            run.args.ref_model,
-            verify=run.args.verify,
-        )  # refuses a model with another tokenizer
-        plain = FrozenArgs(trust_remote_code=run.args.trust_remote_code, base_dtype=run.args.base_dtype)
-        reference = load_policy(run.args.ref_model, plain, tokenizer, "--ref_model")
-        check_vocabulary(rows, vocabulary_size(reference), run.args.data_name)
-        check_positions(rows, reference, run.args.data_name)
-        enable_packing(reference)
-    digest = fingerprint(reference, rows, mismatches.key if mismatches else ())
-
-    def score(part: Sequence[int]) -> Tensor:
-        chosen = [rows[i] if mismatches is None or i < len(rows) else mismatches.row(i) for i in part]
-        return score_rows(run, reference.to(run.device), chosen, tokenizer.pad_token_id)
-
     folder = Path(run.data_dirs[0])  # given rows have none
-    parts = parts + (mismatches.parts() if mismatches else [])
-    return score_parts(run, "reference", digest, parts, score, folder if folder.is_dir() and not run.dry else None)
+
+    def score_part(part: Sequence[int]) -> Tensor:
+        return score(model, [rows[i] for i in part])
+
+    with run.phase(phase):
+        model = model.to(run.device)
+        place = folder if folder.is_dir() and not run.dry else None
+        state = score_parts(run, phase, digest, parts, score_part, place)
+    return Scored(state, by_place(state, len(rows)))
 
 
-def fingerprint(reference: Policy, rows: list[Row], key: tuple[float, ...] = ()) -> str:
-    """SHA-256 of a model's weights and of the rows' tokens, and of a key if there is one."""
-    digest = hash_weights(reference)
+def fingerprint(model: Policy, rows: Sequence[Row], key: tuple[float, ...] = ()) -> str:
+    """SHA-256 of a model's weights and of the rows' tokens and masks, and of a key if there is one."""
+    digest = hash_weights(model)
     for row in rows:
-        sides = [torch.as_tensor(row[name]).tolist() for name in token_keys(row)]
-        digest.update(repr((row["prompt_len"], sides)).encode())
+        names = [*token_keys(row), *sorted(name for name in row if name.endswith("action_mask"))]
+        digest.update(repr((row.get("prompt_len"), [torch.as_tensor(row[name]).tolist() for name in names])).encode())
     if key:
         digest.update(repr(key).encode())
     return digest.hexdigest()
 
 
-def with_reference(rows: list[Row], logps: Tensor | None) -> list[Row]:
-    """The rows with the log-probabilities of their responses under the reference, the first (S, N); 0 without one."""
+def with_reference(rows: Sequence[Row], logps: Tensor | None) -> list[Row]:
+    """The rows with the log-probabilities of their sides under the reference, the first of (S, N); 0 without one."""
+    if not rows:
+        return []
     names = [f"ref_{name.replace('input_ids', 'logps')}" for name in token_keys(rows[0])]
     values = torch.zeros(len(names), len(rows)) if logps is None else logps[:, : len(rows)]
     return [{**row, **dict(zip(names, column))} for row, column in zip(rows, values.T.tolist(), strict=True)]
 
 
-def compare_start(run: Run, model: nn.Module, rows: list[Row], pad_id: int) -> None:
-    """Raises: RunFailure when policy and reference, which start from the same weights, give other log-probabilities.
+# ------------------------------------------------------------------------------------------- which rows are scored
+def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[range]:
+    """The steps whose rows are scored together; the last part may exceed the planned steps."""
+    if of_dry_run:
+        return [range(min(NUM_STEPS, num_steps))]
+    size = math.ceil(PART_ROWS / run.args.mini_batch_size)
+    return [range(first, first + size) for first in range(0, num_steps, size)]
 
-    Gaps are pooled over the tokens of all rows: in bfloat16 a response of two tokens alone may be 0.02 a token off.
+
+def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
+    """Places of the rows that the steps, the check before them and evaluations read, validation last.
+
+    In a dry run only rows of its own steps.
     """
-    rows = rows[: max(run.args.micro_batch_size, run.world_size)]
-    text = token_keys(rows[0])[0]
-    scores = score_rows(run, model, rows, pad_id)[: len(rows)].tolist()
-    given = [(row[f"ref_{text.replace('input_ids', 'logps')}"], len(row[text]) - row["prompt_len"]) for row in rows]
-    gap = sum(abs(score - logp) for score, (logp, _) in zip(scores, given)) / sum(length for _, length in given)
-    check_start(gap, SCORING_TOLERANCE, "the reference's")
+    if not run.dry:
+        return _parts(run, num_rows, num_validation, num_steps, False)
+    parts = _parts(run, num_rows, num_validation, num_steps, True)
+    planned = _parts(run, num_rows, num_validation, num_steps, False)
+    run.dry.scored = len({*itertools.chain(*parts)}), len({*itertools.chain(*planned)})
+    return parts
+
+
+def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of_dry_run: bool) -> list[list[int]]:
+    args = run.args
+    size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.world_size))
+    if not run.order.weights:
+        num_steps = min(num_steps, per_epoch)  # one epoch reads every row
+    parts = [list(range(min(num_rows, max(args.micro_batch_size, run.world_size))))]
+    for steps in blocks(run, num_steps, of_dry_run):
+        parts.append([row for step in steps for row in run.global_batch(range(num_rows), step, size)])
+    evaluated = run.eval_rows(range(num_validation), args.micro_batch_size)
+    return parts + in_parts(run, [num_rows + row for row in evaluated])
+
+
+def in_parts(run: Run[Any], places: Sequence[int]) -> list[list[int]]:
+    """Places that every run scores, in parts."""
+    size = PART_ROWS * run.world_size
+    return [list(places[start : start + size]) for start in range(0, len(places), size)]
+
+
+# -------------------------------------------------------------------------------------------------- finished parts
+def score_parts(
+    run: Run[Any],
+    phase: str,
+    digest: str,
+    parts: Iterable[Iterable[int]],
+    score: Callable[[Sequence[int]], Tensor],
+    folder: Path | None,
+) -> dict[str, Any]:
+    """Log-probabilities of the rows at some places, as plain values for a checkpoint: fingerprint, places, logps.
+
+    Values in `run.resumed["extra"]["reference"]` are reused if its fingerprint is `digest`; logps: the S columns,
+    concatenated. phase: named in errors; score: returns the log-probabilities of some places, (S * n,) on all ranks;
+    folder: for the file with the finished parts; None writes no file.
+    """
+    stored = run.resumed["extra"].get("reference") if run.resumed else None
+    known = stored if stored and stored["fingerprint"] == digest else None
+    if stored and not known:
+        run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
+    places: list[int] = list(known["places"]) if known else []
+    found = [torch.tensor(known["logps"]).reshape(-1, len(places))] if known and places else []
+    seen, left = set(places), []
+    for part in parts:
+        left.append(sorted({*part} - seen))
+        seen.update(left[-1])
+    is_kept = folder is not None and sum(map(len, left)) > KEPT_ROWS * run.world_size
+    file = Finished(run, folder / f"logprobs-{_file_digest(run, digest)}.pt" if folder and is_kept else None)
+    try:
+        for part in filter(None, left):
+            key = hashlib.sha256(repr(part).encode()).hexdigest()
+            if key not in file.parts:
+                with run.phase(phase):
+                    logps = score(part).cpu().reshape(-1, len(part))
+                file.add(key, logps)
+            found.append(file.parts[key])
+            places += part
+    finally:  # after a signal, too
+        file.write()
+    return {"fingerprint": digest, "places": places, "logps": torch.cat(found, 1).reshape(-1).tolist() if found else []}
+
+
+class Finished:
+    """The scored parts by a hash of their places, and the file in which the first rank stores them, if any."""
+
+    def __init__(self, run: Run[Any], path: Path | None) -> None:
+        self.run, self.path = run, path
+        self.parts: Parts = run.broadcast(self._read() if path and run.is_first else {})
+        self._written, self._at = len(self.parts), time.monotonic()
+
+    def add(self, key: str, logps: Tensor) -> None:
+        """Add the (S, n) log-probabilities of a part, and write the file if the last write is long enough ago."""
+        self.parts[key] = logps
+        if time.monotonic() - self._at >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the added parts; if that fails, a line says so once."""
+        if self.path is None or not self.run.is_first or len(self.parts) == self._written:
+            return
+        try:
+            with lock_folder(self.path.parent, wait=True):  # others may train on the same data
+                parts = self._read() | self.parts
+                save_tensors(self.path, {key: (logps, hash_tensor(logps)) for key, logps in parts.items()})
+        except UsageError as problem:
+            self.run.print0(f"note: {problem}; a run that is killed before its first checkpoint starts scoring again")
+            self.path = None
+        self._written, self._at = len(self.parts), time.monotonic()
+
+    def _read(self) -> Parts:
+        """The parts in the file, without those that have changed since then."""
+        try:
+            stored = torch.load(cast(Path, self.path), weights_only=True)
+            return {key: logps for key, (logps, sha256) in stored.items() if hash_tensor(logps) == sha256}
+        except Exception:  # there is no file, or unpickling damaged bytes raises anything
+            return {}
+
+
+def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
+    """(S, size) log-probabilities, NaN, which stops a run, at places without a score; None without any score."""
+    if not scored["places"]:
+        return None
+    columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))
+    logps = columns.new_full((len(columns), size), torch.nan)
+    places = torch.tensor(scored["places"])
+    known = places < size  # a run of more steps may have scored more
+    logps[:, places[known]] = columns[:, known]
+    return logps
+
+
+def hash_tensor(values: Tensor) -> str:
+    """SHA-256 of a tensor's values on the CPU."""
+    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _file_digest(run: Run[Any], digest: str) -> str:
+    """A digest of the rows, the model with its config, and everything that changes the last bits of a score."""
+    args, device = run.args, run.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.order.began.sources.items())
+    ranks = run.world_size, run.ranks.tensor_parallel, torch.get_num_threads()
+    settings = (digest, sources, versions(), args.precision, name, args.micro_batch_size, ranks)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -42,7 +42,10 @@ FLAGS: list[tuple[str, str, str]] = [
     ("ppo|grpo", "--eval_interval 0 --save_interval 100", "--eval_interval 0 --health_timeout 0.5 --save_interval 100"),
 ]
 """Flags that the base has otherwise: (pattern of programs, words here, words in the base); "" for none."""
-MOVED: dict[str, str] = {}
+MOVED: dict[str, str] = {
+    r".* extra reference fingerprint": "",  # REFUEL's is made as DPO's: a hash of weights, rows and temperature
+    r".* extra (baseline bad_|bad )(total|count)": "",  # only labelled responses have bad ones, in kto
+}
 """Names in records that the base has otherwise: pattern to name here, "" for what is not compared; see `records.py`."""
 
 
@@ -60,6 +63,7 @@ def in_tree(step: Step, tree: Path, is_base: bool) -> Step:
 CPU = "--accelerator cpu --devices 1"
 START = "--model_name {in}/llama"
 CAFE = "--data_dir {in}/cafe/tiny"
+NAMED = "--experiment_name labelled"
 BATCH = "--learning_rate 1e-2 --mini_batch_size 4 --micro_batch_size 2"
 OFTEN = "--max_steps 6 --log_interval 1 --save_interval 2 --logger csv --keep_last 3"
 SHORT = "--max_new_tokens 3"
@@ -75,8 +79,8 @@ TINY = {  # flags without those of evaluation
     "sft": f"{CAFE} {START} {OFTEN} {BATCH} {UNSTEADY}",
     "rm": f"{CAFE} {START} {OFTEN} {BATCH} {UNSTEADY}",
     "dpo": f"{CAFE} {START} {OFTEN} {BATCH} {UNSTEADY}",
-    "kto": f"--data_dir {{in}}/labelled {START} {OFTEN} {BATCH} {UNSTEADY} --loss_type kto",
-    "bco": f"--data_dir {{in}}/labelled {START} {OFTEN} {BATCH} {UNSTEADY} --loss_type bco",
+    "kto": f"--data_dir {{in}}/labelled {START} {OFTEN} {BATCH} {UNSTEADY} --loss_type kto {NAMED}",
+    "bco": f"--data_dir {{in}}/labelled {START} {OFTEN} {BATCH} {UNSTEADY} --loss_type bco {NAMED}",
     "refuel": f"--data_dir {{in}}/pairs {START} {OFTEN} {BATCH} {UNSTEADY}",
     "ppo": f"{CAFE} {START} {OFTEN} {PPO_RATES} {PPO_SIZES} {SHORT} {VOWELS} {UNSTEADY}",
     "grpo": f"{CAFE} {START} {OFTEN} --learning_rate 1e-2 {GRPO_SIZES} {SHORT} --resample_rounds 2 --init_kl_coeff 0.1 "

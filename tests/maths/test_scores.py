@@ -13,7 +13,7 @@ from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
 from lightrlhf.maths.length_control import length_controlled, length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.maths.passes import pass_at_k
-from lightrlhf.maths.ranking import best_of_n, mean_interval, tied_scores, ties_score
+from lightrlhf.maths.reward_bench import best_of_n, mean_interval, tied_scores, ties_score
 
 
 def f64(values) -> torch.Tensor:

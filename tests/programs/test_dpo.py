@@ -7,7 +7,6 @@ import math
 import random
 import re
 import shutil
-import types
 import typing
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,14 +37,15 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import load_split
-from lightrlhf.dpo import DPOArgs, main, make_pairs, score_rows, truncate
+from lightrlhf.dpo import DPOArgs, fit_pairs, main, make_pairs, score_rows
 from lightrlhf.maths import preference
 from lightrlhf.maths.preference import LOSSES, RAPO, Pairs, chosen_nll
-from lightrlhf.maths.unpaired import UNPAIRED_LOSSES
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.plot import read_metrics
 from lightrlhf.training import reference
+from lightrlhf.training.direct_alignment import check_reference, truncate
+from lightrlhf.training.means import RunningMean
 
 COUPLED = sorted(preference.RANKED_LOSSES)
 
@@ -206,7 +206,7 @@ def test_bco_with_a_baseline():
 
 def test_the_flags_name_every_loss_and_every_weight():
     hints = typing.get_type_hints(DPOArgs)
-    assert set(typing.get_args(hints["loss_type"])) == {*LOSSES, *UNPAIRED_LOSSES}
+    assert set(typing.get_args(hints["loss_type"])) == {*LOSSES}
     assert set(typing.get_args(hints["f_divergence"])) == set(preference.DIVERGENCES)
     for name in (*RAPO, "const:0.7"):
         assert DPOArgs(model_name="tiny", rapo=name).rapo == name
@@ -319,7 +319,7 @@ def test_a_ranked_loss_of_a_step_is_that_of_all_its_pairs_together(loss_type, ca
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
     run = RunOfOneStep(arguments(cafe_data, micro_batch_size=2, loss_type=loss_type), policy=policy)
     found = dpo.train_step(run, policy, pairs, tokenizer.pad_token_id)
-    logps = dpo.sequence_logps(policy, preference_batch(pairs, tokenizer.pad_token_id))
+    logps = reference.sequence_logps(policy, preference_batch(pairs, tokenizer.pad_token_id))
     loss = LOSSES[loss_type](make_pairs(run.args, pairs, logps)).mean()
     loss.backward()
     expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
@@ -355,8 +355,8 @@ def test_padding_on_either_side_changes_no_log_probability(architecture):
         {"prompt_len": 1, "chosen_input_ids": [5, 1], "rejected_input_ids": [5, 9, 9, 3, 4, 7, 1]},
     ]
     batch = preference_batch(rows, 0)
-    together = dpo.sequence_logps(policy, batch)
-    assert torch.allclose(together, dpo.sequence_logps(policy, left_padded(batch)), atol=1e-4)
+    together = reference.sequence_logps(policy, batch)
+    assert torch.allclose(together, reference.sequence_logps(policy, left_padded(batch)), atol=1e-4)
     for i, row in enumerate(rows):
         for side, logps in (("chosen", together[i]), ("rejected", together[i + 2])):
             assert float(logps) == pytest.approx(float(logps_by_hand(policy.model, row, side)), abs=1e-4)
@@ -367,7 +367,7 @@ def test_scores_come_back_in_the_order_of_the_rows(cafe_data, tokenizer, pairs, 
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).train()
     found = score_rows(RunOfOneStep(arguments(cafe_data, micro_batch_size=2)), policy, pairs, tokenizer.pad_token_id)
     expected = [float(logps_by_hand(policy.model, row, side)) for side in ("chosen", "rejected") for row in pairs]
-    assert found.tolist() == pytest.approx(expected, abs=1e-3)
+    assert found.reshape(-1).tolist() == pytest.approx(expected, abs=1e-3)
     assert policy.training and not found.requires_grad
 
 
@@ -418,13 +418,21 @@ def test_the_metrics_of_pairs_and_a_tie_is_half_right(cafe_data):
     }
 
 
-def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before():
-    mean = dpo.RunningMean()
-    assert mean.value == 0
-    for chosen, rejected, size in ((1.0, 3.0, 2), (-1.0, 0.0, 1)):
-        metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected}
-        mean.update(*dpo.total_reward(metrics, [ROW] * size))
-    assert mean.value == pytest.approx((2 * 4.0 - 1.0) / 6)
+def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before(cafe_data, base_model, tmp_path, monkeypatch):
+    found, seen, step = [], [], dpo.train_step
+
+    def kept(run, model, rows, pad_id, baseline):
+        seen.append(baseline)
+        found.append(step(run, model, rows, pad_id, baseline))
+        return found[-1]
+
+    monkeypatch.setattr(dpo, "train_step", kept)
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
+    main([*flags, "--loss_type", "bco_pair", "--max_steps", "3", "--mini_batch_size", "40", "--learning_rate", "1e-2"])
+    rewards = [row["rewards/chosen"] + row["rewards/rejected"] for row in found]
+    assert seen[0] == 0 and seen[1] == pytest.approx(rewards[0] / 2)  # steps of 40 and of the other 20 pairs
+    assert seen[2] == pytest.approx((40 * rewards[0] + 20 * rewards[1]) / 120)
+    assert RunningMean(3.0, 6).value == 0.5
 
 
 # ------------------------------------------------------------------------------------------------------- truncation
@@ -450,19 +458,15 @@ def test_a_pair_is_cut_at_its_named_end(flags, prompt_len, chosen, rejected, caf
     assert list(map(int, cut["rejected_input_ids"])) == rejected
 
 
-def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data, tmp_path):
-    folder = shutil.copytree(cafe_data, tmp_path / "data")
+def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data):
+    folder = cafe_data
     same = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}
     other = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 9, 8]}
-    torch.save([same, other], folder / "preference_train.pt")
-    reseal(folder)
-    rows, notes = dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
+    rows, notes = fit_pairs(arguments(folder, max_length=2), [same, other], "the pairs")
     assert [list(map(int, row["rejected_input_ids"])) for row in rows] == [[5, 9]]
     assert [note.split(" pairs")[0] for note in notes] == ["2 of 2", "1"]
-    torch.save([same], folder / "preference_train.pt")
-    reseal(folder)
     with error_naming(UsageError, "--max_length 2"):
-        dpo.load_pairs(arguments(folder, max_length=2), "train", str(folder))
+        fit_pairs(arguments(folder, max_length=2), [same], "the pairs")
 
 
 # ------------------------------------------------------------------------------------------------------- the program
@@ -632,7 +636,7 @@ def test_a_loss_without_a_reference_computes_none(loss_type, cafe_data, sft_dir,
     def fail(*_):
         raise AssertionError("a reference pass")
 
-    monkeypatch.setattr(reference, "score_rows", fail)
+    monkeypatch.setattr(reference, "score_before_training", fail)
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
     flags += ["--mini_batch_size", "60", "--micro_batch_size", "60", "--max_steps", "2", "--beta", "1.5"]
     rows = metrics(main([*flags, "--loss_type", loss_type]))
@@ -702,26 +706,24 @@ def test_a_checkpoint_is_a_plain_folder_and_every_mode_starts_at_the_reference(
 
 
 def test_a_policy_that_does_not_start_at_its_reference_is_refused(cafe_data, sft_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(dpo, "with_reference", lambda rows, logps: make_wrong(rows, logps))
+    monkeypatch.setattr(reference, "with_reference", make_wrong)
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
     with pytest.raises(SystemExit) as stopped:
         main([*flags, "--max_steps", "1"])
     assert stopped.value.code == RunFailure.exit_status
-    assert "before the first update" in capsys.readouterr().err
+    assert "reference" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gap", [0.04, 4.0])
-def test_rounding_in_a_response_of_two_tokens_is_no_other_reference(gap, monkeypatch):
+def test_rounding_in_a_response_of_two_tokens_is_no_other_reference(gap):
     """0.02 a token by rounding, beside a response of 60 tokens that is as far off; all of it in 62 tokens counts."""
     text = {"chosen_input_ids": torch.zeros(6), "rejected_input_ids": torch.zeros(6), "prompt_len": 4}
     rows = [
         {**text, "ref_chosen_logps": -3.0},
         {**text, "chosen_input_ids": torch.zeros(64), "ref_chosen_logps": -90.0},
     ]
-    monkeypatch.setattr(reference, "score_rows", lambda *args: torch.tensor([-3.0 - gap, -90.0 + gap, 0.0, 0.0]))
-    run = types.SimpleNamespace(args=types.SimpleNamespace(micro_batch_size=4), world_size=1)
-    with nullcontext() if gap < 1 else error_naming(RunFailure, "first update"):
-        reference.compare_start(run, None, rows, 0)
+    with nullcontext() if gap < 1 else error_naming(RunFailure, "reference"):
+        check_reference(rows, torch.tensor([[-3.0 - gap, -90.0 + gap], [0.0, 0.0]]))
 
 
 def make_wrong(rows, logps):
@@ -755,7 +757,7 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(more, cafe_data, noi
     monkeypatch.setattr(
         reference,
         "score_rows",
-        lambda run, model, rows, pad_id: scored.append(len(rows)) or original(run, model, rows, pad_id),
+        lambda run, model, rows, *more: scored.append(len(rows)) or original(run, model, rows, *more),
     )
     main(["--resume_from", whole])
     assert weights(last_checkpoint(whole)) == expected
@@ -890,7 +892,7 @@ def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
 
     page = (ROOT / "howto" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
     table = page.split("## Losses")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES, *UNPAIRED_LOSSES}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES}
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
     logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
     table = page.split("## Metrics")[1].split("\n## ")[0]

@@ -13,7 +13,7 @@ from helpers import last_checkpoint
 from lightrlhf import annotate, evaluate
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, wilson_interval
-from lightrlhf.maths.ranking import mean_interval
+from lightrlhf.maths.reward_bench import mean_interval
 from lightrlhf.rewards.functions import as_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 

@@ -80,7 +80,8 @@ def make_pairs(talk_data, tokenizer, scorer=None, **given):
     run = RunOfOneStep(args, policy=policy)
     scorer = scorer or load_rewards(args, run.device, args.rollout_mini_batch_size, grouped=True).of_groups
     rows = load_dialogues(str(talk_data), "train")[:8]
-    pairs, row = online_refuel.make_pairs(run, policy, reference, scorer, recorded_user, rows, tokenizer)
+    sampler = online_refuel.DialogueSampler(run, policy, recorded_user, tokenizer, None)
+    pairs, row = online_refuel.make_pairs(run, sampler, reference, scorer, rows)
     return policy, reference, rows, pairs, row
 
 

@@ -16,6 +16,7 @@ from lightrlhf.data.batch import dialogue_pair_batch
 from lightrlhf.data.splits import save_split
 from lightrlhf.refuel import Pairs, RefuelArgs, main, pair_losses, pairwise_loss, refuel_loss
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training.reference import sequence_logps
 
 
 # ------------------------------------------------------------------------------------------------------------- loss
@@ -110,13 +111,13 @@ def test_only_the_turns_own_tokens_have_gradient():
     assert batch.group.tolist() == [0, 0]  # else prefixes are never shared
     changed = {k: v.clone() if torch.is_tensor(v) else v for k, v in row.items()}
     changed["chosen_input_ids"][9:] = 7
-    told = [refuel.turn_logps(policy, b, 1.0) for b in (batch, dialogue_pair_batch([changed], pad_id=0))]
+    told = [sequence_logps(policy, b, 1.0) for b in (batch, dialogue_pair_batch([changed], pad_id=0))]
     assert torch.equal(told[0], told[1])
     assert batch.action_mask.sum(1).tolist() == [5, 5]
     spoken = policy(batch.input_ids, batch.attention_mask, batch.attention_mask[:, 1:]).logprobs
     assert torch.allclose(told[0], spoken[:, 3:8].sum(1), atol=1e-5)
     changed["chosen_input_ids"][6] = (changed["chosen_input_ids"][6] + 1) % 61
-    assert not torch.equal(told[0][:1], refuel.turn_logps(policy, dialogue_pair_batch([changed], pad_id=0), 1.0)[:1])
+    assert not torch.equal(told[0][:1], sequence_logps(policy, dialogue_pair_batch([changed], pad_id=0), 1.0)[:1])
 
 
 def test_one_turn_is_rebel(talk_data):
@@ -124,7 +125,7 @@ def test_one_turn_is_rebel(talk_data):
     pairs = pairs_of((4, 5, 0), (6, 2, 0))
     policy = tiny_policy("llama")
     batch = dialogue_pair_batch(pairs.rows, pad_id=0)
-    ours, _ = pair_losses(args_of(talk_data, eta=0.5), refuel.turn_logps(policy, batch, 0.8), pairs)
+    ours, _ = pair_losses(args_of(talk_data, eta=0.5), sequence_logps(policy, batch, 0.8), pairs)
     is_response = batch.attention_mask[:, 1:] & (
         torch.arange(1, batch.input_ids.shape[1]) >= torch.tensor([4, 6, 4, 6])[:, None]
     )

@@ -14,7 +14,7 @@ from helpers.killed import forked
 from lightrlhf import dpo, refuel
 from lightrlhf.data.splits import load_split, save_split
 from lightrlhf.models.tokenizer import store_tokenizer
-from lightrlhf.training import reference, scored
+from lightrlhf.training import reference
 
 STEPS = ["--mini_batch_size", "4", "--eval_interval", "0", "--lr_scheduler_type", "constant"]
 
@@ -23,7 +23,7 @@ STEPS = ["--mini_batch_size", "4", "--eval_interval", "0", "--lr_scheduler_type"
 def small_parts(monkeypatch):
     """Parts of one step each, all of which are kept."""
     for name, value in (("PART_ROWS", 4), ("KEPT_ROWS", 0), ("WRITE_SECONDS", 0.0)):
-        monkeypatch.setattr(scored, name, value)
+        monkeypatch.setattr(reference, name, value)
 
 
 @pytest.fixture
@@ -55,19 +55,19 @@ def dialogues_dir(pairs_dir, tokenizer, tmp_path) -> Path:
 @pytest.fixture(params=["dpo", "refuel"])
 def program(request, base_model, tmp_path, monkeypatch, small_parts):
     """A function that trains for some steps, and the numbers of rows of its scoring passes before training."""
-    module, owner, name = {"dpo": (dpo, reference, "score_rows"), "refuel": (refuel, refuel, "score")}[request.param]
+    module = {"dpo": dpo, "refuel": refuel}[request.param]
     data = request.getfixturevalue("pairs_dir" if request.param == "dpo" else "dialogues_dir")
     passes: list[int] = []
-    original = getattr(owner, name)
+    original = reference.score_rows
 
-    def counted(run, model, rows, pad_id):
+    def counted(run, model, rows, *more):
         if not run.learners.by_name:  # before training
             passes.append(len(rows))
         if os.environ.get("KILLED_AT") == str(len(passes)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(run, model, rows, pad_id)
+        return original(run, model, rows, *more)
 
-    monkeypatch.setattr(owner, name, counted)
+    monkeypatch.setattr(reference, "score_rows", counted)
 
     def train(steps: int, resume_from: str = "", micro_batch_size: int = 2) -> str:
         passes.clear()
@@ -127,5 +127,5 @@ def test_a_file_that_cannot_be_written_ends_no_run(program, capsys):
 
 
 def test_scores_of_more_steps_than_are_left_are_ignored():
-    found = scored.by_place({"places": [0, 5], "logps": [1.0, 2.0]}, 3)
+    found = reference.by_place({"places": [0, 5], "logps": [1.0, 2.0]}, 3)
     assert found.shape == (1, 3) and found[0, 0] == 1 and found[0, 1:].isnan().all()

@@ -25,14 +25,15 @@ from helpers import (
 )
 from helpers.errors import error_naming
 
-from lightrlhf import dpo
+from lightrlhf import dpo, kto
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import mismatched_rows
 from lightrlhf.data.splits import load_split, save_split
-from lightrlhf.dpo import DPOArgs, main
+from lightrlhf.dpo import DPOArgs
+from lightrlhf.kto import KTOArgs, main, middle
 from lightrlhf.models.loading import load_policy
-from lightrlhf.training import reference
+from lightrlhf.training.means import RunningMean
 
 LOSSES = ["kto", "bco"]
 
@@ -69,8 +70,8 @@ def rows(data) -> list[dict]:
     ]
 
 
-def arguments(data, **flags) -> DPOArgs:
-    return DPOArgs(data_dir=str(data), model_name="tiny", **flags)
+def arguments(data, **flags) -> KTOArgs:
+    return KTOArgs(data_dir=str(data), model_name="tiny", **flags)
 
 
 def logp_by_hand(model, row: dict) -> torch.Tensor:
@@ -85,7 +86,7 @@ def test_the_gradient_of_a_step_equals_kto_written_down_in_float64(data, tokeniz
     policy = load_policy(str(folder), ModelArgs(), tokenizer).eval()
     args = arguments(data, loss_type="kto", beta=0.05, desirable_weight=1.5, undesirable_weight=0.8, micro_batch_size=2)
     run = RunOfOneStep(args, policy=policy)
-    found = dpo.train_step(run, policy, rows, tokenizer.pad_token_id)
+    found = kto.train_step(run, policy, rows, tokenizer.pad_token_id)
     model = load_policy(str(folder), ModelArgs(), tokenizer).model.double().eval()
     with torch.no_grad():
         gaps = [logp_by_hand(model, row["mismatch"]) - row["mismatch"]["ref_logps"] for row in rows]
@@ -109,7 +110,7 @@ def test_a_policy_that_has_become_less_likely_on_mismatches_has_no_negative_refe
     policy = load_policy(str(save_model("llama", tmp_path, tokenizer)), ModelArgs(), tokenizer).eval()
     far = [{**row, "mismatch": {**row["mismatch"], "ref_logps": 0.0}} for row in rows]
     run = RunOfOneStep(arguments(data, loss_type="kto"), policy=policy)
-    assert dpo.train_step(run, policy, far, tokenizer.pad_token_id)["rewards/reference_point"] == 0
+    assert kto.train_step(run, policy, far, tokenizer.pad_token_id)["rewards/reference_point"] == 0
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -118,7 +119,7 @@ def test_the_gradient_of_a_step_is_the_same_for_every_micro_batch_size(loss_type
     found, reported = [], []
     for micro_batch_size in (8, 1, 2):
         run = RunOfOneStep(arguments(data, loss_type=loss_type, micro_batch_size=micro_batch_size), policy=policy)
-        reported.append(dpo.train_step(run, policy, rows, tokenizer.pad_token_id, baseline=0.3))
+        reported.append(kto.train_step(run, policy, rows, tokenizer.pad_token_id, delta=0.3))
         found.append(run.gradients["policy"])
     for other in found[1:]:
         assert_same_gradients(found[0], other, atol=5e-6)
@@ -132,7 +133,7 @@ def test_the_metrics_of_labelled_responses(data, tokenizer, rows, tmp_path):
         logps = [float(logp_by_hand(policy.model, row)) for row in rows]
     args = arguments(data, loss_type="bco", beta=0.1)
     run = RunOfOneStep(args, policy=policy)
-    found = dpo.train_step(run, policy, rows, tokenizer.pad_token_id, baseline=-1.0)
+    found = kto.train_step(run, policy, rows, tokenizer.pad_token_id, delta=-1.0)
     rewards = [0.1 * (logp - row["ref_logps"]) for logp, row in zip(logps, rows)]
     sides = {side: [i for i, row in enumerate(rows) if row["label"] == good] for side, good in SIDES.items()}
     assert all(sides.values())
@@ -142,23 +143,20 @@ def test_the_metrics_of_labelled_responses(data, tokenizer, rows, tmp_path):
     assert found["rewards/margins"] == pytest.approx(found["rewards/chosen"] - found["rewards/rejected"])
     right = sum((reward > -1.0) == row["label"] for reward, row in zip(rewards, rows)) / len(rows)
     assert found["rewards/accuracies"] == pytest.approx(right) and found["rewards/reference_point"] == -1.0
-    total, count, bad_total, bad_count = dpo.total_reward(found, rows)
-    assert count + bad_count == 8 and total + bad_total == pytest.approx(sum(rewards), abs=1e-3)
-    mean = dpo.RunningMean()
-    mean.update(*dpo.total_reward(found, rows))
-    assert mean.value == pytest.approx((found["rewards/chosen"] + found["rewards/rejected"]) / 2)
     good = [row for row in rows if row["label"]]
-    alone = dpo.train_step(run, policy, good, tokenizer.pad_token_id)
+    alone = kto.train_step(run, policy, good, tokenizer.pad_token_id)
     assert not {"rewards/rejected", "rewards/margins"} & alone.keys()
-    assert dpo.total_reward(alone, good) == (pytest.approx(alone["rewards/chosen"] * len(good)), len(good), 0.0, 0)
 
 
 def test_delta_is_the_middle_of_both_labels_however_many_there_are_of_each():
-    mean = dpo.RunningMean()
-    mean.update(9 * 2.0, 9, -2.0, 1)
-    assert mean.value == 0.0
-    mean.update(0.0, 0, -4.0, 1)
-    assert mean.value == pytest.approx((2.0 - 3.0) / 2)
+    good, bad = RunningMean(), RunningMean()
+    assert middle(good, bad) == 0.0
+    good.update(9 * 2.0, 9)
+    assert middle(good, bad) == 2.0
+    bad.update(-2.0, 1)
+    assert middle(good, bad) == 0.0
+    bad.update(-4.0, 1)
+    assert middle(good, bad) == pytest.approx((2.0 - 3.0) / 2)
 
 
 SIDES = {"chosen": True, "rejected": False}
@@ -179,7 +177,7 @@ def test_training_separates_good_from_bad(data, sft_dir, tmp_path):
         assert steps[-1]["rewards/margins"] > 0.05 and steps[-1]["rewards/accuracies"] > 0.55
         assert steps[-1]["train/loss"] < first
         validation = found[-1]
-        page = (ROOT / "howto" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
+        page = (ROOT / "howto" / "algorithms" / "kto.md").read_text(encoding="utf-8")
         assert {name for row in found for name in row} - {"step"} <= set(re.findall(r"^\| `([\w/]+)` \|", page, re.M))
         assert {"val/loss", "val/rewards/margins", "val/rewards/reference_point"} <= validation.keys()
 
@@ -209,12 +207,12 @@ def test_the_reference_scores_each_step_s_mismatches_before_training(
 ):
     scored: list[int] = []
     trained: list[dict] = []
-    score, step = reference.score_rows, dpo.train_step
+    score, step = kto.score_rows, kto.train_step
     monkeypatch.setattr(
-        reference, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
+        kto, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
     )
     monkeypatch.setattr(
-        dpo, "train_step", lambda run, m, rows, *more: trained.extend(rows) or step(run, m, rows, *more)
+        kto, "train_step", lambda run, m, rows, *more: trained.extend(rows) or step(run, m, rows, *more)
     )
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
     main([*flags, "--loss_type", "kto", "--max_steps", "3", "--mini_batch_size", "16", "--learning_rate", "1e-2"])
@@ -228,9 +226,9 @@ def test_the_reference_scores_each_step_s_mismatches_before_training(
 
 def test_a_dry_run_scores_the_mismatches_of_its_steps_alone(data, base_model, tmp_path, monkeypatch, capsys):
     scored: list[int] = []
-    score = reference.score_rows
+    score = kto.score_rows
     monkeypatch.setattr(
-        reference, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
+        kto, "score_rows", lambda run, m, rows, *more: scored.append(len(rows)) or score(run, m, rows, *more)
     )
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
     main([*flags, "--loss_type", "kto", "--max_steps", "3", "--mini_batch_size", "16", "--dry_run"])
@@ -291,7 +289,7 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(loss_typ
     whole = main([*flags, "--log_dir", str(tmp_path / "whole")])
     chosen = random.Random(kill_seed()).randint(6, 30)
     logs = tmp_path / "killed"
-    run_killed(logs, "*/*/*/*/metrics.jsonl", chosen, "lightrlhf.dpo", *flags, "--log_dir", str(logs))
+    run_killed(logs, "*/*/*/*/metrics.jsonl", chosen, "lightrlhf.kto", *flags, "--log_dir", str(logs))
     (args,) = tmp_path.glob("killed/**/args.json")
     assert main(["--resume_from", str(args.parent)]) == str(args.parent)
     assert weights(last_checkpoint(args.parent)) == weights(last_checkpoint(whole)), chosen
@@ -309,7 +307,7 @@ def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, data, base_mode
     flags += ["--lr_warmup_steps", "0", "--learning_rate", "1e-2"]
     one = main([*flags, "--mini_batch_size", "14", "--devices", "1", "--log_dir", str(tmp_path / "one")])
     ranks = ["--mini_batch_size", "7", "--devices", "2", "--strategy", "ddp"]
-    run_program("lightrlhf.dpo", *flags, *ranks, "--log_dir", str(tmp_path / "two"))
+    run_program("lightrlhf.kto", *flags, *ranks, "--log_dir", str(tmp_path / "two"))
     (args,) = (tmp_path / "two").rglob("args.json")
     points = [row["rewards/reference_point"] for row in metrics(one) if "train/loss" in row]
     assert max(points) > 0.01
@@ -322,10 +320,10 @@ def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, data, base_mode
 
 
 # --------------------------------------------------------------------------------------------------------- bad calls
-def refused(flags: list, capsys) -> str:
+def refused(flags: list, capsys, program=main) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        main([str(flag) for flag in flags])
+        program([str(flag) for flag in flags])
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert stopped.value.code == 2 and len(lines) == 1, lines
     return lines[0]
@@ -334,13 +332,11 @@ def refused(flags: list, capsys) -> str:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--mini_batch_size", "1", "--micro_batch_size", "1"], "--loss_type kto compares responses of a step"),
-        (["--rpo_alpha", "1"], "--loss_type kto does not support --rpo_alpha 1.0"),
-        (["--f_divergence", "js"], "--loss_type kto does not support --f_divergence js"),
+        (["--mini_batch_size", "1", "--micro_batch_size", "1"], "--mini_batch_size"),
+        (["--rpo_alpha", "1"], "--rpo_alpha"),
         (["--desirable_weight", "0"], "--desirable_weight 0"),
-        (["--loss_type", "sigmoid", "--undesirable_weight", "2"], "does not support --undesirable_weight 2.0"),
-        (["--loss_type", "sigmoid"], "learns from preference_train.pt, but"),
-        (["--max_length", "3"], "--max_length 3 leaves no room"),
+        (["--loss_type", "sigmoid"], "--loss_type sigmoid"),
+        (["--max_length", "3"], "--max_length 3"),
     ],
 )
 def test_a_bad_call_is_one_line_and_leaves_nothing_behind(flags, told, data, base_model, tmp_path, capsys):
@@ -349,17 +345,25 @@ def test_a_bad_call_is_one_line_and_leaves_nothing_behind(flags, told, data, bas
     assert not list(tmp_path.rglob("args.json"))
 
 
-def test_data_of_the_other_kind_is_refused_with_the_losses_that_fit(data, cafe_data, base_model, capsys):
+def test_data_of_the_other_kind_is_refused_with_the_program_that_fits(data, cafe_data, base_model, capsys):
     line = refused(["--data_dir", cafe_data, "--model_name", base_model, "--loss_type", "bco", *CPU], capsys)
-    assert "learns from unpaired_train.pt" in line and "holds preference_train.pt" in line and "sigmoid" in line
-    line = refused(["--data_dir", data, "--model_name", base_model, *CPU], capsys)
-    assert "holds unpaired_train.pt" in line and line.endswith("--loss_type kto, bco")
+    assert "unpaired_train.pt" in line and "preference_train.pt" in line and "lightrlhf.dpo" in line
+    line = refused(["--data_dir", data, "--model_name", base_model, *CPU], capsys, dpo.main)
+    assert "preference_train.pt" in line and "unpaired_train.pt" in line and "lightrlhf.kto" in line
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_dpo_names_the_program_that_has_these_losses(loss_type, capsys):
+    line = refused(["--model_name", "tiny", "--loss_type", loss_type], capsys, dpo.main)
+    assert f"--loss_type {loss_type}" in line and f"lightrlhf.kto --loss_type {loss_type}" in line
+    with pytest.raises(ValueError, match="lightrlhf.kto"):
+        DPOArgs(model_name="tiny", loss_type=loss_type)
 
 
 def test_rows_that_nothing_can_be_learned_from_are_refused(tokenizer, base_model, tmp_path):
     def train(rows: list[dict], loss_type: str) -> None:
-        args = DPOArgs(model_name=str(base_model), log_dir=str(tmp_path), loss_type=loss_type, accelerator="cpu")
-        dpo.train(args, tokenizer=tokenizer, rows=rows)
+        args = KTOArgs(model_name=str(base_model), log_dir=str(tmp_path), loss_type=loss_type, accelerator="cpu")
+        kto.train(args, tokenizer=tokenizer, rows=rows)
 
     rows = [{"prompt": f"tea {i}?", "completion": " yes", "label": True} for i in range(4)]
     for loss_type in LOSSES:
@@ -377,16 +381,15 @@ def test_rows_that_nothing_can_be_learned_from_are_refused(tokenizer, base_model
 def test_rows_from_python_and_the_advice_on_weights(tokenizer, base_model, tmp_path, capsys):
     rows = [{"prompt": f"tea {i}?", "completion": f" {i} please", "label": i % 3 > 0} for i in range(9)]
     more = {"mini_batch_size": 4, "micro_batch_size": 4, "max_steps": 3, "accelerator": "cpu", "eval_interval": 0}
-    args = DPOArgs(model_name=str(base_model), log_dir=str(tmp_path), loss_type="kto", **more)
-    folder = dpo.train(args, tokenizer=tokenizer, rows=rows)
+    args = KTOArgs(model_name=str(base_model), log_dir=str(tmp_path), loss_type="kto", **more)
+    folder = kto.train(args, tokenizer=tokenizer, rows=rows)
     assert "6 good and 3 bad responses: the paper advises --undesirable_weight 2 for them" in capsys.readouterr().out
     assert last_checkpoint(folder).is_dir()  # the third mini-batch has one row
-    args = DPOArgs(
+    args = KTOArgs(
         model_name=str(base_model),
         log_dir=str(tmp_path),
-        loss_type="kto",
         undesirable_weight=1.75,
         **more | {"epochs": 1},
     )
-    dpo.train(args, tokenizer=tokenizer, rows=rows)
+    kto.train(args, tokenizer=tokenizer, rows=rows)
     assert "the paper advises" not in capsys.readouterr().out
